@@ -40,7 +40,7 @@ from rich.table import Table
 from benchmarks.circumstances import circumstances
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.runs.run import Run
-from tunekit.training.communication import TRACED_STEP
+from tunekit.training.timing import TRACED_STEP
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "backends.json"

@@ -92,7 +92,7 @@ def write_chats(path: Path, num_rows: int, num_bytes: float = math.inf) -> None:
 
 def prepare_with_tunekit(path: Path, length: int) -> tuple[Any, float, PeakMemory]:
     """Packed rows, through the functions that a run calls."""
-    from tunekit.data.packing.mixture import Mixing
+    from tunekit.data.packing.sequences import Mixing
     from tunekit.data.prepare import prepare_rows, tokens_of
     from tunekit.data.sources.load import load_rows
     from tunekit.models.load import load_tokenizer

@@ -174,7 +174,7 @@ def attempt(folder: str, cut: Cut | None) -> None:
     from tests.training.engines import worked
     from tunekit.process.signals import SAME_SECONDS
     from tunekit.training.callbacks import Watch
-    from tunekit.training.checkpointing.trainer_state import Carried
+    from tunekit.training.checkpointing.restore import Carried
 
     begin, save = Watch.on_step_begin, Carried._save
     rank = int(os.environ.get("RANK", "0"))
@@ -218,8 +218,8 @@ def attempt(folder: str, cut: Cut | None) -> None:
 
 def played(case: Case, folder: Path) -> list[str]:
     """Train a case in one go and in several; what differs between the two, in words."""
+    from tunekit.runs.requests import forget_request
     from tunekit.runs.run import Run
-    from tunekit.runs.stop_request import forget_request
 
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)

@@ -164,7 +164,7 @@ class Injection:
         from transformers import Trainer
         from transformers.trainer_callback import CallbackHandler
 
-        from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+        from tunekit.methods.sft import TokenMeanSFTTrainer
         from tunekit.training import worker
 
         work = worker.work

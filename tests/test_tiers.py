@@ -46,7 +46,7 @@ def test_quarantine_says_why_and_since_when():
 
 
 def test_the_tests_of_a_changed_module_come_first_and_those_of_its_importers_follow():
-    distances = affected.distances(["tunekit/planner/memory/zero.py"])
+    distances = affected.distances(["tunekit/planner/memory/sharding.py"])
     assert distances["tests/planner/test_zero.py"] == 0
     assert distances["tests/planner/test_candidates.py"] <= 3
     assert distances["tests/training/test_options.py"] > 1
@@ -78,7 +78,7 @@ def test_a_budget_takes_the_nearest_files_that_fit_and_names_the_rest():
 
 def test_files_that_are_nearer_come_first_and_cheaper_ones_before_dearer():
     choices = affected.choose(
-        ["tunekit/planner/memory/zero.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6)
+        ["tunekit/planner/memory/sharding.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6)
     )
     assert [choice.distance for choice in choices] == sorted(choice.distance for choice in choices)
     same = [choice for choice in choices if choice.distance == choices[-1].distance]

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from tunekit.api.background import start, start_resume
     from tunekit.api.devices import DeviceState, devices
     from tunekit.api.notebook import ui
-    from tunekit.api.rerun import rerun
-    from tunekit.api.rerun_check import Agreement
+    from tunekit.api.rerun import Agreement, rerun
     from tunekit.api.verbs import (
         check,
         compare_plans,
@@ -44,20 +43,20 @@ if TYPE_CHECKING:
     from tunekit.inference.generate import Generated, generate
     from tunekit.inference.reward_trial import RewardTrial
     from tunekit.inference.serve import serve
-    from tunekit.launching.delete import delete_run
+    from tunekit.launching.stop import delete_run
     from tunekit.migration.migration import migrate
     from tunekit.migration.report import Migration
     from tunekit.planner.hardware.machines import machines
     from tunekit.planner.plan import Plan, gib
-    from tunekit.recipe.difference import recipe_diff
+    from tunekit.recipe.edits import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
     from tunekit.recipe.methods import MethodInfo, list_methods
-    from tunekit.recipe.reach import named_paths
     from tunekit.recipe.reading.rewrite import edit_text, short_recipe
     from tunekit.recipe.reading.source_locations import Fault
     from tunekit.recipe.schema import Recipe
+    from tunekit.recipe.secrets import named_paths
     from tunekit.redact import redacted
     from tunekit.reporting.comparison import Comparison, compare
     from tunekit.reporting.diagnosis import Diagnosis, diagnose_run
@@ -68,12 +67,12 @@ if TYPE_CHECKING:
     from tunekit.runs.lineage import check_text
     from tunekit.runs.metrics import direction_of, judged_by
     from tunekit.runs.reader import EventReader, Series, last_events
+    from tunekit.runs.requests import stop_wish
     from tunekit.runs.run import Run, find_run, list_runs, set_tags
-    from tunekit.runs.stop_request import stop_wish
     from tunekit.sweeps.begin import sweep
     from tunekit.sweeps.conduct import resume_sweep, stop_sweep
     from tunekit.sweeps.folder import Sweep, find_sweep, list_sweeps
-    from tunekit.training.checkpointing.edit_effects import EditEffect, effects_of
+    from tunekit.training.checkpointing.resume import EditEffect, effects_of
 
 __version__ = "0.1.0"
 
@@ -176,7 +175,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Agreement": "tunekit.api.rerun_check",
+    "Agreement": "tunekit.api.rerun",
     "DATA_SUFFIXES": "tunekit.data.sources.files",
     "Checkpoint": "tunekit.runs.checkpoints.listing",
     "Comparison": "tunekit.reporting.comparison",
@@ -184,7 +183,7 @@ _HOMES = {
     "DataReport": "tunekit.data.reports.report",
     "DeviceState": "tunekit.api.devices",
     "Diagnosis": "tunekit.reporting.diagnosis",
-    "EditEffect": "tunekit.training.checkpointing.edit_effects",
+    "EditEffect": "tunekit.training.checkpointing.resume",
     "Entry": "tunekit.recipe.entries",
     "Estimate": "tunekit.runs.evaluation_result",
     "Evaluation": "tunekit.runs.evaluation_result",
@@ -220,12 +219,12 @@ _HOMES = {
     "compare": "tunekit.reporting.comparison",
     "compare_plans": "tunekit.api.verbs",
     "data_report": "tunekit.api.verbs",
-    "delete_run": "tunekit.launching.delete",
+    "delete_run": "tunekit.launching.stop",
     "devices": "tunekit.api.devices",
     "diagnose_run": "tunekit.reporting.diagnosis",
     "direction_of": "tunekit.runs.metrics",
     "edit_text": "tunekit.recipe.reading.rewrite",
-    "effects_of": "tunekit.training.checkpointing.edit_effects",
+    "effects_of": "tunekit.training.checkpointing.resume",
     "evaluate": "tunekit.evaluation.evaluate",
     "evaluations_of": "tunekit.runs.evaluation_result",
     "export": "tunekit.exporting.export",
@@ -245,12 +244,12 @@ _HOMES = {
     "list_sweeps": "tunekit.sweeps.folder",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.hardware.machines",
-    "named_paths": "tunekit.recipe.reach",
+    "named_paths": "tunekit.recipe.secrets",
     "plan": "tunekit.api.verbs",
     "plan_figures": "tunekit.display.plan",
     "preview": "tunekit.api.verbs",
     "read_text": "tunekit.recipe.load",
-    "recipe_diff": "tunekit.recipe.difference",
+    "recipe_diff": "tunekit.recipe.edits",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
     "redacted": "tunekit.redact",
@@ -265,7 +264,7 @@ _HOMES = {
     "start_resume": "tunekit.api.background",
     "stop": "tunekit.api.verbs",
     "stop_sweep": "tunekit.sweeps.conduct",
-    "stop_wish": "tunekit.runs.stop_request",
+    "stop_wish": "tunekit.runs.requests",
     "sweep": "tunekit.sweeps.begin",
     "sweep_plans": "tunekit.api.verbs",
     "train": "tunekit.api.verbs",

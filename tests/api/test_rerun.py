@@ -10,7 +10,7 @@ import tunekit
 from tests.rows import save_rows
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.watching import own_signals
-from tunekit.api.rerun_check import agreement_of
+from tunekit.api.rerun import agreement_of
 from tunekit.cli.app import app
 
 

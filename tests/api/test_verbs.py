@@ -5,7 +5,7 @@ import pytest
 from tests.training.folders import made_run
 from tunekit.api import verbs
 from tunekit.errors import RunError
-from tunekit.runs.lock import claimed
+from tunekit.runs.record import claimed
 from tunekit.runs.run import Run
 
 

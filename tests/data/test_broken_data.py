@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tunekit.data.formats.method_formats import learner_of
+from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection, DataSource

@@ -11,7 +11,7 @@ from tests.tiny import make_tokenizer, save_chats
 from tests.waiting import LIMIT_SECONDS
 from tunekit.data import cache
 from tunekit.data import prepare as preparing
-from tunekit.data.packing.mixture import Mixing
+from tunekit.data.packing.sequences import Mixing
 from tunekit.data.prepare import prepare_rows, read_dataset, tokens_of
 from tunekit.data.sources.load import load_rows
 from tunekit.recipe.sections.data import DataSource

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.data.formats.method_formats import learner_of
+from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import load_data
 from tunekit.recipe.sections.data import DataSection
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import save_tiny_model
-from tunekit.data.packing.mixture import Mixing
-from tunekit.data.packing.sequences import Batch, Sequences, SequenceWriter
+from tunekit.data.packing.sequences import Batch, Mixing, Sequences, SequenceWriter
 from tunekit.data.prepare import SourceTokens, prepare_rows
 from tunekit.data.tokenization.tokenize import TokenReport
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.packing.holdout import fraction, hold_out
+from tunekit.data.packing.sequences import fraction, hold_out
 from tunekit.data.sources.load import load_data
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.recipe.sections.data import DataSection

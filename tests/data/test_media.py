@@ -7,8 +7,7 @@ import datasets
 import pytest
 
 from tunekit.data.formats.convert import asked_in, check_row
-from tunekit.data.formats.method_formats import Learner
-from tunekit.data.formats.row_formats import BadRow
+from tunekit.data.formats.row_formats import BadRow, Learner
 from tunekit.data.reports.look import look_at
 from tunekit.data.sources.hub import open_dataset, open_stream
 from tunekit.data.sources.load import load_data, stream_rows

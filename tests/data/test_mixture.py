@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.packing.mixture import Mixing, mix
+from tunekit.data.packing.sequences import Mixing, mix
 
 
 def lengths(*sizes: int, tokens: int = 10) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import pack_dataset
 
-from tunekit.data.packing.pack import best_fit
+from tunekit.data.packing.sequences import best_fit
 
 
 def packs_of(lengths, max_length):

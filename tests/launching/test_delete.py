@@ -10,7 +10,7 @@ import tunekit
 from tests.commands import run_command
 from tests.training.folders import made_run
 from tunekit.errors import RunError
-from tunekit.runs.process_id import identity_of
+from tunekit.runs.liveness import identity_of
 from tunekit.runs.run import list_runs
 
 

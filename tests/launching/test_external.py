@@ -20,11 +20,10 @@ from tests.waiting import LIMIT_SECONDS, until
 from tunekit.api import verbs
 from tunekit.errors import DataError, PlanError, RunError, StandstillError
 from tunekit.launching import external
-from tunekit.launching.external import meeting_point, train_joined
-from tunekit.launching.torchrun_restarts import go_on_with, open_for_attempt
+from tunekit.launching.external import go_on_with, meeting_point, open_for_attempt, train_joined
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.load import load_recipe
-from tunekit.runs.rank import Place, place_of
+from tunekit.runs.liveness import Place, place_of
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run, list_runs
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tunekit.api import verbs
 from tunekit.process.heartbeat import Heart
-from tunekit.recipe.sections.adapters import FullAdapter
-from tunekit.runs.rank import Place
+from tunekit.recipe.sections.model import FullAdapter
+from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
 from tunekit.training.callbacks import Watch
 from tunekit.training.worker import _build

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from transformers import TrainerControl, TrainerState
 
 from tunekit.methods.arguments import even_size
-from tunekit.methods.order import Order, filled, filled_stream, filled_with_first, num_missing
+from tunekit.methods.run_trainer import Order, filled, filled_stream, filled_with_first, num_missing
 
 
 def order_of(num_rows, multiple, *, repeats=False, shuffle=True, seed=3, epoch=0):

@@ -24,8 +24,7 @@ from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.errors import DataError, DependencyError, ModelError, RecipeError, RunError
 from tunekit.methods.rewards.code import program_in
-from tunekit.methods.rewards.load import load_rewards, reward_names
-from tunekit.methods.rewards.rows import check_rows
+from tunekit.methods.rewards.load import check_rows, load_rewards, reward_names
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.sections.rewards import Reward
@@ -583,7 +582,7 @@ def test_a_missing_package_is_told_before_training(package: str, reward: Any) ->
         "found = importlib.util.find_spec\n"
         f"importlib.util.find_spec = lambda name, *a: None if name == {package!r} else found(name, *a)\n"
         "from tunekit.recipe.load import load_recipe\n"
-        "from tunekit.methods.rewards.rows import check_rows\n"
+        "from tunekit.methods.rewards.load import check_rows\n"
         f"recipe = load_recipe({{'model': 'pico', 'data': {{'train': 'x.jsonl'}}, 'method': {method!r}}})\n"
         "check_rows(recipe.method.rewards, [])\n"
     )

@@ -7,7 +7,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunekit.models.adapters import attach_adapter
-from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import LoraAdapter
 
 SIZES = {
     "vocab_size": 71,

@@ -13,7 +13,7 @@ from tunekit.errors import RunError
 from tunekit.models import attention
 from tunekit.models.attention import packed_attention, register_packed_attention, sdpa_by_document
 from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.training.check_packing import prove_attention
+from tunekit.training.check_reference import prove_attention
 
 LENGTHS = (17, 1, 30, 5)
 MODELS = {

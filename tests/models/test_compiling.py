@@ -7,7 +7,7 @@ from benchmarks.isolation import small_model
 from tests.models.test_attention import batch_of, documents
 from tunekit.errors import ModelError
 from tunekit.models.attention import register_packed_attention
-from tunekit.models.compiling import compile_layers, to_float8
+from tunekit.models.load import compile_layers, to_float8
 from tunekit.planner.decisions.isolation import VARLEN
 
 

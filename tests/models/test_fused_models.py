@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.models.architectures import ARCHITECTURES, HAVE_EXPERTS, SIZES, make_model, packed_batch, padded_batch
 from tunekit.models.fusion.fuse import fuse
-from tunekit.models.fusion.rules import is_fused, unfuse
+from tunekit.models.fusion.proof import is_fused, unfuse
 
 TIGHT = 2e-5
 LOOSE, LOOSEST = 1.3, 3.0

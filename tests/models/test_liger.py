@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.isolation import small_model
 from tunekit.errors import ModelError
-from tunekit.models.liger import use_liger
+from tunekit.models.load import use_liger
 
 pytest.importorskip("liger_kernel")
 

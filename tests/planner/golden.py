@@ -15,7 +15,7 @@ from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.known_models import known_models
+from tunekit.planner.models.model_config import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model

@@ -47,7 +47,7 @@ from tunekit.planner.models.model_config import (
     num_experts_of,
     num_experts_per_token_of,
 )
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 
 @dataclass(frozen=True)

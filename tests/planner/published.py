@@ -20,10 +20,9 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer
 from tunekit.planner.memory.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
-from tunekit.planner.memory.phases import Phase
-from tunekit.planner.memory.states import BYTES, num_trainable_params
-from tunekit.planner.models.known_models import known_models
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.planner.memory.states import BYTES, Phase, num_trainable_params
+from tunekit.planner.models.model_config import known_models
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 TABLE = Path(__file__).parent / "published.yaml"
 

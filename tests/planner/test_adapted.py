@@ -6,7 +6,7 @@ from tests.planner.oracle import Step, estimate_of, trace
 from tests.planner.oracle_shards import ShardedStep
 from tests.planner.oracle_shards import trace as trace_sharded
 from tunekit.planner.layout import Layout
-from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

@@ -15,8 +15,7 @@ from tunekit.planner.memory.states import num_trainable_params, trained_tensors
 from tunekit.planner.models.architectures import FAMILIES, tensors_of
 from tunekit.planner.models.model_config import DEFAULTS, ROUTER_AUX_LOSS_COEF, complete, layer_types_of
 from tunekit.probe.model import probe_model, sketch_model
-from tunekit.recipe.sections.adapters import LoraAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import LoraAdapter, ModelSection
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,

@@ -5,7 +5,7 @@ import pytest
 from tests.planner.test_architectures import facts_of
 from tunekit.planner.decisions.beyond import beyond, bubble
 from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.known_models import known_models
+from tunekit.planner.models.model_config import known_models
 
 LLAMA_70B, LLAMA_405B = (facts_of(known_models()[f"meta-llama/Llama-3.1-{size}"].config) for size in ("70B", "405B"))
 

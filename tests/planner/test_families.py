@@ -8,7 +8,7 @@ from tests.planner.oracle import Step, estimate_of, facts_of, trace
 from tunekit.planner.decisions.isolation import WITHOUT_SDPA
 from tunekit.planner.memory.activations import TRACED, is_traced
 from tunekit.planner.models.architectures import FAMILIES
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -8,8 +8,8 @@ from tests.planner.oracle import Step
 from tests.planner.oracle import facts_of as facts_of_step
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tests.planner.test_memory import build, facts_of, with_adapter
-from tunekit.planner.throughput.flops import flops_per_token, is_counted
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.planner.throughput.step import flops_per_token, is_counted
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 LAYERS, ROWS, LENGTH = 8, 2, 64
 SMALL_MIXTURE = {

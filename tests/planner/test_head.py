@@ -10,7 +10,7 @@ from tests.planner.oracle import LiveBytes
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.kernels import linear_ce as module
 from tunekit.planner.memory.activations import head_of
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 TOKENS = 8200
 """Of which all count. The last chunk is shorter than the others."""

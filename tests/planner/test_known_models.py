@@ -4,7 +4,7 @@ import pytest
 
 from tests.planner.test_architectures import built, facts_of, shapes
 from tunekit.planner.models.architectures import tensors_of
-from tunekit.planner.models.known_models import known_models
+from tunekit.planner.models.model_config import known_models
 
 
 @pytest.mark.parametrize("name", known_models())

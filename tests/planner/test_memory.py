@@ -13,7 +13,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.memory.memory import estimate
 from tunekit.planner.memory.states import BYTES
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
 

@@ -18,7 +18,6 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.passes import passes_of
 from tunekit.planner.resolve import resolve
 from tunekit.planner.throughput.communication import Range, transfers_of
-from tunekit.planner.throughput.flops import forward_flops_per_token
 from tunekit.planner.throughput.records import RunRecord
 from tunekit.planner.throughput.speed import speed_of, step_of
 from tunekit.planner.throughput.step import (
@@ -27,6 +26,7 @@ from tunekit.planner.throughput.step import (
     Before,
     Generating,
     Step,
+    forward_flops_per_token,
     generating,
     seconds_before,
     seconds_of,
@@ -34,7 +34,7 @@ from tunekit.planner.throughput.step import (
 from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 
 ROWS = DataFacts(num_train=640)
 

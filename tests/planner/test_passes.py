@@ -7,11 +7,10 @@ from tests.planner.oracle import Step, facts_of
 from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trace, trace_reference
 from tests.planner.shapes import LLAMA_8B
 from tunekit.errors import PlanError
-from tunekit.planner.decisions.padding import padding_of
+from tunekit.planner.decisions.backends import padding_of
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import head_of
-from tunekit.planner.memory.phases import Kept
-from tunekit.planner.memory.states import Tables, num_trainable_params, trained_tables
+from tunekit.planner.memory.states import Kept, Tables, num_trainable_params, trained_tables
 from tunekit.planner.passes import (
     Passes,
     generation_bytes,
@@ -22,7 +21,7 @@ from tunekit.planner.passes import (
     steps_per_epoch,
     with_reference,
 )
-from tunekit.planner.throughput.flops import forward_flops_per_token
+from tunekit.planner.throughput.step import forward_flops_per_token
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
@@ -32,9 +31,8 @@ from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.methods.sft import SFTMethod
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

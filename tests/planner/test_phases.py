@@ -7,8 +7,8 @@ from tests.planner.oracle import Step, estimate_of, trace, trace_deep
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.memory import estimate
-from tunekit.planner.memory.phases import PHASE_WORDS
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.planner.memory.states import PHASE_WORDS
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

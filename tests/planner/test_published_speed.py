@@ -14,7 +14,7 @@ from tests.planner.test_architectures import facts_of
 from tunekit.planner.facts import DataFacts, ModelFacts
 from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.models.known_models import known_models
+from tunekit.planner.models.model_config import known_models
 from tunekit.planner.throughput.speed import speed_of, step_of
 from tunekit.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.methods.teacher import TeacherMethod
+from tunekit.recipe.methods.on_policy import TeacherMethod
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,9 +4,9 @@ import pytest
 
 from tests.planner.shapes import LAPTOP, LLAMA_8B
 from tunekit.errors import PlanError
+from tunekit.planner.decisions.reasons import check_disk
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.memory.storage import check_disk
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 

@@ -5,7 +5,7 @@ import pytest
 from tests.planner.oracle import Step, estimate_of
 from tests.planner.oracle_shards import ShardedStep, trace, trace_deep
 from tunekit.planner.layout import Layout
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -28,8 +28,7 @@ from tunekit.planner.memory.states import (
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 from tunekit.recipe.sections.train import Optim
 from tunekit.training.worker import forget_overrides
 

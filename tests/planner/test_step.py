@@ -27,7 +27,7 @@ from tunekit.planner.throughput.step import (
     seconds_of,
 )
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 
 FIGURES = Figures(
     flops_16bit=100e12,

@@ -10,9 +10,9 @@ from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware
 from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.zero import zero_kept
+from tunekit.planner.memory.sharding import zero_kept
 from tunekit.planner.resolve import resolve
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 
 LAPTOP = Hardware(
     cpu=Device(

@@ -1,6 +1,6 @@
 """In what recipes differ."""
 
-from tunekit.recipe.difference import recipe_diff
+from tunekit.recipe.edits import recipe_diff
 from tunekit.recipe.load import load_recipe
 
 

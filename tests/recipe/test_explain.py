@@ -13,7 +13,7 @@ from tunekit.recipe.explain import explain, json_schema
 from tunekit.recipe.fields import all_fields, holders_along
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.reading.suggest import FAMILIAR_NAMES
+from tunekit.recipe.reading.wording import FAMILIAR_NAMES
 
 
 def entries(text: str) -> Iterator[str]:

@@ -19,11 +19,9 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.reading.parse import plain_scalar, read_yaml
 from tunekit.recipe.reading.source_locations import MAPPING
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSection, DataSource
-from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.output import OutputSection
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"
 ROOT = Path(__file__).parents[2]

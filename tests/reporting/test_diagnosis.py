@@ -18,9 +18,8 @@ from tests.waiting import until
 from tunekit.api import verbs
 from tunekit.errors import DataError, MemoryShortError, NonFiniteError, RunError, StandstillError
 from tunekit.launching.local import supervise
-from tunekit.runs.disk import not_saved
-from tunekit.runs.rank import Place
-from tunekit.runs.record import Record
+from tunekit.runs.liveness import Place
+from tunekit.runs.record import Record, not_saved
 from tunekit.runs.run import Run
 from tunekit.training.worker import work
 

@@ -14,11 +14,18 @@ from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.api.verbs import make_run
 from tunekit.planner.plan import Plan
-from tunekit.runs.rank import place_of
+from tunekit.runs.liveness import place_of
 from tunekit.runs.run import Run
 from tunekit.training.callbacks import rates
-from tunekit.training.communication import TRACED_STEP, Trace, covered_seconds, exposed_seconds
-from tunekit.training.timing import WINDOW_STEPS, Timing, slow_ranks
+from tunekit.training.timing import (
+    TRACED_STEP,
+    WINDOW_STEPS,
+    Timing,
+    Trace,
+    covered_seconds,
+    exposed_seconds,
+    slow_ranks,
+)
 from tunekit.training.worker import work
 
 MORE_BYTES = 2**27

@@ -7,10 +7,10 @@ import pytest
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.errors import RunError
-from tunekit.process.exit_status import stopped
+from tunekit.process.signals import stopped
 from tunekit.runs.available_actions import begin_anew, prospects
+from tunekit.runs.requests import Request
 from tunekit.runs.run import Run, check_free
-from tunekit.runs.stop_request import Request
 
 ASKED = Request(now=False, by="SIGINT", grace_seconds=None, time=0.0)
 

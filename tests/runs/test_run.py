@@ -20,8 +20,8 @@ from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.events import EventLog, read_events
+from tunekit.runs.liveness import identity_of
 from tunekit.runs.prepared_data import record
-from tunekit.runs.process_id import identity_of
 from tunekit.runs.run import Run, find_run, list_runs
 
 

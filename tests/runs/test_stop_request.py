@@ -26,10 +26,9 @@ from tunekit.api import verbs
 from tunekit.errors import RunError, Stopped
 from tunekit.process.heartbeat import Beat, beats_of
 from tunekit.runs.checkpoints.complete import newest_complete
-from tunekit.runs.process_id import identity_of
-from tunekit.runs.rank import place_of
+from tunekit.runs.liveness import identity_of, place_of
+from tunekit.runs.requests import EXIT_CODES, forget_request, request, requested
 from tunekit.runs.run import Run
-from tunekit.runs.stop_request import EXIT_CODES, forget_request, request, requested
 from tunekit.training.worker import work
 
 NUM_STEPS = 20

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.process.telemetry import SILENT
+from tunekit.process.log_capture import SILENT
 
 HOOK = """\
 import os, sys
@@ -61,7 +61,9 @@ def test_a_report_of_a_library_would_be_seen(watched):
 
 def test_reports_are_off_also_where_the_library_was_there_before(watched):
     environment, file = watched
-    first = "import huggingface_hub.constants; from tunekit.process.telemetry import send_nothing_at_all as off; off()"
+    first = (
+        "import huggingface_hub.constants; from tunekit.process.log_capture import send_nothing_at_all as off; off()"
+    )
     subprocess.run([sys.executable, "-c", first + SEND], env=environment, check=True)
     assert connections(file) == []
 

@@ -17,7 +17,7 @@ from tests.waiting import LIMIT_SECONDS, until
 from tunekit.cli.app import app
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.stop import stop_run
-from tunekit.runs.stop_request import requested
+from tunekit.runs.requests import requested
 from tunekit.sweeps.folder import known_sweep
 from tunekit.sweeps.page import page
 

@@ -27,8 +27,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.reporting.report import report
 from tunekit.runs.events import EventLog
 from tunekit.runs.run import Run
-from tunekit.tracking.start import WAIT_SECONDS
-from tunekit.tracking.trackers import check_trackers, environment_of, kept_of
+from tunekit.tracking.trackers import WAIT_SECONDS, check_trackers, environment_of, kept_of
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 SHORT, LONG = 4, 6
@@ -130,7 +129,7 @@ def server(folder):
             patch.setenv("WANDB_MODE", "offline")
             # Answers and last figures may take their time.
             patch.setattr("tunekit.tracking.trackers.REACH_SECONDS", LIMIT_SECONDS)
-            patch.setattr("tunekit.tracking.start.WAIT_SECONDS", dict.fromkeys(WAIT_SECONDS, LIMIT_SECONDS))
+            patch.setattr("tunekit.tracking.trackers.WAIT_SECONDS", dict.fromkeys(WAIT_SECONDS, LIMIT_SECONDS))
             yield server
     finally:
         server.stop()
@@ -292,7 +291,7 @@ def test_one_of_several_processes_reports(folder):
 
 
 def work_in_place(path: str) -> None:
-    from tunekit.runs.rank import place_of
+    from tunekit.runs.liveness import place_of
     from tunekit.training.worker import work
 
     work(Run(path), AllThere(["tensorboard"], SHORT), place_of())

@@ -207,7 +207,7 @@ class Trained:
 
 def work_in(folder: str) -> None:
     """Work as one of the processes of a run."""
-    from tunekit.runs.rank import place_of
+    from tunekit.runs.liveness import place_of
     from tunekit.runs.run import Run
     from tunekit.training.worker import work
 

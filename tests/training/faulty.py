@@ -40,7 +40,7 @@ def faulty(*faults: Fault) -> Iterator[list[dict[str, Any]]]:
 
     The digest is of weights and optimizer states of this process at the beginning of a step.
     """
-    from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+    from tunekit.methods.sft import TokenMeanSFTTrainer
 
     seen: list[dict[str, Any]] = []
     original = TokenMeanSFTTrainer.compute_loss
@@ -151,7 +151,7 @@ class Forked:
 
 def _run(folder: Path, num: int, rank: int, port: int, faults: tuple[Fault, ...]) -> None:
     from tunekit.errors import TunekitError
-    from tunekit.runs.rank import place_of
+    from tunekit.runs.liveness import place_of
     from tunekit.runs.run import Run
     from tunekit.training.worker import work
 

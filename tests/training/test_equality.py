@@ -94,7 +94,7 @@ def test_a_stream_trains_alike_in_two_processes(packing, folder):
 
 def work_with_mean_over_rows(path):
     """A loss that weighs each micro-batch alike, however many tokens it has: what is to be seen as a fault."""
-    from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+    from tunekit.methods.sft import TokenMeanSFTTrainer
 
     compute = TokenMeanSFTTrainer.compute_loss
 
@@ -109,10 +109,10 @@ def work_with_mean_over_rows(path):
 
 
 def work_with_repeated_rows(path):
-    from tunekit.methods import order
+    from tunekit.methods import run_trainer
 
-    order.filled = lambda rows, *_: rows
-    order.num_missing = lambda *_: 0
+    run_trainer.filled = lambda rows, *_: rows
+    run_trainer.num_missing = lambda *_: 0
     equality.work_in(path)
 
 

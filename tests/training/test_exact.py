@@ -5,8 +5,8 @@ import pytest
 from benchmarks.exact import CASES, played
 from benchmarks.soak import soaked
 from tunekit.errors import RunError
-from tunekit.runs.rank import Place
-from tunekit.training.checkpointing.trainer_state import check_whole
+from tunekit.runs.liveness import Place
+from tunekit.training.checkpointing.restore import check_whole
 
 SAMPLE = (
     "SFT LoRA, packed, dropout",

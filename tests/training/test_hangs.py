@@ -27,7 +27,7 @@ from tunekit.launching.local import supervise
 from tunekit.process import watchdog
 from tunekit.process.heartbeat import Beat
 from tunekit.process.watchdog import Pulse, Sight, limit_of
-from tunekit.runs.rank import place_of
+from tunekit.runs.liveness import place_of
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import Run
 from tunekit.training import worker

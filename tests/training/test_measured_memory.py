@@ -15,7 +15,7 @@ from tests.tiny import make_tokenizer, save_chats
 from tunekit.planner.memory.states import adapters_bytes, gradients_bytes, states_bytes, trained_tensors, weights_bytes
 from tunekit.probe.model import probe_model
 from tunekit.runs.run import Run
-from tunekit.training.measured_memory import is_out_of_memory, shortage
+from tunekit.training.verify import is_out_of_memory, shortage
 
 limits_memory = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
 

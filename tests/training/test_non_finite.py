@@ -17,7 +17,7 @@ from tunekit.launching.local import launch, supervise
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import load_recipe
 from tunekit.runs.checkpoints.complete import newest_complete
-from tunekit.runs.rollback_rules import EARLIER_PLAN
+from tunekit.runs.record import EARLIER_PLAN
 from tunekit.runs.run import Run
 from tunekit.training.non_finite import left_out
 from tunekit.training.worker import work

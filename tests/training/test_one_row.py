@@ -11,7 +11,7 @@ from benchmarks.isolation import small_model
 from tests.tiny import plain_accelerator, save_tiny_model, watching_models
 from tunekit.errors import RunError
 from tunekit.training import worker
-from tunekit.training.check_packing import check_isolation
+from tunekit.training.check_reference import check_isolation
 
 
 @pytest.fixture(scope="module")

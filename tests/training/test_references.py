@@ -241,7 +241,7 @@ def test_log_probabilities_of_another_model_stop_a_run(here, tmp_path, monkeypat
     from datasets import Dataset
 
     from tunekit.data import cache
-    from tunekit.methods.precomputed import FILE
+    from tunekit.methods.pair_trainers import FILE
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tunekit.train(recipe("model", method=BEFOREHAND))

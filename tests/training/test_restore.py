@@ -23,7 +23,7 @@ from tunekit.api import verbs
 from tunekit.api.resume import resumed
 from tunekit.display.console import run_report
 from tunekit.errors import RunError
-from tunekit.launching.delete import delete_run
+from tunekit.launching.stop import delete_run
 from tunekit.recipe.load import reload_recipe
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import prospects

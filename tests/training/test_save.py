@@ -342,10 +342,10 @@ def work_while_a_checkpoint_takes_all_room(path):
     """Work as one process that writes a checkpoint of which files take the room that is kept for words, too."""
     import threading
 
-    import tunekit.runs.disk
+    import tunekit.runs.record
     from tunekit.training.checkpointing.save import Saver, draft_of
 
-    write, give, has_taken = Saver._write, tunekit.runs.disk.give_room, threading.Event()
+    write, give, has_taken = Saver._write, tunekit.runs.record.give_room, threading.Event()
     taken = draft_of(path, 4) / f"taken-{os.environ['RANK']}"
 
     def write_when_all_is_taken(saver, saving):
@@ -362,11 +362,11 @@ def work_while_a_checkpoint_takes_all_room(path):
             fill(taken)
             has_taken.set()
 
-    Saver._write, tunekit.runs.disk.give_room = write_when_all_is_taken, give_what_is_taken
+    Saver._write, tunekit.runs.record.give_room = write_when_all_is_taken, give_what_is_taken
     try:
         return work_on_a_disk_that_is_full(path)
     finally:
-        Saver._write, tunekit.runs.disk.give_room = write, give
+        Saver._write, tunekit.runs.record.give_room = write, give
 
 
 @pytest.mark.slow

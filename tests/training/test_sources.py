@@ -6,7 +6,7 @@ import pytest
 
 import tunekit
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
-from tunekit.data.formats.method_formats import learner_of
+from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import read_dataset
 from tunekit.errors import DataError
 

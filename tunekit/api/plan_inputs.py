@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tunekit.data.formats.method_formats import learner_of
+from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
-from tunekit.data.tokenization.first_row import check_first_rows
+from tunekit.data.tokenization.tokenize import check_first_rows
 from tunekit.errors import ModelError, PlanError
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.known_models import KnownModel, known_models
+from tunekit.planner.models.model_config import KnownModel, known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
@@ -17,10 +17,10 @@ from tunekit.probe.model import chat_template_of, known_model, sketch_model
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.runs.disk import free_bytes, place_of_run
 from tunekit.runs.history import recorded_runs
 from tunekit.runs.lineage import continued, settled
 from tunekit.runs.prepared_data import counted_facts
+from tunekit.runs.record import free_bytes, place_of_run
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
 """Fields of the data section that say what becomes of rows once they are read."""

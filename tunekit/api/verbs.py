@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.api.plan_inputs import Lookup
 from tunekit.api.resume import resumed, run_of
-from tunekit.data.formats.method_formats import learner_of
+from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import Progress
 from tunekit.data.reports.preview import DataPreview
 from tunekit.data.reports.report import DataReport
@@ -18,9 +18,9 @@ from tunekit.inference.preview import preview_data
 from tunekit.launching.bandwidth import Exchange, measure
 from tunekit.launching.device_queue import when_served
 from tunekit.launching.ssh import for_hosts, launch_on
-from tunekit.methods.rewards.rows import check_rows
+from tunekit.methods.rewards.load import check_rows
+from tunekit.planner.decisions.reasons import check_disk
 from tunekit.planner.facts import Hardware
-from tunekit.planner.memory.storage import check_disk
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
@@ -34,15 +34,13 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
-from tunekit.runs.disk import free_bytes, place_of_run
 from tunekit.runs.events import FINAL_PHASES, Event
+from tunekit.runs.fingerprints import record_versions
 from tunekit.runs.lineage import continued, read_recipe, write_code
-from tunekit.runs.liveness import DIED
-from tunekit.runs.lock import claimed
+from tunekit.runs.liveness import DIED, place_of
 from tunekit.runs.prepared_data import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
-from tunekit.runs.rank import place_of
+from tunekit.runs.record import claimed, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
-from tunekit.runs.versions import record_versions
 from tunekit.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from tunekit.cli.compare import compare, rerun
 from tunekit.cli.evaluate import evaluate
 from tunekit.cli.export import chat, export, report
 from tunekit.cli.generate import generate, serve
 from tunekit.cli.migrate import migrate
-from tunekit.cli.runs import runs_app
+from tunekit.cli.runs import compare, rerun, runs_app
 from tunekit.cli.sweep import show_sweep, sweep
 from tunekit.cli.train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.cli.ui import ui
 from tunekit.errors import PlanError, TunekitError, writing
-from tunekit.process.telemetry import send_nothing
+from tunekit.process.log_capture import send_nothing
 from tunekit.redact import Redacting
 from tunekit.streams import open_standard_streams
 

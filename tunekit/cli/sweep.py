@@ -98,7 +98,7 @@ def show_sweep(
 
     existing = find_sweep(sweep)
     if plot is not None:
-        from tunekit.sweeps.plot import plot as draw
+        from tunekit.sweeps.page import plot as draw
 
         figure = draw(existing)
         with writing(plot):
@@ -128,8 +128,7 @@ def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) 
     from tunekit.display.console import make_console
     from tunekit.display.sweep import SweepProgress
     from tunekit.sweeps.folder import FINISHED, PRUNED
-    from tunekit.sweeps.page import save_page
-    from tunekit.sweeps.plot import can_plot, save_plot
+    from tunekit.sweeps.page import can_plot, save_page, save_plot
 
     outlive_readers()
     console = Console(stderr=True) if as_json else make_console()

@@ -60,7 +60,7 @@ def train(
 ) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit.api import verbs
-    from tunekit.runs.rank import place_of
+    from tunekit.runs.liveness import place_of
 
     words = overrides or []
     if detach:
@@ -240,7 +240,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
     """
     from tunekit.display.console import Progress, make_console
     from tunekit.process.signals import before_a_run
-    from tunekit.runs.rank import place_of
+    from tunekit.runs.liveness import place_of
 
     outlive_readers()
     progress = Progress(make_console()) if place_of().is_main else None

@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.cache import Entry, cached, digest_of, key_of
-from tunekit.data.packing.mixture import MIXING_SEED, Mixing, Mixture, mix
-from tunekit.data.packing.pack import best_fit
-from tunekit.data.packing.sequences import Batch, Sequences
+from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, Sequences, best_fit, mix
 from tunekit.data.sources.load import LoadedData
-from tunekit.data.sources.row_locations import Places
-from tunekit.data.sources.rows import Rows
+from tunekit.data.sources.rows import Places, Rows
 from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 from tunekit.recipe.sections.data import CompleteSource, DataSection
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunekit.reporting.comparison import NONE, Comparison, Overlay
-from tunekit.reporting.curves import thinned
+from tunekit.reporting.page import thinned
 
 MAX_LETTERS = 60
 """Of a value in a table."""

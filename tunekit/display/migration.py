@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunekit.migration.report import TOOLS, Kind, Migration
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.parse import to_inline_yaml
 
 _TITLES: dict[Kind, tuple[str, str, str]] = {
     "carried": ("carried over", "the recipe says it", "green"),

@@ -18,7 +18,7 @@ from tunekit.planner.memory.memory import Part
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
 from tunekit.planner.throughput.communication import Range
 from tunekit.planner.variants import NEXT, Variants
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.parse import to_inline_yaml
 
 MAX_WIDTH = 120
 """Columns that a plan takes at most: longer lines are hard to read."""

@@ -10,7 +10,7 @@ from rich.text import Text
 from tunekit.display.plan import variants_table
 from tunekit.planner.throughput.communication import Range
 from tunekit.planner.throughput.speed import duration
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.runs.events import Event
 from tunekit.sweeps.folder import FAILED, FINISHED, Outcome, Sweep, heading, short_words
 from tunekit.sweeps.measure import Measure

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from tunekit.errors import ModelError
 from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.inference.inference_model import BATCH_SIZE, Device, Loaded, device_for, dtype_on, refuse_judges
+from tunekit.planner.facts import continued_adapter
 from tunekit.planner.memory.states import Dtype
-from tunekit.planner.origin import continued_adapter
 from tunekit.probe.model import model_folder
-from tunekit.process.log_capture import library_words_to
-from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.evaluation_result import Evaluation, save_evaluation
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
-from tunekit.training.measured_memory import is_out_of_memory
 from tunekit.training.model_card import write_card
+from tunekit.training.verify import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

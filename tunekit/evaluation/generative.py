@@ -14,8 +14,7 @@ from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
-from tunekit.evaluation.likelihood import Told
-from tunekit.evaluation.losses import Values
+from tunekit.evaluation.losses import Told, Values
 from tunekit.inference.inference_model import Answer, Loaded, Sampling, answer
 from tunekit.methods.rewards.load import RewardFunction
 from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward

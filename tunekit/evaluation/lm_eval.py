@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DataError, DependencyError
 from tunekit.evaluation.bootstrap import normal
-from tunekit.evaluation.likelihood import Told
+from tunekit.evaluation.losses import Told
 from tunekit.inference.inference_model import Loaded
 from tunekit.recipe.reading.phrases import near
 from tunekit.runs.evaluation_result import Estimate, Score, sliced

@@ -22,8 +22,7 @@ from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated,
 from tunekit.inference.find_model import Trained
 from tunekit.inference.inference_model import Sampling, longest_of, refuse_judges
 from tunekit.inference.prompts import prompt_ids
-from tunekit.methods.rewards.load import load_rewards
-from tunekit.methods.rewards.rows import check_rows
+from tunekit.methods.rewards.load import check_rows, load_rewards
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.methods import Method, generates, is_rewarded
 from tunekit.recipe.reading.phrases import near

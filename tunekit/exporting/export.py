@@ -28,12 +28,11 @@ from tunekit.files import has_controls
 from tunekit.inference.find_model import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
 from tunekit.planner.memory.states import Dtype
 from tunekit.planner.plan import gib
-from tunekit.process.log_capture import library_words_to
-from tunekit.process.telemetry import send_nothing_at_all
-from tunekit.recipe.sections.adapters import QloraAdapter
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
+from tunekit.recipe.sections.model import QloraAdapter
 from tunekit.runs.checkpoints.complete import to_disk
-from tunekit.runs.disk import free_bytes, tokenizers_errors, words_of
 from tunekit.runs.events import Event
+from tunekit.runs.record import free_bytes, tokenizers_errors, words_of
 from tunekit.runs.run import Run
 from tunekit.training.model_card import write_card
 

@@ -21,8 +21,7 @@ from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import ModelError, TunekitError
 from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.planner.memory.states import Dtype
-from tunekit.process.log_capture import library_words_to
-from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run
 

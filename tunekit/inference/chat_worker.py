@@ -21,10 +21,9 @@ from tunekit.inference.find_model import Trained, find_trained, load_trained, to
 from tunekit.inference.inference_model import Device, Sampling, dtype_on, end_tokens, load, longest_of
 from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
-from tunekit.process.log_capture import library_words_to
-from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.redact import Redacting
-from tunekit.training.measured_memory import is_out_of_memory, resident_bytes
+from tunekit.training.verify import is_out_of_memory, resident_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,13 +14,12 @@ from tunekit.planner.plan import Plan
 from tunekit.probe.model import model_folder
 from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 from tunekit.runs.available_actions import prospects
 from tunekit.runs.checkpoints.complete import fault_of
-from tunekit.runs.checkpoints.reference import named, steps_of
+from tunekit.runs.checkpoints.listing import named, steps_of
 from tunekit.runs.lineage import check_run_code
-from tunekit.runs.readable import check_readable
+from tunekit.runs.requests import check_readable
 from tunekit.runs.run import Run, find_run
 from tunekit.runs.small_files import read_plan
 

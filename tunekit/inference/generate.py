@@ -33,8 +33,7 @@ from tunekit.inference.inference_model import (
 )
 from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
-from tunekit.process.log_capture import library_words_to
-from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tunekit.data.formats.method_formats import Learner
+from tunekit.data.formats.row_formats import Learner
 from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
 from tunekit.data.reports.preview import (
     DataPreview,
@@ -19,7 +19,7 @@ from tunekit.data.sources.remote import shown
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError, TunekitError
-from tunekit.methods.rewards.rows import check_rows, columns_read
+from tunekit.methods.rewards.load import check_rows, columns_read
 from tunekit.models.load import load_tokenizer
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.on_policy import RewardedMethod

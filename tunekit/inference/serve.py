@@ -21,8 +21,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.inference.find_model import Trained, find_trained
 from tunekit.inference.inference_model import Device, Loaded, load, refuse_judges
 from tunekit.inference.vllm import Backend, run_server, serve_command, takes_vllm
-from tunekit.process.log_capture import library_words_to
-from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
 

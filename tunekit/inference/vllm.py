@@ -19,7 +19,7 @@ from tunekit.inference.find_model import Trained, tokenizer_of
 from tunekit.inference.inference_model import Answer, Device, Sampling, longest_of, room_of
 from tunekit.planner.memory.states import Dtype
 from tunekit.probe.model import model_folder
-from tunekit.recipe.sections.adapters import QloraAdapter
+from tunekit.recipe.sections.model import QloraAdapter
 
 Backend = Literal["auto", "transformers", "vllm"]
 

@@ -23,13 +23,12 @@ from filelock import FileLock, Timeout
 from tunekit.errors import RunError
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
-from tunekit.process.exit_status import stopped
-from tunekit.process.signals import Wishes
+from tunekit.process.signals import Wishes, stopped
 from tunekit.runs.events import Listener
-from tunekit.runs.rank import Place
+from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
+from tunekit.runs.requests import Request, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.stop_request import Request, words_of
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a waiting run at the queue."""

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import check_may_go_back
-from tunekit.process.exit_status import phase_after, stopped, told_of
-from tunekit.process.signals import Wishes
-from tunekit.process.telemetry import send_nothing
+from tunekit.process.log_capture import send_nothing
+from tunekit.process.signals import Wishes, phase_after, stopped, told_of
 from tunekit.runs.events import Listener, read_events
-from tunekit.runs.rank import Place
+from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record, errors_of, forget_errors
+from tunekit.runs.requests import Request, forget_request, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.stop_request import Request, forget_request, words_of
 
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig

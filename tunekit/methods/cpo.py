@@ -20,8 +20,8 @@ def build(method: CPOMethod, parts: Parts) -> "CPOTrainer":
     from transformers import PrinterCallback
     from trl.experimental.cpo import CPOConfig
 
-    from tunekit.methods.order import fill_last_step
     from tunekit.methods.pair_trainers import TokenisedCPOTrainer, with_tokens
+    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(TokenisedCPOTrainer)(
         args=CPOConfig(

@@ -62,7 +62,7 @@ def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":
     from transformers import PrinterCallback
     from trl import DistillationConfig, DistillationTrainer
 
-    from tunekit.methods.order import GroupOrder
+    from tunekit.methods.run_trainer import GroupOrder
 
     trainer = run_trainer(DistillationTrainer)(
         teacher_model=parts.load_teacher(method.teacher),

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.methods.arguments import Parts
-from tunekit.methods.reference import loading_arguments
+from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.dpo import DPOMethod
 
@@ -22,8 +21,8 @@ def build(method: DPOMethod, parts: Parts) -> "DPOTrainer":
     from trl import DPOConfig
 
     from tunekit.methods.head import replace_heads
-    from tunekit.methods.order import fill_last_step
-    from tunekit.methods.precomputed import RememberingDPOTrainer
+    from tunekit.methods.pair_trainers import RememberingDPOTrainer
+    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(RememberingDPOTrainer)(
         ref_model=parts.reference(),

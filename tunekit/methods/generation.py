@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunekit.methods.arguments import Parts
-from tunekit.methods.reference import loading_arguments
+from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.sections.data import DataSection

@@ -8,8 +8,7 @@ before training, and every epoch has the same order.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tunekit.methods.arguments import Parts
-from tunekit.methods.reference import loading_arguments
+from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.sections.train import TrainSection
@@ -30,8 +29,8 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
     from trl import KTOConfig
 
     from tunekit.methods.head import replace_heads
-    from tunekit.methods.order import fill_last_step
-    from tunekit.methods.precomputed import RememberingKTOTrainer
+    from tunekit.methods.pair_trainers import RememberingKTOTrainer
+    from tunekit.methods.run_trainer import fill_last_step
 
     train_dataset = _with_labels(parts.train_dataset)
     is_ordered = method.loss_type == "kto"
@@ -66,7 +65,7 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
 
 def _in_fixed_order(rows: "Dataset", train: TrainSection, *, shuffle: bool) -> "Dataset":
     """Rows in the order of every epoch, whose last step is filled with the first ones."""
-    from tunekit.methods.order import Order, num_missing
+    from tunekit.methods.run_trainer import Order, num_missing
 
     missing = num_missing(len(rows), train.global_batch_size)
     return rows.select(list(Order(len(rows), missing, repeats=True, shuffle=shuffle, seed=train.seed)))

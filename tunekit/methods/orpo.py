@@ -20,8 +20,8 @@ def build(method: ORPOMethod, parts: Parts) -> "ORPOTrainer":
     from transformers import PrinterCallback
     from trl.experimental.orpo import ORPOConfig
 
-    from tunekit.methods.order import fill_last_step
     from tunekit.methods.pair_trainers import TokenisedORPOTrainer, with_tokens
+    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(TokenisedORPOTrainer)(
         args=ORPOConfig(

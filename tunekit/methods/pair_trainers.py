@@ -4,15 +4,31 @@ By themselves they tokenise texts without the tokenizer's own special tokens, pu
 where the tokenizer knows one, whether its template has it or not, and an end token behind every answer that does not
 end with one: behind ChatML's `<|im_end|>` and line break a second one (trl 1.16, `ORPOTrainer.tokenize_row`). Here a
 pair is the tokens that DPO trains on.
+
+Log-probabilities of a reference that are computed before training, once for all runs on the same model and rows.
+
+TRL computes them whenever a trainer is built, and keeps them beside the rows of that run. Here they are kept in
+tunekit's cache, by all that they depend on: every weight, the model's configuration, the token ids, and how it is
+computed.
 """
 
+import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, concatenate_datasets
+from peft import PeftModel
+from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
+from tunekit.data import cache
 from tunekit.data.tokenization.alignment import tokenised_pairs
 from tunekit.methods.arguments import Parts
 
@@ -51,3 +67,111 @@ def with_tokens(parts: Parts) -> Parts:
     tokens = partial(tokenised_pairs, tokenizer=parts.tokenizer, max_length=parts.data.max_length)
     evaluated = None if parts.eval_dataset is None else tokens(parts.eval_dataset)
     return replace(parts, train_dataset=tokens(parts.train_dataset), eval_dataset=evaluated)
+
+
+FILE = "log_probs.parquet"
+"""File of an entry of the cache."""
+
+PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+"""Keys of a model's configuration that say where it came from, or record facts about its weights."""
+
+ASKED = ("ld_alpha", "loss_type", "max_length", "truncation_mode")
+"""Fields of TRL's config that decide which tokens count, or which columns there are."""
+
+
+class RememberingDPOTrainer(DPOTrainer):  # type: ignore[misc]
+    """DPOTrainer whose reference is asked once for all runs on the same model and pairs."""
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        compute = super()._precompute_ref_logps
+        return remembered(self, dataset, name, lambda: compute(dataset, name, batch_size))
+
+
+class RememberingKTOTrainer(KTOTrainer):  # type: ignore[misc]
+    """KTOTrainer whose reference is asked once for all runs on the same model and rows."""
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        compute = super()._precompute_ref_logps
+        return remembered(self, dataset, name, lambda: compute(dataset, name, batch_size))
+
+
+def remembered(
+    trainer: DPOTrainer | KTOTrainer, dataset: Dataset, name: str, compute: Callable[[], Dataset]
+) -> Dataset:
+    """Rows with the log-probabilities of the reference, from the cache, or computed and kept there.
+
+    Called by all processes together. The first one has the cache.
+
+    Args:
+        trainer: The trainer, which is being built; its model is where training starts.
+        dataset: Tokenised rows.
+        name: What they are for.
+        compute: Gives the same rows with further columns.
+    """
+    if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_plugin.zero_stage == 3:
+        # Its weights are in parts already, of which TRL's digest sees none.
+        return compute()
+    is_main, rows = trainer.accelerator.is_main_process, len(dataset)
+    key = cache.key_of("log-probabilities", _made_of(trainer, dataset)) if is_main else ""
+    cached = [_kept(key, rows) if is_main else None]
+    broadcast_object_list(cached, from_process=0)
+    if cached[0] is not None:
+        return concatenate_datasets([dataset, Dataset.from_dict(cached[0])], axis=1)
+    # A data loader draws a number where it begins: what training draws must not depend on what was remembered.
+    with torch.random.fork_rng(devices=[]):
+        computed = compute()
+    if is_main:
+        columns = [column for column in computed.column_names if column.startswith("ref_")]
+
+        def write(folder: Path) -> dict[str, Any]:
+            computed.with_format("arrow").select_columns(columns).to_parquet(folder / FILE)
+            return {"num_sequences": rows, "num_tokens": _num_tokens(dataset)}
+
+        cache.cached(key, "log-probabilities", f"reference of {name}", write)
+    return computed
+
+
+def _kept(key: str, num_rows: int) -> dict[str, Any] | None:
+    """The columns that the cache has, if it has them."""
+    entry = cache.found(key)
+    if entry is None or entry.account["num_sequences"] != num_rows:
+        return None
+    columns = Dataset.from_parquet(str(entry.path / FILE), keep_in_memory=True).with_format("numpy")[:]
+    return dict(columns)
+
+
+def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, Any]:
+    """All that the log-probabilities depend on."""
+    model = trainer.ref_model if trainer.ref_model is not None else trainer.model
+    config = {name: str(value) for name, value in model.config.to_dict().items() if name not in PASSING}
+    adapters = model.peft_config if isinstance(model, PeftModel) else {}
+    settings = ("r", "lora_alpha", "use_rslora", "use_dora")
+    return {
+        "weights": trainer._precompute_model_hash,
+        "config": config,
+        "attention": model.config._attn_implementation,
+        "adapters": {name: [vars(adapter)[field] for field in settings] for name, adapter in adapters.items()},
+        "rows": _digest(dataset),
+        "asked": {
+            name: str(vars(trainer.args).get(name))
+            for name in ("ld_alpha", "loss_type", "max_length", "truncation_mode")
+        },
+        "precision": trainer.accelerator.mixed_precision,
+        "device": trainer.accelerator.device.type,
+        "torch": torch.__version__,
+    }
+
+
+def _digest(dataset: Dataset) -> str:
+    """Digest of the token ids of rows, in their order."""
+    names = sorted(name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label")))
+    digest = hashlib.sha256(json.dumps(names).encode())
+    for batch in dataset.with_format("arrow").iter(1000):
+        digest.update(json.dumps([batch[name].to_pylist() for name in names]).encode())
+    return digest.hexdigest()
+
+
+def _num_tokens(dataset: Dataset) -> int:
+    names = [name for name in dataset.column_names if name.endswith("_ids")]
+    batches = dataset.with_format("arrow").iter(1000)
+    return sum(len(row) for batch in batches for name in names for row in batch[name].to_pylist())

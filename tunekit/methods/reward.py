@@ -23,7 +23,7 @@ def build(method: RewardMethod, parts: Parts) -> "RewardTrainer":
     from transformers import PrinterCallback
     from trl import RewardConfig, RewardTrainer
 
-    from tunekit.methods.order import fill_last_step
+    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(RewardTrainer)(
         args=RewardConfig(

@@ -22,8 +22,8 @@ def build(method: RLOOMethod, parts: Parts) -> "RLOOTrainer":
     from trl import RLOOConfig, RLOOTrainer
 
     from tunekit.methods.head import replace_heads
-    from tunekit.methods.order import GroupOrder
     from tunekit.methods.rewards.load import load_rewards
+    from tunekit.methods.run_trainer import GroupOrder
 
     trainer = run_trainer(RLOOTrainer)(
         reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),

@@ -1,14 +1,20 @@
-"""Supervised fine-tuning through TRL's SFTTrainer, on rows that tunekit has tokenised, masked and packed."""
+"""Supervised fine-tuning through TRL's SFTTrainer, on rows that tunekit has tokenised, masked and packed.
+
+TRL's SFTTrainer with means over tokens that are the same however rows and sequences are divided.
+"""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.sft import SFTMethod
-
-if TYPE_CHECKING:
-    from trl import SFTTrainer
 
 
 def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
@@ -23,8 +29,7 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
     from trl import SFTConfig
 
     from tunekit.methods.head import name_scored_positions, replace_heads
-    from tunekit.methods.order import Order, filled, filled_stream, keep_order, num_missing
-    from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+    from tunekit.methods.run_trainer import Order, filled, filled_stream, keep_order, num_missing
 
     # Processes that divide sequences bring each other micro-batches of their own.
     side_by_side = parts.plan.layout.num_batches * parts.plan.layout.sp_size
@@ -61,3 +66,104 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
         name_scored_positions(trainer)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer whose evaluation is a mean over tokens, as its training is, also where Ulysses divides sequences.
+
+    The trainer's own evaluation is a mean over micro-batches: it changes with their size, and a row repeated to fill
+    the last one counts twice. So is its training on divided sequences, where it takes the labels, which come shifted,
+    for none (transformers 5.23, `_get_num_items_in_batch` and `deepspeed_sp_compute_loss`).
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._nats = 0.0
+        self._num_tokens = 0
+        sizes = self.accelerator.parallelism_config
+        self._num_parts: int = 1 if sizes is None else sizes.sp_size
+        self.learns_from_sums = False
+        if self._num_parts > 1:
+            self.loss_is_scaled_for_ga = True
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        """Trained tokens of a step, of which each process has some of each sequence where they are divided."""
+        if self._num_parts == 1:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        own = sum(((batch["shift_labels"] != -100).sum() for batch in batch_samples), torch.tensor(0))
+        return self.accelerator.gather(own.to(device)).sum()
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The loss of a micro-batch, as its share of the mean over the tokens of the step."""
+        if self.learns_from_sums and not return_outputs:
+            return self._summed_loss(model, inputs, num_items_in_batch)
+        if self._num_parts == 1 or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        assert num_items_in_batch is not None and not return_outputs
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        self._note(outputs, inputs)
+        loss = -outputs.log_probs.sum() / num_items_in_batch.clamp(min=1)
+        num_processes = self.accelerator.num_processes
+        if self.aux_loss_enabled:
+            times = self.current_gradient_accumulation_steps * num_processes
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / times
+        # The sum over all processes is what is wanted, of gradients too, and the mean is what is made of it.
+        return loss * num_processes
+
+    def _summed_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None) -> Any:
+        """The loss that TRL makes of each token's, made of their sum (trl 1.16, `SFTTrainer.compute_loss`)."""
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        options = {"use_cache": False, "fused_lm_head": True, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs, **options)
+        self._note(outputs, inputs)
+        loss, is_shared = outputs.nll, num_items_in_batch is not None
+        if self.args.average_tokens_across_devices and is_shared:
+            # It is a share of the sum over all processes, whose gradients are averaged.
+            loss = loss * self.accelerator.num_processes
+        if self.aux_loss_enabled:
+            steps = self.current_gradient_accumulation_steps if is_shared else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+            aux_loss = self.accelerator.gather_for_metrics(outputs.aux_loss).mean().item()
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"].append(aux_loss)
+        return loss
+
+    def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Keep what TRL logs besides the loss."""
+        counted = (outputs.entropy.sum(), outputs.is_top1.sum(), outputs.label_mask.sum())
+        read = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].numel()
+        own = torch.tensor([[*map(float, counted), float(read)]], dtype=torch.float64, device=outputs.label_mask.device)
+        entropy, num_right, num_trained, num_read = self.accelerator.gather(own).sum(0).tolist()
+        is_training = self.model.training
+        self._total_train_tokens += int(num_read) if is_training else 0
+        noted = self._metrics["train" if is_training else "eval"]
+        noted["entropy"].append(entropy / max(1.0, num_trained))
+        noted["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
+        noted["num_tokens"] = [self._total_train_tokens]
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one micro-batch, and count its loss by its tokens."""
+        result = super().prediction_step(model, inputs, *args, **kwargs)
+        # The first token of a row is predicted from nothing.
+        num_tokens = int((inputs["labels"][:, 1:] != -100).sum())
+        self._nats += float(result[0]) * num_tokens
+        self._num_tokens += num_tokens
+        return result
+
+    def evaluation_loop(
+        self, dataloader: DataLoader[Any], *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Evaluate, and put the mean over all tokens of all processes in the place of the loss."""
+        self._nats, self._num_tokens = 0.0, 0
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = torch.tensor(gather_object([self._nats, self._num_tokens]), dtype=torch.float64).view(-1, 2).sum(0)
+        output.metrics[f"{metric_key_prefix}_loss"] = float(sums[0] / sums[1])
+        return output

@@ -10,8 +10,8 @@ from typing import Any
 from tunekit.errors import RecipeError
 from tunekit.migration.original import Entry, Original
 from tunekit.migration.report import Assumed, Fate, Line, Suspicion
+from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.phrases import near, show
-from tunekit.recipe.reading.write import to_inline_yaml
 
 
 class UnfitError(Exception):

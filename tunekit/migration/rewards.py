@@ -7,7 +7,7 @@ from typing import Any
 from tunekit.migration.draft import Draft, Rule, UnfitError, names, number
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.parse import to_inline_yaml
 
 THINKING = r"<think>.*</think>\s*<answer>.*</answer>"
 _KNOWN: dict[str, dict[str, Any]] = {

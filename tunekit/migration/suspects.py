@@ -4,7 +4,7 @@ from tunekit.migration.draft import Draft
 from tunekit.migration.report import Suspicion
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import LoraAdapter
 
 LOW_FOR_LORA = 1e-5
 """Below this LoRA hardly moves in supervised fine-tuning: it takes about ten times the rate of full fine-tuning

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.probe.origin import ADAPTER_WEIGHTS
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 if TYPE_CHECKING:
     import torch

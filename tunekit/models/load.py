@@ -3,6 +3,16 @@
 The model has its head, or a score of a text in its place.
 
 Only safetensors weights are read, since opening pickled ones can run code.
+
+liger-kernel's kernels in a model, as its own authors put them there.
+
+Modules of the model that is held are given Liger's forward methods. Its rotary embedding cannot be given to a module:
+Liger puts it into transformers' module of that type, for all models of it in the process. The loss stays as it is.
+
+Decoder layers that are compiled, and products in float8, as the plan says.
+
+Modules stay what they are where weights are named, saved and divided: a layer is compiled in place, and a linear layer
+in float8 has the weights of the one that it stands for.
 """
 
 import contextlib
@@ -14,16 +24,18 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import ModelError
+from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.memory.states import Dtype
 from tunekit.probe.model import model_folder, with_tokenizer
-from tunekit.recipe.sections.adapters import QloraAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import ModelSection, QloraAdapter
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
+
 
 BLOCK_SIZE = 64
 """Values of a weight in 4 bits that share a scale, as transformers has bitsandbytes quantise it."""
@@ -226,3 +238,62 @@ def _about_code(error: Exception) -> str | None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def use_liger(model: "PreTrainedModel") -> None:
+    """Give a model Liger's norms, gated MLPs and rotary embedding, before an adapter is attached to it.
+
+    Raises:
+        ModelError: liger-kernel does not know its type.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(
+            f"model.kernels: liger-kernel has none for {model.config.model_type}", hint="leave model.kernels out"
+        )
+    # TRL has its own head, and refuses one that is fused already.
+    _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+def compile_layers(model: "Module", *, backend: str = "inductor") -> int:
+    """Have each decoder layer compiled when it is first called, and return how many there are.
+
+    Layers of the same code share what is compiled. It is to be done before the model is divided or wrapped, whose
+    hooks then run around what is compiled.
+
+    Raises:
+        ModelError: No layer was found.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no decoder layers to compile", hint="set train.torch_compile=false"
+        )
+    for layer in layers:
+        layer.compile(backend=backend)
+    return len(layers)
+
+
+def to_float8(model: "Module") -> int:
+    """Have linear layers compute in float8, but for the head, and return how many do.
+
+    It is to be done before the model is divided. Those whose sizes float8 products do not take stay as they are.
+    """
+    from torch import nn
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+    from transformers import PreTrainedModel
+
+    assert isinstance(model, PreTrainedModel), "float8 is for models that are trained whole"
+    head = model.get_output_embeddings()
+
+    def fits(module: nn.Module, _: str) -> bool:
+        assert isinstance(module, nn.Linear)
+        sizes = module.in_features, module.out_features
+        return module is not head and all(size % FLOAT8_MULTIPLE == 0 for size in sizes)
+
+    convert_to_float8_training(model, module_filter_fn=fits)
+    return sum(isinstance(module, Float8Linear) for module in model.modules())

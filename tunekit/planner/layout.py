@@ -2,7 +2,7 @@
 
 from tunekit.planner.facts import Facts
 from tunekit.planner.memory.states import Dtype
-from tunekit.recipe.sections.parallel import OffloadDevice, Strategy
+from tunekit.recipe.sections.train import OffloadDevice, Strategy
 
 
 class Layout(Facts):

@@ -1,6 +1,6 @@
 """Passes of a training method besides one forward and one backward pass, and their memory.
 
-What a method does in a step stands with its section (`tunekit.recipe.methods.passes`).
+What a method does in a step stands with its section (`tunekit.recipe.methods.spec`).
 
 Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
 
@@ -13,19 +13,15 @@ from dataclasses import dataclass, replace
 from typing import TypedDict, assert_never
 
 from tunekit.errors import PlanError
-from tunekit.planner.facts import ModelFacts
+from tunekit.planner.facts import ModelFacts, Origin
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import Head, Layers, cast_weights_bytes
-from tunekit.planner.memory.phases import Kept, Need, Phase
-from tunekit.planner.memory.reference import reference_of, reference_words
-from tunekit.planner.memory.states import BYTES, Dtype, weights_bytes
+from tunekit.planner.memory.states import BYTES, Dtype, Kept, Need, Phase, reference_of, reference_words, weights_bytes
 from tunekit.planner.memory.teacher import teacher_needs
-from tunekit.planner.origin import Origin
 from tunekit.recipe.methods import generates
-from tunekit.recipe.methods.passes import Generation, MethodPasses, PassInputs
-from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
 from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 
 @dataclass(frozen=True)

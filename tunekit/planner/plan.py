@@ -11,14 +11,12 @@ from tunekit.errors import PlanError
 from tunekit.planner.decisions.isolation import FlashAttention
 from tunekit.planner.decisions.kernels import Kernels
 from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.facts import DataFacts, Device, Facts
+from tunekit.planner.facts import DataFacts, Device, Facts, Origin
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.memory import Confidence, MemoryEstimate, Part
-from tunekit.planner.memory.reference import Reference
 from tunekit.planner.memory.saving import Saving
-from tunekit.planner.memory.states import Dtype
-from tunekit.planner.memory.zero import ZeroBuckets
-from tunekit.planner.origin import Origin
+from tunekit.planner.memory.sharding import ZeroBuckets
+from tunekit.planner.memory.states import Dtype, Reference
 from tunekit.planner.throughput.speed import Speed
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection

@@ -5,11 +5,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.planner.decisions.attention import choose_attention, dense_reason, flash_attention_of, of_rows
+from tunekit.planner.decisions.backends import (
+    check_float8,
+    choose_attention,
+    choose_compile,
+    compile_reasons,
+    dense_reason,
+    flash_attention_of,
+    of_rows,
+    padding_of,
+)
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.decisions.checks import check_recipe, check_retry, choose_dtype
-from tunekit.planner.decisions.compiling import check_float8, choose_compile, compile_reasons
 from tunekit.planner.decisions.environment import (
     environment_of,
     environment_reasons,
@@ -21,7 +29,6 @@ from tunekit.planner.decisions.environment import (
 from tunekit.planner.decisions.fit import HOST_SHARE, Fit, Setting, fit, least
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.decisions.kernels import choose_kernels, why_trl_head
-from tunekit.planner.decisions.padding import padding_of
 from tunekit.planner.decisions.reasons import (
     adapter_reason,
     code_reasons,
@@ -41,28 +48,27 @@ from tunekit.planner.decisions.reasons import (
     reserve_reasons,
     router_aux_loss_coef,
     router_reasons,
+    saving_reasons,
     schedule_of,
     speed_reason,
     steps_reason,
+    why_unchecked,
     workers_reason,
 )
 from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.checked import why_unchecked
 from tunekit.planner.memory.memory import RESERVE_SHARE, MemoryEstimate
-from tunekit.planner.memory.reference import reference_of
 from tunekit.planner.memory.saving import saving_of
-from tunekit.planner.memory.states import num_trainable_params
-from tunekit.planner.memory.storage import saving_reasons
-from tunekit.planner.memory.zero import pad_to_multiple_of, zero_buckets
+from tunekit.planner.memory.sharding import pad_to_multiple_of, zero_buckets
+from tunekit.planner.memory.states import num_trainable_params, reference_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.throughput.records import RunRecord, reserve_share
 from tunekit.planner.throughput.speed import Speed, speed_of, step_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 
 def resolve(

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunekit.errors import ModelError
-from tunekit.planner.facts import ModelFacts
+from tunekit.planner.facts import ModelFacts, Origin
 from tunekit.planner.memory.experts import fused_experts
 from tunekit.planner.models.architectures import tensors_of
-from tunekit.planner.models.known_models import known_models
 from tunekit.planner.models.model_config import (
     WITH_VISION,
     complete,
     head_dim_of,
     is_known,
+    known_models,
     layer_types_of,
     mlp_width_of,
     num_experts_of,
@@ -32,9 +32,7 @@ from tunekit.planner.models.model_config import (
     sliding_window_of,
     text_config,
 )
-from tunekit.planner.origin import Origin
-from tunekit.probe.code import refuse_others_code
-from tunekit.probe.origin import origin_of
+from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
 
 PICO = Path(__file__).parents[1] / "models" / "pico"

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
-from tunekit.runs.rank import Place
+from tunekit.runs.liveness import Place
 
 T = TypeVar("T")
 

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
-from tunekit.runs.liveness import RANKS
-from tunekit.runs.process_id import identity_of
-from tunekit.runs.rank import Place
+from tunekit.runs.liveness import RANKS, Place, identity_of
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import read_object
 

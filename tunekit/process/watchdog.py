@@ -28,8 +28,7 @@ import psutil
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
 from tunekit.process.heartbeat import BEAT_SECONDS, Beat, Heart, beats_of, last_signs
-from tunekit.runs.process_id import is_alive
-from tunekit.runs.rank import Place
+from tunekit.runs.liveness import Place, is_alive
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import SEEN_SECONDS, Run
 

@@ -4,16 +4,18 @@ A checkpoint holds the weights, the optimizer and its learning rates, the schedu
 how many rows were seen. An edit that these know nothing of takes effect. One that they hold themselves would be
 overruled by them, and takes effect only where they begin afresh. What the weights or the prepared rows would not fit
 is another run.
+
+In what recipes differ, by dotted key.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.source_locations import dotted
-from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.parallel import Strategy
 from tunekit.recipe.sections.section import Section
+from tunekit.recipe.sections.train import Strategy
 
 Effect = Literal["takes effect", "saved state", "refused"]
 """What becomes of an edit: it holds from here on; the saved state holds the earlier value, so that it takes effect only
@@ -214,3 +216,25 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
+
+
+def recipe_diff(*recipes: Recipe) -> dict[str, tuple[str | None, ...]]:
+    """The fields in which recipes differ, each with its value in every one of them as YAML.
+
+    None stands where a recipe has no such field, as where another method has one. Defaults count: what two recipes say
+    in other words is no difference.
+    """
+    flat = [_flat(recipe.model_dump(mode="json")) for recipe in recipes]
+    keys = dict.fromkeys(key for fields in flat for key in fields)
+    differing = {key: tuple(to_inline_yaml(fields[key]) if key in fields else None for fields in flat) for key in keys}
+    return {key: values for key, values in differing.items() if len(set(values)) > 1}
+
+
+def _flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{above}{name}.")
+        else:
+            flat[f"{above}{name}"] = value
+    return flat

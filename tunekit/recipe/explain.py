@@ -21,10 +21,10 @@ from tunekit.recipe.fields import (
     takes_list,
     takes_one,
 )
+from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.phrases import any_of, expected
 from tunekit.recipe.reading.source_locations import dotted, undotted
-from tunekit.recipe.reading.suggest import unknown_key
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.wording import unknown_key
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Section, from_word
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint

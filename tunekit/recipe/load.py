@@ -19,18 +19,15 @@ from tunekit.errors import DependencyError, RecipeError
 from tunekit.recipe.fields import tag_of
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.library import find_recipe, list_recipes, near_names
-from tunekit.recipe.reading.environment import escape_environment, expand_environment
-from tunekit.recipe.reading.overrides import Overrides, spell_out
-from tunekit.recipe.reading.parse import MAX_BYTES, YAMLProblem, read_yaml
+from tunekit.recipe.reading.overrides import Overrides, escape_environment, expand_environment, spell_out
+from tunekit.recipe.reading.parse import MAX_BYTES, YAMLProblem, read_yaml, to_yaml
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.source_locations import MAPPING, Fault, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.reading.wording import to_problems
-from tunekit.recipe.reading.write import to_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.secrets import find_secrets
-from tunekit.recipe.sections.output import NAME_PATTERN
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflict, Section
-from tunekit.recipe.sections.train import ONE_LENGTH
+from tunekit.recipe.sections.train import NAME_PATTERN, ONE_LENGTH
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.redact import redacted
 

@@ -11,13 +11,10 @@ from pydantic import model_validator
 
 from tunekit.recipe.methods import METHODS, Method
 from tunekit.recipe.methods.sft import SFTMethod
-from tunekit.recipe.sections.adapters import Adapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.output import OutputSection
-from tunekit.recipe.sections.parallel import ParallelSection
+from tunekit.recipe.sections.model import Adapter, LoraAdapter, ModelSection
 from tunekit.recipe.sections.section import Conflict, Conflicts, Section
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.train import OutputSection, ParallelSection, TrainSection
 
 
 def has_choice(key: tuple[str, ...], method: str) -> bool:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tunekit.errors import DependencyError, TunekitError
 from tunekit.planner.plan import gib
 from tunekit.planner.throughput.speed import duration
-from tunekit.recipe.difference import recipe_diff
+from tunekit.recipe.edits import recipe_diff
 from tunekit.recipe.load import asked_for
 from tunekit.recipe.methods import is_rewarded
-from tunekit.reporting.curves import Line, draw
-from tunekit.reporting.page import page_of
+from tunekit.reporting.page import Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import evaluations_of, newest_scores
 from tunekit.runs.events import Event

@@ -17,7 +17,7 @@ from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.liveness import DIED, STUCK
 from tunekit.runs.record import errors_of
 from tunekit.runs.run import Run
-from tunekit.training.checkpointing.edit_effects import effects_of
+from tunekit.training.checkpointing.resume import effects_of
 
 Cause = Literal["memory", "non_finite", "rows", "package", "model", "disk", "hung", "lost", "killed", "defect", "other"]
 """Cause of a failure: `hung`, where a process made no progress; `lost`, where others were waited for in vain; `killed`,

@@ -17,8 +17,7 @@ from tunekit.planner.plan import Plan, gib
 from tunekit.planner.throughput.communication import Range
 from tunekit.planner.throughput.speed import duration
 from tunekit.recipe.load import dump_recipe
-from tunekit.reporting.curves import Line, draw
-from tunekit.reporting.page import page_of
+from tunekit.reporting.page import Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.events import Event

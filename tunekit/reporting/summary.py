@@ -14,10 +14,9 @@ from tunekit.inference.find_model import checkpoints_of
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.checkpoints.complete import manifest_of
-from tunekit.runs.fingerprints import fingerprints_of
-from tunekit.runs.readable import check_readable
+from tunekit.runs.fingerprints import MadeWith, fingerprints_of, made_with
+from tunekit.runs.requests import check_readable
 from tunekit.runs.run import Run, find_run
-from tunekit.runs.versions import MadeWith, made_with
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 import shlex
 from collections.abc import Sequence
 
-from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
-from tunekit.runs.resume_request import read_continuation
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, command_anew, newest_complete
+from tunekit.runs.requests import read_continuation
 from tunekit.runs.run import Run
-from tunekit.runs.train_command import command_anew
 
 ENDED_EARLY = ("failed", "interrupted", "died")
 """States of a run that is over and did not train to its end."""

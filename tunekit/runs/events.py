@@ -10,7 +10,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as
   `message`
 - `attention`: `message`, how right tunekit's attention for packed rows was seen to be (see
-  `tunekit.training.check_packing`)
+  `tunekit.training.check_reference`)
 - `tracker`: `name` of a tracker that the run is reported to, and where it is shown there as `message`
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
@@ -27,7 +27,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   before, a phrase each, and `weights_only`, whether nothing else of it is taken, so that the steps begin at 0
 - `ranks`: `step`, and `ranks`, a `tunekit.training.timing.RankReport` of each process; with every checkpoint. Of
   several processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step,
-  the `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.training.communication`).
+  the `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.training.timing`).
   Part of it may overlap with computing; `exposed_share` (on CUDA) does not
 - `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
   stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import ModelError, PlanError, RunError, TunekitError
-from tunekit.planner.origin import contradictions, taken_over
-from tunekit.probe.code import COMMIT, check_code, code_of, is_folder
-from tunekit.probe.origin import ADAPTER_CONFIG, is_result, origin_of
+from tunekit.planner.facts import contradictions, taken_over
+from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
 from tunekit.recipe import load
 from tunekit.recipe.load import load_recipe_with_notes
 from tunekit.recipe.methods import METHODS, Method, has_teacher, is_rewarded
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.source_locations import Fault, Key, dotted
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import FullAdapter, ModelSection
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import Conflict
 from tunekit.runs.available_actions import prospects

@@ -1,15 +1,68 @@
-"""Liveness of a run's processes, from the files in its folder: seen from any terminal, on any host."""
+"""Liveness of a run's processes, from the files in its folder: seen from any terminal, on any host.
+
+Identity of a process: its number is reused after its end, and clocks are set.
+
+Rank of this process in a run, from its launcher's variables.
+"""
 
 import contextlib
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.runs.process_id import is_alive
+import psutil
+
+from tunekit.probe.nodes import read_launch
 from tunekit.runs.small_files import damaged, read_object
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def identity_of(pid: int) -> str | None:
+    """Return an identity that no other process of this number ever had on this host; None where there is none, or a
+    zombie.
+
+    On Linux that is the boot, and when it started since then, which no change of the clock alters.
+    """
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        if sys.platform != "linux":
+            return f"{process.create_time():.2f}"
+        # The name before the state may have spaces and brackets in it.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return f"{BOOT_ID.read_text(encoding='ascii').strip()}-{fields[19]}"
+    except (psutil.Error, FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def is_alive(pid: int, identity: str) -> bool:
+    """Return whether a process of this host is alive, and still the same."""
+    return identity_of(pid) == identity
+
+
+def kill(pid: int, identity: str) -> None:
+    """End a process of this host if it is still the same: no other, whatever happens meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        if sys.platform != "linux":
+            if is_alive(pid, identity):
+                os.kill(pid, signal.SIGKILL)
+            return
+        # What is held so keeps its number.
+        descriptor = os.pidfd_open(pid)
+        try:
+            if is_alive(pid, identity):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
 
 RANKS = "ranks"
 """Folder of a run folder with what its processes say."""
@@ -80,3 +133,37 @@ def _now(folder: Path) -> float:
     except OSError:
         # It is somebody else's, or on a full disk.
         return time.time()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those of its run.
+
+    Attributes:
+        rank: Its number among all.
+        local_rank: Its number on its node, which is that of its device.
+        num_processes: All of them.
+        num_local: Those of its node.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    num_processes: int = 1
+    num_local: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that writes the shared files."""
+        return self.rank == 0
+
+
+def place_of(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of a process that torchrun, mpirun, srun or tunekit started; alone where none of them did.
+
+    Raises:
+        PlanError: What the launcher says cannot be true.
+    """
+    launch = read_launch(environment)
+    if launch is None or not launch.num_processes or not launch.num_local:
+        return Place()
+    return Place(launch.rank, launch.local_rank, launch.num_processes, launch.num_local)

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.packing.mixture import mix
+from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
-from tunekit.data.reports.measure import report_data
-from tunekit.data.reports.measure_rows import report_rows
+from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.remote import is_url, without_user

@@ -1,21 +1,160 @@
-"""Record of a run: events and status, written by one of its processes for all."""
+"""Record of a run: events and status, written by one of its processes for all.
+
+Free space on the disk of a run, and the errors where it is too little.
+
+Lock of a run against a second resume or deletion: one process at a time.
+
+Both look at what the run is at, then decide, which may take seconds, and then act. Of two that look before either has
+acted, the second would act on what is no longer so: two would train in one folder, or one in a folder that is deleted.
+
+Failures after which a run goes back to its newest checkpoint by itself, whatever `parallel.max_restarts` says.
+
+A step that was not finite is left out when it comes again (see `tunekit.training.non_finite`, which also counts them).
+Where memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
+"""
 
 import contextlib
+import errno
 import json
+import os
+import re
 import shutil
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tunekit.errors import ExchangeError, RunError, TunekitError
+from filelock import FileLock, Timeout
+
+from tunekit.errors import DiskError, ExchangeError, MemoryShortError, RollbackError, RunError, TunekitError
+from tunekit.planner.decisions.shortage import with_half_the_batch
+from tunekit.planner.plan import Plan, gib
+from tunekit.probe.model import probe_model
+from tunekit.recipe.methods import has_teacher
+from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
-from tunekit.runs.disk import with_room
+from tunekit.runs.available_actions import next_command
+from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
 from tunekit.runs.events import EventLog, Listener
-from tunekit.runs.rank import Place
-from tunekit.runs.run import Run
-from tunekit.runs.small_files import damaged, read_object
+from tunekit.runs.liveness import Place
+from tunekit.runs.run import RUNS, Run
+from tunekit.runs.small_files import damaged, read_object, read_plan
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk, or of a user's share of it, that is full."""
+
+
+RESERVE = ".room"
+"""File of a run folder that is deleted where the disk is full, so that what went wrong can be written down."""
+
+RESERVE_BYTES = 2**18
+
+DISK_SETTLE_SECONDS = 60
+"""Seconds for a checkpoint to notice that the disk is full, and to be removed."""
+
+
+def hold_room(run: Run) -> None:
+    """Keep room for the last words of a run."""
+    # Random, for a file system that compresses.
+    (run.path / RESERVE).write_bytes(os.urandom(RESERVE_BYTES))
+
+
+def give_room(run: Run) -> None:
+    """Give that room back."""
+    with contextlib.suppress(OSError):
+        (run.path / RESERVE).unlink(missing_ok=True)
+
+
+def with_room(run: Run, write: Callable[[], None]) -> None:
+    """Write something small, with the room that was kept for it if there is no other.
+
+    A checkpoint that is written meanwhile may take that room as well. It fails then, and gives back all that it took.
+    """
+    try:
+        write()
+        return
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+    give_room(run)
+    until = time.monotonic() + DISK_SETTLE_SECONDS
+    while True:
+        # Asked before, since the room may come right after.
+        may_get_room = is_being_made(run.path) and time.monotonic() < until
+        try:
+            write()
+            return
+        except OSError as error:
+            if error.errno not in FULL or not may_get_room:
+                raise
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def tokenizers_errors() -> Iterator[None]:
+    """Within it, what the tokenizers library cannot write is an OSError: it raises bare ones (tokenizers 0.23)."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)$", str(error)) if type(error) is Exception else None
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def disk_full(run: Run, where: str, error: OSError) -> DiskError:
+    """Return the error for a file other than a checkpoint that could not be written."""
+    give_room(run)
+    return DiskError(
+        f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
+        hint=f"free some on its disk, then {next_command(run)}",
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that may still be written where a folder lies, or will lie."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def place_of_run(recipe: Recipe) -> Path:
+    """The folder that a run of a recipe will have, or will be in."""
+    return RUNS if recipe.output.dir is None else Path(recipe.output.dir)
+
+
+def words_of(error: BaseException) -> str:
+    """Describe the error of a file."""
+    if isinstance(error, OSError):
+        name = "" if error.filename is None else f"{Path(error.filename).name}: "
+        return f"{name}{error.strerror or error}"
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskError:
+    """Return the error for a checkpoint or result that could not be written.
+
+    Args:
+        run: The run.
+        what: What was to be written.
+        why: What went wrong.
+        needed_bytes: How much that is, where it is known.
+    """
+    give_room(run)
+    try:
+        free = free_bytes(run.path)
+    except OSError as error:
+        free, why = 0, f"{why}; {run.path}: {error.strerror}"
+    needs = "" if needed_bytes is None else f"; it takes {gib(needed_bytes)}, and {gib(free)} are free"
+    newest = newest_complete(run.path)
+    note = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
+    much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
+    on = next_command(run)
+    return DiskError(
+        f"{what} could not be written: {why}{needs}; {note}",
+        hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",
+    )
+
 
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
@@ -120,3 +259,83 @@ def _error(file: Path) -> dict[str, Any]:
         if key not in words:
             raise damaged(file, f"it has no {key}")
     return words
+
+
+CLAIM = ".claim.lock"
+"""File of a run folder that is locked meanwhile. It stays; the lock ends with its process."""
+
+
+@contextlib.contextmanager
+def claimed(run: Run) -> Iterator[None]:
+    """Within it no other process begins to go on with a run, or deletes it.
+
+    Raises:
+        RunError: Another process does so just now, or the folder cannot be written.
+    """
+    claim = FileLock(run.path / CLAIM, timeout=0)
+    try:
+        claim.acquire()
+    except Timeout:
+        raise RunError(
+            f"another process is about to go on with {run.name}, or deletes it", hint="look again in a moment"
+        ) from None
+    except OSError as error:
+        # On a full disk nobody else can have it either, and runs are deleted to make room.
+        if error.errno not in FULL:
+            raise RunError(
+                f"{run.path} cannot be written: {error.strerror}",
+                hint="let it be written, or copy the run to where it can be",
+            ) from error
+    try:
+        yield
+    finally:
+        claim.release()
+
+
+EARLIER_PLAN = "plan_out_of_memory.yaml"
+"""File of a run folder with the plan that memory did not suffice for, where another one was made for it."""
+
+
+def may_go_back(recipe: Recipe) -> bool:
+    """Return whether a run may have to be restarted, so that another process has to watch it."""
+    return recipe.train.non_finite == "rollback" or recipe.train.retry_out_of_memory
+
+
+def goes_back(run: Run, record: Record, error: Exception) -> bool:
+    """Return whether a failed run is to be restarted, after preparing and recording that."""
+    if isinstance(error, RollbackError):
+        words = "the step will be left out"
+    elif isinstance(error, MemoryShortError) and run.recipe.train.retry_out_of_memory:
+        smaller = _with_less(run)
+        if smaller is None:
+            return False
+        words = f"now with micro-batches of {smaller.batch_words}, and the same global batch"
+    else:
+        return False
+    record.update_status(phase="starting")
+    attempt = 1 + sum(event["event"] == "restart" for event in run.events())
+    reason = f"{error.problem}; {words}"
+    record.write("restart", attempt=attempt, step=newest_complete(run.path).step, reason=reason)
+    return True
+
+
+def _with_less(run: Run) -> Plan | None:
+    """The plan that is tried where memory ran out, written into the folder; None where there is none, or was one."""
+    earlier, plan = run.path / EARLIER_PLAN, run.plan
+    # A plan that was made anew since, for an edited recipe, is another one.
+    if earlier.exists() and plan.micro_batch_size < _read(earlier, plan.recipe).micro_batch_size:
+        return None
+    method = plan.recipe.method
+    teacher = probe_model(method.teacher) if has_teacher(method) else None
+    smaller = with_half_the_batch(plan, probe_model(plan.recipe.model), teacher)
+    if smaller is None:
+        return None
+    draft = run.path / ".plan.yaml"
+    draft.write_text(smaller.to_yaml(), encoding="utf-8")
+    shutil.copy2(run.path / "plan.yaml", earlier)
+    draft.replace(run.path / "plan.yaml")
+    return smaller
+
+
+def _read(path: Path, recipe: Recipe) -> Plan:
+    return read_plan(path, recipe)

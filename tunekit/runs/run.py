@@ -44,10 +44,9 @@ from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.events import FINAL_PHASES, Event, read_events
-from tunekit.runs.liveness import DIED, beats_in, state_of_processes
+from tunekit.runs.liveness import DIED, beats_in, identity_of, state_of_processes
 from tunekit.runs.metrics import judged_by, rows_of, words_of
 from tunekit.runs.names import matching, stem_of
-from tunekit.runs.process_id import identity_of
 from tunekit.runs.scheduler_job import read_job, state_of
 from tunekit.runs.small_files import damaged, read_list, read_object, read_plan
 

@@ -14,10 +14,10 @@ from tunekit.planner.variants import Variant, Variants
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
-from tunekit.runs.disk import free_bytes, place_of_run
 from tunekit.runs.events import Event
 from tunekit.runs.lineage import read_recipe
 from tunekit.runs.prepared_data import absolute
+from tunekit.runs.record import free_bytes, place_of_run
 from tunekit.sweeps.conduct import conduct
 from tunekit.sweeps.folder import Search, Spec, Sweep
 from tunekit.sweeps.measure import measure_of

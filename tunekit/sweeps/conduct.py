@@ -26,9 +26,9 @@ from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.device_queue import devices_of
 from tunekit.launching.stop import stop_run
 from tunekit.runs.events import FINAL_PHASES, Event
+from tunekit.runs.requests import COMMAND, EXIT_CODES, WHO, request
 from tunekit.runs.run import Run, set_tags
 from tunekit.runs.small_files import read_object
-from tunekit.runs.stop_request import COMMAND, EXIT_CODES, WHO, request
 from tunekit.sweeps.folder import FAILED, RECIPE, STOP, TO_DO, WAITING, Outcome, Sweep, Trial, find_sweep
 from tunekit.sweeps.study import Study, check_installed
 from tunekit.sweeps.values import to_words

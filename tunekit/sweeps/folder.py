@@ -26,8 +26,8 @@ from filelock import FileLock, Timeout
 from tunekit.errors import RunError
 from tunekit.files import is_inside, is_name
 from tunekit.recipe.load import reload_recipe
+from tunekit.recipe.reading.parse import to_inline_yaml, to_yaml
 from tunekit.recipe.reading.rewrite import short_recipe
-from tunekit.recipe.reading.write import to_inline_yaml, to_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import ENDED_EARLY

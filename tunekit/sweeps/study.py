@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.runs.run import Run
 from tunekit.sweeps.folder import FINISHED, PRUNED, Outcome, Sweep
 from tunekit.sweeps.values import Axis, Changes, Span, words_of

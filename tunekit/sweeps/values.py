@@ -15,7 +15,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.planner.variants import read_values
-from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.reading.parse import to_inline_yaml
 
 MAX_RUNS = 100
 """Runs in one sweep: more is no table that anybody reads."""

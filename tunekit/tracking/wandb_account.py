@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from tunekit.process.telemetry import send_nothing
+from tunekit.process.log_capture import send_nothing
 from tunekit.redact import redacted
 
 

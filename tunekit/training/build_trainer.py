@@ -6,21 +6,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import learner_of
+from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.packing.stream import stream
 from tunekit.data.prepare import read_dataset
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.methods.arguments import Parts
 from tunekit.models.adapters import Task
 from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.planner.origin import continued_adapter
+from tunekit.planner.facts import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
+from tunekit.runs.liveness import Place
 from tunekit.runs.prepared_data import FILES, STREAM_SKIPPED
-from tunekit.runs.rank import Place
 from tunekit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
     from tunekit.models.adapters import merge_adapter
     from tunekit.models.attention import activate
-    from tunekit.models.liger import use_liger
-    from tunekit.models.load import load_model
+    from tunekit.models.load import load_model, use_liger
     from tunekit.training.engines.tensor_parallel import distributed_config
 
     if plan.attn_implementation == VARLEN:

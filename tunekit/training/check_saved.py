@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import ModelError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.process.collectives import same_everywhere
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
 from tunekit.runs.record import Record
-from tunekit.training.probe_rows import in_evaluation, probe_rows
+from tunekit.training.check_head import in_evaluation, probe_rows
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,7 @@ def _problem(
     """Return how the saved model differs from the trained one; None where by rounding alone."""
     import torch
 
-    from tunekit.training.measured_memory import is_out_of_memory
+    from tunekit.training.verify import is_out_of_memory
 
     tolerance = FLOAT8_TOLERANCE if plan.fp8 else TOLERANCES[plan.dtype]
     dtype = getattr(torch, plan.dtype)

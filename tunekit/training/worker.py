@@ -13,34 +13,31 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
-from tunekit.methods.reference import give_weights, settle_reference
+from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.process.collectives import DATA_WORKER_HINT, data_worker_problem, exchange_problem
-from tunekit.process.exit_status import Ending
 from tunekit.process.heartbeat import Heart
-from tunekit.process.log_capture import library_words_to
+from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
-from tunekit.process.signals import Wishes
-from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.process.signals import Ending, Wishes
 from tunekit.process.watchdog import Watchdog, gone_words
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.train import Optim
 from tunekit.redact import Redacting
 from tunekit.runs.checkpoints.complete import publish_result
-from tunekit.runs.disk import FULL, disk_full, give_room, hold_room
 from tunekit.runs.events import Listener
 from tunekit.runs.lineage import check_run_code
+from tunekit.runs.liveness import Place, place_of
 from tunekit.runs.metrics import first_and_last
 from tunekit.runs.prepared_data import FILES
-from tunekit.runs.rank import Place, place_of
-from tunekit.runs.record import Record, first_error_of
+from tunekit.runs.record import FULL, Record, disk_full, first_error_of, give_room, hold_room
+from tunekit.runs.requests import forget_request
 from tunekit.runs.run import Run
-from tunekit.runs.stop_request import forget_request
-from tunekit.tracking.start import Reporting
+from tunekit.tracking.trackers import Reporting
 from tunekit.training.build_trainer import (
     build_trainer,
     continued_folder,
@@ -49,14 +46,12 @@ from tunekit.training.build_trainer import (
     load_policy,
     loads_bare_reference,
 )
+from tunekit.training.callbacks import follow, follow_layers
 from tunekit.training.check_head import check_head
-from tunekit.training.check_packing import check_isolation, prove_attention
-from tunekit.training.check_reference import check_reference
+from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
-from tunekit.training.checkpointing.restore import start_of
-from tunekit.training.checkpointing.trainer_state import Carried
+from tunekit.training.checkpointing.restore import Carried, start_of
 from tunekit.training.model_card import write_card
-from tunekit.training.progress import follow, follow_layers
 from tunekit.training.upstream import check_upstream
 
 if TYPE_CHECKING:
@@ -130,7 +125,7 @@ def log_name(place: Place) -> str:
 
 
 def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
-    from tunekit.training.measured_memory import set_allocator
+    from tunekit.training.verify import set_allocator
 
     recipe, plan = run.recipe, run.plan
     os.environ.update(plan.environment)
@@ -151,7 +146,7 @@ def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised
 
 def _work(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     from tunekit.training.engines.engine import join, leave
-    from tunekit.training.measured_memory import is_out_of_memory
+    from tunekit.training.verify import is_out_of_memory
 
     reserve = bytearray(RESERVE_BYTES)
     try:
@@ -275,7 +270,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
 def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
     """Return the error for exhausted memory: the planned and the actual memory, and the change to make."""
     from tunekit.planner.decisions.shortage import change_that_fits
-    from tunekit.training.measured_memory import shortage
+    from tunekit.training.verify import shortage
 
     shortage_found = shortage(plan, watch.held, watch.context_bytes, error)
     words = shortage_found.words()
@@ -306,8 +301,7 @@ def _build(
     check_upstream(recipe.method.type)
     forget_overrides(recipe.train.optim)
     from tunekit.models.adapters import keep_trained_in_float32, num_trained
-    from tunekit.models.compiling import compile_layers, to_float8
-    from tunekit.models.load import load_tokenizer
+    from tunekit.models.load import compile_layers, load_tokenizer, to_float8
     from tunekit.training.engines.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
@@ -407,7 +401,7 @@ def _sample(
 def _summary(run: Run, plan: Plan, watch: "Watch", saver: "Saver", seconds: float) -> dict[str, Any]:
     """Return the summary of a run for the user and for later plans."""
     from tunekit.training.callbacks import rates
-    from tunekit.training.measured_memory import highest
+    from tunekit.training.verify import highest
 
     events = run.events()
     losses = [event["loss"] for event in events if event["event"] == "log"]

@@ -9,9 +9,10 @@ is refused.
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from tunekit.data.formats.media import check_no_media
 from tunekit.data.formats.messages import (
     ROLES,
+    check_no_mask,
+    check_no_media,
     conversation,
     function_call,
     plain,
@@ -35,7 +36,6 @@ from tunekit.data.formats.row_formats import (
     misspelt,
 )
 from tunekit.data.formats.tokens import check_tokens
-from tunekit.data.formats.weights import check_no_mask
 from tunekit.recipe.sections.data import SourceFormat
 
 SPEAKERS = {

@@ -2,14 +2,334 @@
 
 A row is checked completely before anything is tokenised, because what a tokenizer would do with a missing answer or a
 misspelt role is worse than an error: it trains on it.
+
+Calls of tools that a chat template does not write.
+
+A template that knows no calls writes an assistant turn that only calls tools as an empty one, and a model would learn
+to say nothing. A call is written if its name is among what the assistant says; where names do not tell, for they stand
+in the words of the turn as well or are spelt otherwise, the conversation is rendered with other names to see.
+
+Marks of a turn that say whether it is learned.
+
+OpenAI writes `weight: 0`, Axolotl `train: false` (or `training`), ms-swift `loss: false`. All of them become a weight
+of 0, which the loss leaves out. A mark that cannot be honoured, a fraction or another spelling, is refused: left aside,
+it would train on what it is there to keep out.
+
+Rows with images, video or audio, which are not trained on: they are told, and refused.
+
+Without its image a row still reads as text, with `<image>` standing in it as seven letters, and a model would learn to
+talk of what it never saw. A medium stands in a column of its own, in a key of a message, or among the parts of its
+content. A text that merely talks of `<image>`, as code does, has no such column and is a text like any other.
 """
 
 import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
+from re import findall
+from typing import Any
 
-from tunekit.data.formats.media import check_no_media_keys, check_no_media_parts
 from tunekit.data.formats.row_formats import LOOKED_AT, BadRow, Row, described, listed, shortened
-from tunekit.data.formats.weights import unlearned_mark, weighed
+from tunekit.errors import DataError
+
+TEMPLATE_REMEDY = "name a template that writes tool calls in model.chat_template"
+
+
+def check_calls_written(
+    messages: Sequence[Row],
+    turns: Sequence[int],
+    place: str,
+    render: Callable[[list[Row]], str],
+    *,
+    said: str = "",
+    remedy: str = "or leave the row out",
+) -> None:
+    """Check that the calls in some turns of a conversation are in its text.
+
+    Args:
+        messages: The conversation.
+        turns: Indices of the assistant turns that are learned.
+        place: Where the row stands, for messages.
+        render: Writes a conversation as the chat template does.
+        said: What of the text is learned, where that is known.
+        remedy: What else can be done than to name another template.
+
+    Raises:
+        DataError: A call is not in the text.
+    """
+    calls = [(turn, name) for turn in turns for name in function_names(messages[turn])]
+    if not calls or _all_in(said, calls, messages):
+        return
+    stand_ins = {f"tunekit_{number}_call": call for number, call in enumerate(calls)}
+    names = iter(stand_ins)
+    renamed = [_renamed(message, names) if i in set(turns) else message for i, message in enumerate(messages)]
+    text = render(renamed)
+    lost = next((call for stand_in, call in stand_ins.items() if stand_in not in text), None)
+    if lost is not None:
+        turn, name = lost
+        raise DataError(
+            f"{place}: messages[{turn}] calls {shortened(name)}, which the chat template does not write, so the turn "
+            "would be learned without its call",
+            hint=f"{TEMPLATE_REMEDY}, {remedy}",
+        )
+
+
+def function_names(message: Row) -> Iterator[str]:
+    """The functions that a message calls, also in OpenAI's older `function_call`."""
+    yield from names_of(message.get("tool_calls"))
+    yield from names_of([message.get("function_call")])
+
+
+def names_of(functions: object) -> Iterator[str]:
+    """The names in a list of calls, or of tools."""
+    # What only a chat template reads has no checked shape.
+    for entry in functions if isinstance(functions, list) else ():
+        function = entry.get("function", entry) if isinstance(entry, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            yield function["name"]
+
+
+def _all_in(said: str, calls: Sequence[tuple[int, str]], messages: Sequence[Row]) -> bool:
+    """Return whether a rendered text contains all calls, with their arguments and not only their names."""
+    num_calls = Counter(name for _, name in calls)
+    words = [
+        content
+        for turn in {turn for turn, _ in calls}
+        for content in messages[turn].values()
+        if isinstance(content, str)
+    ]
+    in_words = {name: sum(text.count(name) for text in words) for name in num_calls}
+    return all(said.count(name) >= number + in_words[name] for name, number in num_calls.items())
+
+
+def _renamed(message: Row, names: Iterator[str]) -> Row:
+    """A message whose calls have other names."""
+    copy = dict(message)
+    if isinstance(message.get("tool_calls"), list):
+        copy["tool_calls"] = [_with_name(call, names) for call in message["tool_calls"]]
+    if "function_call" in message:
+        copy["function_call"] = _with_name(message["function_call"], names)
+    return copy
+
+
+def _with_name(call: Any, names: Iterator[str]) -> Any:
+    if next(names_of([call]), None) is None:
+        return call
+    if "function" in call:
+        return {**call, "function": {**call["function"], "name": next(names)}}
+    return {**call, "name": next(names)}
+
+
+SWITCHES = ("train", "training", "loss")
+"""Keys of a turn that say with true or false what `weight` says with 1 or 0."""
+
+_MARKS = ("weight", *SWITCHES)
+
+_WORDS = frozenset(
+    (
+        *("weight", "weights", "weighted", "loss", "losses", "train", "trained", "training", "trainable"),
+        *("learn", "learned", "learnable", "supervised", "ignore", "ignored"),
+        *("mask", "masks", "masked", "masking", "unmask", "unmasked"),
+    )
+)
+"""Words in the name of a key that is likely such a mark: `loss_scale`, `trainOnTurn`, `is_masked`."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def weighed(message: Row, where: str) -> Row:
+    """A message whose marks are one: `weight`, 0 or 1, and none where all that is not said is learned.
+
+    Args:
+        message: The message, its role checked, without keys that are null.
+        where: Its place in the row.
+
+    Raises:
+        BadRow: A mark cannot be honoured, two say different things, or a key looks like a mark and is none.
+    """
+    marks = {mark: _learned(message, mark, where) for mark in _MARKS if mark in message}
+    for key in message:
+        if key not in marks and looks_like_weights(key) and _is_mark(message[key]):
+            raise BadRow(
+                f"{where}.{shortened(key)} looks like a weight in the loss, which is not read from there; write "
+                "weight 0 for an assistant turn that is not to be learned, or take the key out"
+            )
+    if len(set(marks.values())) > 1:
+        first, other = (f"{mark} is {_shown(message[mark])}" for mark in _first_of_each(marks))
+        raise BadRow(f"{where}: {first}, but {other}; keep one of them")
+    if not marks:
+        return message
+    content = {key: item for key, item in message.items() if key not in SWITCHES}
+    if message["role"] == "assistant" and not all(marks.values()):
+        content["weight"] = 0
+    return content
+
+
+def unlearned_mark(message: Mapping[str, object]) -> str:
+    """The mark by which a turn is not learned, in words: `train is false`."""
+    mark = next((mark for mark in _MARKS if message.get(mark) in (False, 0)), "weight")
+    return f"{mark} is {_shown(message.get(mark))}"
+
+
+def looks_like_weights(key: str) -> bool:
+    """Return whether a key or column is named like a loss weight or mask."""
+    return any(word.lower() in _WORDS for word in _WORD.findall(key[:200]))
+
+
+def check_no_mask(columns: Row, known: tuple[str, ...]) -> None:
+    """Check that no column besides the known ones says for each turn or token what is learned.
+
+    Raises:
+        BadRow: One does.
+    """
+    for column, content in columns.items():
+        if column not in known and looks_like_weights(column) and _is_numbers(content):
+            raise BadRow(
+                f"the column {shortened(column)} looks like a mask of the loss, which is not read from there; write "
+                "weight 0 in the turns that are not to be learned, or labels beside input_ids, or take the column out"
+            )
+
+
+def _learned(message: Row, mark: str, where: str) -> bool:
+    """Return whether a mark says that its message is learned."""
+    mark_value = message[mark]
+    if mark == "weight":
+        if message["role"] != "assistant":
+            raise BadRow(f"{where}.weight: only an assistant turn has a weight, and this is one of {message['role']}")
+        if type(mark_value) is not int or mark_value not in (0, 1):
+            raise BadRow(
+                f"{where}.weight must be 0 (the turn does not count) or 1 (it does), got {described(mark_value)}"
+            )
+        return mark_value == 1
+    if not isinstance(mark_value, bool):
+        raise BadRow(f"{where}.{mark} must be true (the turn counts in the loss) or false, got {described(mark_value)}")
+    if mark_value and message["role"] != "assistant":
+        raise BadRow(
+            f"{where}.{mark} is true, but only assistant turns can be learned, and this is one of {message['role']}; "
+            "take it out"
+        )
+    return mark_value
+
+
+def _first_of_each(said: Mapping[str, bool]) -> tuple[str, str]:
+    """The first mark, and the first that says otherwise."""
+    first = next(iter(said))
+    return first, next(mark for mark in said if said[mark] != said[first])
+
+
+def _is_mark(held: object) -> bool:
+    """Return whether a value could be a weight; a name or a sentence could not."""
+    if not isinstance(held, str):
+        return True
+    return re.fullmatch(r"\s*(?:true|false|yes|no|on|off|[-+]?[\d.]+(?:e[-+]?\d+)?)\s*", held.lower()) is not None
+
+
+def _is_numbers(held: object) -> bool:
+    return isinstance(held, list) and bool(held) and all(isinstance(item, bool | int | float) for item in held)
+
+
+def _shown(said: object) -> str:
+    return str(said).lower()
+
+
+_COLUMNS = {
+    **dict.fromkeys(("image", "images", "img", "imgs", "pixel_values"), "image"),
+    **dict.fromkeys(("video", "videos", "pixel_values_videos"), "video"),
+    **dict.fromkeys(("audio", "audios", "input_features"), "audio"),
+}
+"""Columns and keys of messages that hold media, with the kind of each."""
+
+_PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+class HoldsMediaError(BadRow):
+    """A row with an image, a video or audio; where one is, there are mostly more."""
+
+
+def check_no_media(row: Mapping[str, object]) -> None:
+    """Check that a row is text alone.
+
+    Raises:
+        HoldsMediaError: It is not.
+    """
+    for column, content in row.items():
+        kind = media_kind(column)
+        if kind is None or content is None:
+            continue
+        if column.lower() in _COLUMNS and _holds_something(content):
+            raise _refusal(
+                f"the column {shortened(column)} holds {_PLURALS[kind]}",
+                "take the column out to train on the text alone",
+            )
+        if any(_says(value, f"<{kind}>") for name, value in row.items() if name != column):
+            raise _refusal(
+                f"<{kind}> stands in the text for what the column {shortened(column)} names",
+                "take both out to train on the text alone",
+            )
+
+
+def check_no_media_keys(message: Row, where: str) -> None:
+    """Check that a message has no key that holds media.
+
+    Raises:
+        HoldsMediaError: It has one.
+    """
+    for key, content in message.items():
+        if key.lower() in _COLUMNS and _holds_something(content):
+            kind = _PLURALS[_COLUMNS[key.lower()]]
+            raise _refusal(f"{where}.{shortened(key)} holds {kind}", "take the key out to train on the text alone")
+
+
+def check_no_media_parts(parts: list[object], where: str) -> None:
+    """Check that no part of a message's content is an image, a video or audio.
+
+    Args:
+        parts: The content, as OpenAI and transformers write it: [{type: image_url, ...}, {type: text, ...}].
+        where: Its place in the row.
+
+    Raises:
+        HoldsMediaError: One is.
+    """
+    for i, part in enumerate(parts):
+        if not isinstance(part, dict):
+            continue
+        names = [part["type"]] if isinstance(part.get("type"), str) else list(part)
+        kind = next((kind for name in names if isinstance(name, str) and (kind := media_kind(name))), None)
+        if kind is not None:
+            raise _refusal(
+                f"{where}[{i}] is of type {kind}", "write the content as a string to train on the text alone"
+            )
+
+
+@lru_cache(maxsize=4096)
+def media_kind(name: str) -> str | None:
+    """The medium that a column, a key or a part is named after: `image` for `image_url`; None for most."""
+    lowered = name[:200].lower()
+    words = findall("[a-z]+", lowered)
+    return _COLUMNS.get(lowered) or next((_COLUMNS[word] for word in words if word in _COLUMNS), None)
+
+
+def _refusal(what: str, remedy: str) -> HoldsMediaError:
+    return HoldsMediaError(f"{what}, and only text is trained on; {remedy}")
+
+
+def _holds_something(held: object) -> bool:
+    """Return whether a value could be a medium: not empty, neither a number nor a flag."""
+    if isinstance(held, bool | int | float):
+        return False
+    return any(item is not None for item in held) if isinstance(held, list) else bool(held)
+
+
+def _says(value: object, placeholder: str) -> bool:
+    """Return whether a placeholder occurs in the texts of a value."""
+    if isinstance(value, str):
+        return placeholder in value
+    if isinstance(value, dict):
+        return any(_says(text_item, placeholder) for text_item in value.values())
+    return isinstance(value, list) and any(_says(item, placeholder) for item in value)
+
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that can speak in a conversation."""

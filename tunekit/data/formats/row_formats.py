@@ -6,12 +6,22 @@ Alpaca, rankings) are recognised as well; `convert` makes rows of the others of 
 nothing is guessed: both readings are named, and the recipe chooses.
 
 Nothing here knows files: a complaint about a row says what is wrong, and the caller says where.
+
+Formats that a training method learns from, and advice for rows in others.
+
+Columns that a file calls otherwise: `data.columns` maps our names to the file's.
+
+A column that is read under another name is no longer there under its own, and a column of the file that has one of
+our names gives way to the column that is read as it.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from tunekit.errors import DataError
+from tunekit.recipe.methods import METHODS
 from tunekit.recipe.sections.data import SourceFormat
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"]
@@ -235,3 +245,132 @@ def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> st
         if near:
             return f"rename {shortened(near[0])} to {name}"
     return None
+
+
+_SPOKEN: dict[SourceFormat, str] = {
+    "messages": "conversations",
+    "sharegpt": "conversations",
+    "alpaca": "conversations",
+    "prompt_completion": "prompts with completions",
+    "text": "texts",
+    "tokens": "token ids",
+    "preference": "preference pairs",
+    "ranking": "rankings",
+    "unpaired_preference": "rated completions",
+    "prompts": "prompts without completions",
+}
+
+_ANSWERS = ("response", "answer", "output", "solution", "target")
+"""Common names of a column of answers."""
+
+
+_ANOTHER_METHOD: dict[tuple[SourceFormat, SourceFormat], str] = {
+    ("unpaired_preference", "preference"): "for pairs use method dpo; for kto write each answer as a row of its own, "
+    "with a label true or false",
+    ("unpaired_preference", "prompt_completion"): "add a column label, true for good answers and false for bad ones",
+    ("preference", "unpaired_preference"): "for answers that are good or bad by themselves use method kto",
+    ("preference", "prompt_completion"): "to imitate completions use method sft",
+}
+"""Advice where the rows are of the second format and the method learns from the first."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A training method by its name in recipes, and the formats that it learns from."""
+
+    method: str
+    formats: tuple[SourceFormat, ...]
+
+    def refusal(self, format: SourceFormat, columns: Sequence[str]) -> tuple[str, str | None] | None:
+        """Return why the method refuses rows of a format, and the remedy; None where it accepts them.
+
+        Args:
+            format: The format of a source.
+            columns: All columns of the source, under our names.
+        """
+        if BECOMES[format] in self.formats:
+            return None
+        *most, last = (_SPOKEN[format] for format in self.formats)
+        takes = f"{', '.join(most)} or {last}" if most else last
+        what = f"holds {_SPOKEN[format]} ({listed(COLUMNS[format])}), and method {self.method} learns from {takes}"
+        if "prompt_completion" in self.formats:
+            return what, _completions_of(format, columns)
+        return what, _ANOTHER_METHOD.get((self.formats[0], BECOMES[format]))
+
+
+def learner_of(method: str) -> Learner:
+    """Return the formats that a method learns from, by `method.type`."""
+    return Learner(method, METHODS[method].spec.row_formats)
+
+
+def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:
+    """Describe how to read rows of another format as prompts with completions."""
+    match format:
+        case "preference":
+            return (
+                "to imitate the better answers, set data.columns={completion: chosen}, or {messages: chosen} if it "
+                "holds whole conversations"
+            )
+        case "ranking":
+            return "to imitate the best answers, let a function take them (data.format=module:function)"
+        case "unpaired_preference":
+            return "to imitate all completions, good and bad, set data.format=prompt_completion"
+    answers = next((column for column in _ANSWERS if column in columns), None)
+    if answers is not None:
+        return f"to imitate what stands in {answers}, set data.columns={{completion: {answers}}}"
+    return misspelt(columns, ["completion"]) or "beside prompt, a column completion is needed"
+
+
+NEEDED = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in names))
+"""Columns that a row of some format must have."""
+
+KNOWN = tuple(dict.fromkeys((*NEEDED, *(name for names in OPTIONAL_COLUMNS.values() for name in names))))
+"""Every column that some format reads."""
+
+
+def check_mapping(columns: Mapping[str, str]) -> None:
+    """Check the names on our side, and that every column of the file is read once.
+
+    Raises:
+        DataError: No format has a column of that name, or two are read from one.
+    """
+    for ours, theirs in columns.items():
+        if ours not in KNOWN:
+            near = get_close_matches(ours, KNOWN, n=1, cutoff=0.6)
+            if theirs in KNOWN:
+                hint = f"our name stands first: {{{theirs}: {ours}}}"
+            else:
+                hint = f"did you mean '{near[0]}'?" if near else f"the columns are {', '.join(KNOWN)}"
+            raise DataError(f"data.columns.{ours}: no format has a column '{ours}'", hint=hint)
+        same_source = [other for other, column in columns.items() if column == theirs and other != ours]
+        if same_source:
+            raise DataError(f"data.columns: {listed([ours, *same_source])} are all read from the column '{theirs}'")
+
+
+def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_needed: bool) -> str | None:
+    """Return an error message if a file lacks a column that `data.columns` maps, else None.
+
+    Args:
+        names: The columns of the file, or of its first row.
+        columns: From our names to the file's.
+        only_needed: Leave out columns that a row may lack.
+    """
+    for ours, theirs in columns.items():
+        if theirs not in names and (ours in NEEDED or not only_needed):
+            near = get_close_matches(theirs, names, n=1, cutoff=0.6)
+            advice = f"did you mean {listed(near)}?" if near else f"the columns are {listed(names)}"
+            return f"no column {listed([theirs])}, which data.columns reads as {ours}; {advice}"
+    return None
+
+
+def name_in_file(ours: str, columns: Mapping[str, str]) -> str:
+    """Return the file's name for a column."""
+    return columns.get(ours, ours)
+
+
+def renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """A row under our names."""
+    if not columns:
+        return row
+    columns_kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    return {**columns_kept, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.method_formats import Learner
-from tunekit.data.packing.pack import best_fit
+from tunekit.data.formats.row_formats import Learner
+from tunekit.data.packing.sequences import best_fit
 from tunekit.data.sources.load import stream_rows
 from tunekit.data.sources.rows import Skipped
 from tunekit.data.tokenization.encode import Encoder

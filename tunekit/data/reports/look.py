@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, BinaryIO, Literal
 
-from tunekit.data.formats.columns import check_mapping
-from tunekit.data.formats.method_formats import Learner
-from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, shortened
+from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, Learner, check_mapping, shortened
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, File, Record, Table, opened
 from tunekit.data.sources.find_files import find_files

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tunekit.data.formats.media import media_kind
+from tunekit.data.formats.messages import media_kind
 from tunekit.data.formats.row_formats import listed
 from tunekit.data.sources.files import Record, Table, without_nested_nulls
 from tunekit.errors import DataError

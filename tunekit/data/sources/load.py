@@ -12,30 +12,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from tunekit.data.formats.columns import KNOWN, check_mapping, missing_columns, name_in_file, renamed
 from tunekit.data.formats.convert import Findings, conversion, convert_row
-from tunekit.data.formats.media import HoldsMediaError, media_kind
-from tunekit.data.formats.method_formats import Learner
+from tunekit.data.formats.messages import HoldsMediaError, looks_like_weights, media_kind
 from tunekit.data.formats.row_formats import (
     BECOMES,
     COLUMNS,
+    KNOWN,
     OPTIONAL_COLUMNS,
     BadRow,
+    Learner,
     Row,
     check_columns,
+    check_mapping,
     check_same_reading,
     counted,
     listed,
+    missing_columns,
+    name_in_file,
     recognise,
+    renamed,
 )
-from tunekit.data.formats.weights import looks_like_weights
-from tunekit.data.packing.holdout import hold_out
+from tunekit.data.packing.sequences import hold_out
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, Fault, Table
 from tunekit.data.sources.find_files import find_files
 from tunekit.data.sources.remote import shown
-from tunekit.data.sources.row_function import LeftOut, converted
-from tunekit.data.sources.rows import Part, Rows, RowStore, Skipped, place
+from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place
 from tunekit.errors import DataError
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.sections.data import CompleteSource, DataFormat, DataSection, DataSource, SourceFormat

@@ -4,6 +4,16 @@ A million short conversations as Python objects take several gigabytes, most of 
 the bytes of its JSON and decoded when it is asked for. The first megabytes of them stay in memory, the rest goes to a
 file without a name, which is gone when the process ends: however many rows there are, they take little more than eight
 bytes each. They no longer need the file that they came from: it may change or vanish while a run uses them.
+
+Locations, in the user's files, of the rows that are trained on, stored beside them.
+
+What a trainer reads has lost it: rows are mixed, cut, split and packed. When something goes wrong with a few of them,
+a user wants to open the file at the line.
+
+Rows that a user's own function makes of the rows of a source.
+
+`data.format: my_rows:convert` names it. It gets each row with all its columns, as a plain dict, and returns a row of
+one of the known formats, or None to leave the row out. What it returns must be what JSON can hold.
 """
 
 import hashlib
@@ -12,19 +22,21 @@ import os
 import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast, overload
 
 import platformdirs
 
-from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.formats.row_formats import Format, Row, described
+from tunekit.data.sources.files import Fault, Record, Table
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import LossOn, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 IN_MEMORY_BYTES = 32 * 2**20
 """So much of a row store is kept in memory; what is more goes to a file."""
@@ -213,3 +225,102 @@ class Rows:
 def place(source: str, unit: Literal["line", "row"], number: int) -> str:
     """Return the location of a record in its source, as editors and terminals link it."""
     return f"{source}:{number}" if unit == "line" else f"{source} {unit} {number}"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Locations of many rows.
+
+    Attributes:
+        files: The files, by name.
+        units: What `number` counts in each of them: `line` or `row`.
+        file: Which of the files each row is in, int32, `(rows,)`.
+        number: Where it starts there, counted from 1, int32, `(rows,)`.
+    """
+
+    files: tuple[str, ...]
+    units: tuple[str, ...]
+    file: "np.ndarray"
+    number: "np.ndarray"
+
+    @classmethod
+    def of(cls, sources: Sequence[Rows], source: "np.ndarray", index: "np.ndarray") -> Self:
+        """The places of rows of some sources.
+
+        Args:
+            sources: The sources.
+            source: Which of them each row is from.
+            index: Its index there.
+        """
+        import numpy as np
+
+        files: list[str] = []
+        units: list[str] = []
+        file = np.empty(len(index), dtype=np.int32)
+        number = np.empty(len(index), dtype=np.int32)
+        for position, rows in enumerate(sources):
+            here = source == position
+            parts = rows.parts or (Part(0, rows.source),)
+            firsts = np.array([part.first for part in parts])
+            file[here] = len(files) + np.searchsorted(firsts, index[here], side="right") - 1
+            number[here] = np.asarray(rows.numbers)[index[here]]
+            files += [part.name for part in parts]
+            units += [rows.unit] * len(parts)
+        return cls(tuple(files), tuple(units), file, number)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read locations that `save` wrote."""
+        import numpy as np
+
+        with np.load(path) as archive:
+            return cls(
+                tuple(archive["files"].tolist()),
+                tuple(archive["units"].tolist()),
+                archive["in_file"],
+                archive["number"],
+            )
+
+    def save(self, path: Path) -> None:
+        """Write them to an `.npz` file."""
+        import numpy as np
+
+        files, units = np.array(self.files), np.array(self.units)
+        np.savez(path, files=files, units=units, in_file=self.file, number=self.number)
+
+    def __getitem__(self, row: int) -> str:
+        """Return the location of a row: `chats.jsonl:17`, or `chats.parquet row 17`."""
+        file = int(self.file[row])
+        return place(self.files[file], cast(Literal["line", "row"], self.units[file]), int(self.number[row]))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Stands for a row that the function left out."""
+
+
+def converted(table: Table, function: Callable[[Any], Any]) -> Table:
+    """A source whose records are what the function makes of those of another."""
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        for record in table.read(table.columns or ()):
+            value = _called(function, record.value) if isinstance(record.value, dict) else record.value
+            yield Record(record.number, value)
+
+    return Table(columns=None, read=read, unit=table.unit)
+
+
+def _called(function: Callable[[Any], Any], row: dict[str, Any]) -> object:
+    try:
+        result = function(row)
+    except Exception as error:  # noqa: BLE001  (the function is the user's: it may raise anything, and the row is bad)
+        message = " ".join(str(error).split())
+        return Fault(f"the row function raised {type(error).__name__}" + (f": {message[:200]}" if message else ""))
+    if result is None:
+        return LeftOut()
+    if not isinstance(result, dict):
+        return Fault(f"the row function must return a row (a dict) or None, got {described(result)}")
+    try:
+        return json.loads(json.dumps(result))  # its own objects, and lists where it has tuples
+    except (TypeError, ValueError) as error:
+        return Fault(f"the row function returned what JSON cannot hold: {error}")

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from tunekit.data.formats.messages import check_calls_written
 from tunekit.data.formats.row_formats import Format, Row, counted
-from tunekit.data.formats.tool_calls import check_calls_written
-from tunekit.data.packing.mixture import Mixing, mix
+from tunekit.data.packing.sequences import Mixing, mix
 from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
 from tunekit.data.sources.load import LoadedData
-from tunekit.data.sources.row_locations import Places
-from tunekit.data.sources.rows import Rows
+from tunekit.data.sources.rows import Places, Rows
 from tunekit.data.tokenization.chat import common_prefix_length
 from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import DataError

@@ -26,8 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from tunekit.data.formats.messages import check_calls_written, function_names
 from tunekit.data.formats.row_formats import Row
-from tunekit.data.formats.tool_calls import check_calls_written, function_names
 from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import DataError
 

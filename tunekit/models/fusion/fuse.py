@@ -18,13 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tunekit.models.fusion.fuse_attention import attention_rule
-from tunekit.models.fusion.gated_forms import gated_rule
+from tunekit.models.fusion.attention import attention_rule
+from tunekit.models.fusion.forms import gated_rule, norm_rule
 from tunekit.models.fusion.layer_forms import layer_rule
 from tunekit.models.fusion.lora_layers import linear_rule
-from tunekit.models.fusion.norm_forms import norm_rule
-from tunekit.models.fusion.proof import Difference, prove
-from tunekit.models.fusion.rules import Fusion, Kept, Rule, replace, unfuse
+from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
 
 RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
 """In the order in which they are applied: a layer is fused around a norm that is fused already."""

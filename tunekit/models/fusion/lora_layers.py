@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tunekit.kernels.lora import Linear, Low, lora_linears, lora_parts
 from tunekit.kernels.nf4 import Quantized
-from tunekit.models.fusion.proof import Trial, stand_in
-from tunekit.models.fusion.rules import Fusion, Kept, is_fused
+from tunekit.models.fusion.proof import Fusion, Kept, Trial, is_fused, stand_in
 
 Part = tuple[Tensor, tuple[Tensor, Tensor, float] | None]
 """Output of a linear layer before its update, and the update as the kernel of gated blocks takes it: h of shape

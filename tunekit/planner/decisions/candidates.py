@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tunekit.planner.decisions.attention import of_rows
-from tunekit.planner.decisions.compiling import why_no_float8_in, why_not_compiled_in
+from tunekit.planner.decisions.backends import of_rows, why_no_float8_in, why_not_compiled_in
 from tunekit.planner.decisions.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.decisions.kernels import why_no_kernels
 from tunekit.planner.decisions.vllm import why_not_in
+from tunekit.planner.facts import Origin
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.reference import reference_of
-from tunekit.planner.origin import Origin
+from tunekit.planner.memory.states import reference_of
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.parallel import ParallelSection
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.train import Optim, ParallelSection
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes

@@ -9,8 +9,7 @@ from typing import Literal
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.recipe.methods.passes import HeadKind
-from tunekit.recipe.methods.spec import MethodSection
+from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 
 Kernels = Literal["tunekit", "liger", "torch"]

@@ -13,7 +13,7 @@ from tunekit.planner.facts import Device, Facts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
 
 BATCHED_TOKENS = 4096
 """Tokens that vLLM computes at once, as TRL starts it."""

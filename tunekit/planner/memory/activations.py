@@ -12,11 +12,10 @@ from typing import Literal
 
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.memory.dora import Dora, dora_of
-from tunekit.planner.memory.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
-from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, trained_tables
-from tunekit.recipe.methods.passes import HeadKind
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.planner.memory.experts import ROUTERS, Trained, sparse_mlp, trained_experts
+from tunekit.planner.memory.states import BYTES, Dora, Dtype, dora_of, num_trainable_params, trained_tables
+from tunekit.recipe.methods.spec import HeadKind
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""

@@ -17,11 +17,14 @@ from typing import Literal
 from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import Head, Layers, head_of, is_traced, layers_of, with_gathered_keys
-from tunekit.planner.memory.phases import PHASE_WORDS, Kept, Need, Phase
-from tunekit.planner.memory.sharding import fsdp2_kept, fsdp2_needs, units_of
+from tunekit.planner.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.planner.memory.states import (
     OPTIMIZER_BYTES,
+    PHASE_WORDS,
     Dtype,
+    Kept,
+    Need,
+    Phase,
     dequantised_bytes,
     num_trainable_params,
     quantised_bytes,
@@ -30,9 +33,8 @@ from tunekit.planner.memory.states import (
     unties_head,
     weights_bytes,
 )
-from tunekit.planner.memory.zero import zero_kept, zero_needs
 from tunekit.planner.passes import SFT, Passes, method_needs, with_reference
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.train import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}

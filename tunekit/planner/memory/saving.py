@@ -8,7 +8,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, trained_bytes
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 
 TOKENIZER_BYTES = 128
 """Of a tokenizer's files for each entry of its vocabulary: 134 of Llama 3, 127 of Gemma 3, 75 of Qwen 2.5."""

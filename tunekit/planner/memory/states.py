@@ -3,15 +3,33 @@
 Everything is counted tensor by tensor, as transformers, PEFT, bitsandbytes and the optimizers hold it; the tests build
 the real ones and compare to the byte. Left out are buffers, tables of some KiB that a model computes with, and what a
 CUDA allocator rounds up each tensor by (512 bytes).
+
+The phases of a training step, and what each needs for a time.
+
+Reference of a trained model: its kind and its cost.
+
+A new adapter has its reference for nothing: the model without it. An adapter that is trained further has not: without
+it the model is another one than training starts from. So a frozen copy of the adapter as it was stays beside it, and
+takes its place for the reference's passes.
+
+Bytes of DoRA (arXiv 2402.09353) as PEFT computes it: beside each product its norm, and so the whole update.
+
+In each forward pass PEFT multiplies an identity matrix by both matrices of the adapter, adds the update to the weight
+and takes the norm of each row. Under autocast all of that is float32. The magnitude is learned from the base layer's
+output and from the adapter's, so both are kept; with dropout they are computed from what it lets through, by a copy of
+the weight.
+
+`e` is the number of bytes of the compute type.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
-from tunekit.planner.facts import SCORE, ModelFacts, is_embedding, is_head, is_vision
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.planner.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head, is_vision
+from tunekit.recipe.methods.spec import MethodSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.train import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -238,3 +256,147 @@ OPTIMIZER_BYTES: Mapping[Optim, float] = {
     optim: round(states_bytes(_LARGE, optim) / 4096**2, 3) for optim in (*_STATES, "adafactor")
 }
 """Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
+
+
+Phase = Literal[
+    "load",
+    "generation",
+    "forward",
+    "reference",
+    "head",
+    "last layer",
+    "middle layers",
+    "first layer",
+    "embedding",
+    "optimizer",
+]
+"""Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, at the
+end of the forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of
+those between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly
+from layer to layer, so the layers between are never the peak there."""
+
+PHASE_WORDS: dict[Phase, str] = {
+    "load": "while the model is loaded",
+    "generation": "while answers are generated",
+    "forward": "at the end of the forward pass",
+    "reference": "in the forward pass of the reference",
+    "head": "in the backward of the head",
+    "last layer": "in the backward of the last layer",
+    "middle layers": "in the backward of the layers",
+    "first layer": "in the backward of the first layer",
+    "embedding": "in the backward of the embedding",
+    "optimizer": "in the optimizer's step",
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a phase needs besides what a run keeps from step to step."""
+
+    gradients: int = 0
+    activations: int = 0
+    logits: int = 0
+    gathered: int = 0
+    kv_cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.gradients + self.activations + self.logits + self.gathered + self.kv_cache
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a run keeps from step to step: on each device, and on each node for its devices together."""
+
+    weights: int
+    adapters: int = 0
+    masters: int = 0
+    reference: int = 0
+    vllm: int = 0
+    optimizer: int = 0
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """On a device."""
+        return self.loaded + self.optimizer
+
+    @property
+    def loaded(self) -> int:
+        """On a device before the first step: an optimizer makes its states then."""
+        return self.weights + self.adapters + self.masters + self.reference + self.vllm
+
+
+Reference = Literal["none", "without adapter", "copied adapter", "second model", "beforehand"]
+"""Reference of a run: none; the model without its adapter; the adapter as it was, kept frozen beside the trained one; a
+second model; or log-probabilities that were computed before training."""
+
+
+def reference_of(method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None) -> Reference:
+    """Return the reference of a run."""
+    if method.reference_use != "model":
+        return method.reference_use
+    if isinstance(adapter, FullAdapter):
+        return "second model"
+    return "without adapter" if continued_adapter(origin, adapter) is None else "copied adapter"
+
+
+def reference_words(reference: Reference, origin: Origin | None) -> str:
+    """Describe the reference of a run."""
+    match reference:
+        case "none":
+            return "no reference"
+        case "without adapter":
+            return "the reference is the model without its adapters"
+        case "beforehand":
+            return "log-probabilities of the reference are computed before training"
+        case "second model":
+            merged = origin is not None and origin.adapter is not None
+            return "the reference is a second model" + (f", {origin.name} merged" if merged and origin else "")
+        case "copied adapter":
+            assert origin is not None
+            return f"the reference is the adapter of {origin.name} as it was"
+        case _:
+            assert_never(reference)
+
+
+@dataclass(frozen=True)
+class Dora:
+    """Bytes of the layers of a model with such adapters, besides those of plain ones."""
+
+    kept: int
+    """Bytes per token that a layer keeps."""
+    copies: int
+    """Bytes of weights that a layer keeps."""
+    norming: int
+    """Most bytes of weights while the norm of one is computed: of the last in a layer, where it has an adapter."""
+    applying: int
+    """Bytes of weights that are there still when its result is used."""
+
+
+def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
+    """Return these bytes; `last` names the last linear layer of a decoder layer."""
+    adapted = model.adapter_linears(adapter.target_modules)
+    linears = {name: sizes for name, sizes in adapted.items() if not is_vision(name)}
+    outputs = sum(outputs for outputs, _ in linears.values()) // model.num_layers
+    params = sum(outputs * inputs for outputs, inputs in linears.values()) // model.num_layers
+    lasts = {sizes for name, sizes in linears.items() if name.endswith(last)}
+    moments = (_moments(*sizes, e, casted=casted) for sizes in lasts or set(linears.values()))
+    norming, applying = max(moments, default=(0, 0))
+    copies = e * params if casted and adapter.dropout else 0
+    return Dora(2 * e * outputs, copies, norming, applying)
+
+
+def _moments(outputs: int, inputs: int, e: int, *, casted: bool) -> tuple[int, int]:
+    """Bytes around a weight when its norm is computed, and when the result is used.
+
+    The identity matrix in the compute type is kept with the update until its layer has been computed. Under autocast
+    weight and update are float32, and the scaled update and the sum too; else the weight is what it was.
+    """
+    weight, identity = outputs * inputs, e * inputs**2
+    if casted:
+        # Before: both identity matrices, and the update in the compute type.
+        return max(16 * weight + identity, 4 * inputs**2 + identity + e * weight), 8 * weight + identity
+    return 3 * e * weight + identity, e * weight + identity

@@ -9,8 +9,7 @@ from dataclasses import replace
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, Head, Layers
-from tunekit.planner.memory.phases import Need, Phase
-from tunekit.planner.memory.states import BYTES, Dtype
+from tunekit.planner.memory.states import BYTES, Dtype, Need, Phase
 
 
 def teacher_needs(

@@ -3,10 +3,20 @@
 Published configurations leave out what equals the defaults of their configuration class: Gemma 3's do not say how many
 heads there are. The defaults are written down here for the types whose tensors `tunekit.planner.models.architectures`
 knows; the tests compare them with transformers.
+
+Well-known models by their hub names, so that a plan for them needs no network: `models.yaml`, beside this file.
+
+It holds what their config.json says of shapes. The tensors are made from that, and their number is compared with the
+published one of each entry by a test.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tunekit.errors import ModelError
 
@@ -233,3 +243,32 @@ def number(config: Config, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{name} of a {config.get('model_type')!r} model is {value!r}", hint="mend its config.json")
     return value
+
+
+TABLE = Path(__file__).parent / "models.yaml"
+"""The table as it ships with the package."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """Row of the table for one hub name."""
+
+    config: Mapping[str, Any]
+    """Its config.json as far as shapes go."""
+    num_params: int
+    """The published number of parameters."""
+    source: str
+    """Publication of that number."""
+    has_chat_template: bool
+
+
+@cache
+def known_models() -> dict[str, KnownModel]:
+    """The table by hub name."""
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return {
+        name: KnownModel(entry["config"], entry["num_params"], table["sources"][entry["source"]], kind == "chat")
+        for entry in table["models"]
+        for kind in ("base", "chat")
+        for name in entry.get(kind, ())
+    }

@@ -17,7 +17,7 @@ from tunekit.planner.facts import Facts, Figures, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, weights_bytes
 from tunekit.planner.passes import SFT, Passes
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 
 class Range(Facts):

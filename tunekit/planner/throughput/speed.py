@@ -12,16 +12,18 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.planner.passes import Passes, generation_bytes, passes_of
 from tunekit.planner.throughput.communication import Range, transfers_of
-from tunekit.planner.throughput.flops import flops_per_token, forward_flops_per_token, head_params, is_counted
-from tunekit.planner.throughput.goodput import Goodput, goodput_of
-from tunekit.planner.throughput.records import RunRecord
+from tunekit.planner.throughput.records import Goodput, RunRecord, goodput_of
 from tunekit.planner.throughput.step import (
     Before,
     Generating,
     Step,
     communication_words,
     fed_tokens_per_second,
+    flops_per_token,
+    forward_flops_per_token,
     generating,
+    head_params,
+    is_counted,
     num_workers,
     peak_of,
     rate_of,

@@ -16,13 +16,12 @@ from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.gmpo import GMPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
-from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
+from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod, TeacherMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.methods.teacher import TeacherMethod
 from tunekit.recipe.sections.section import type_alone
 
 Table = (

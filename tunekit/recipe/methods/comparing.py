@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from tunekit.recipe.methods.spec import MethodSection, ReferenceUse
-from tunekit.recipe.sections.adapters import Adapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.model import Adapter
 from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 PAIR_METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Metrics that TRL's trainers log of better and worse answers."""

@@ -12,13 +12,11 @@ from tunekit.recipe.methods.comparing import (
     TOKENISED_ARGS,
     MarginMethod,
 )
-from tunekit.recipe.methods.passes import MethodPasses, PassInputs
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
-from tunekit.recipe.sections.adapters import Adapter
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.model import Adapter
 from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 
 class CPOMethod(MarginMethod):

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GENERATED_ARGS, GenerationSection
+from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GENERATED_ARGS, GenerationSection, TeacherMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
-from tunekit.recipe.methods.teacher import TeacherMethod
 from tunekit.recipe.sections.model import ModelSection
 
 

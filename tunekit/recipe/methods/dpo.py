@@ -6,13 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
-from tunekit.recipe.methods.passes import MethodPasses, PassInputs
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
-from tunekit.recipe.sections.adapters import Adapter
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.model import Adapter
 from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 DPOLoss = Literal[
     "sigmoid",

@@ -2,6 +2,8 @@
 
 TRL finds most of the conflicts below when it builds a trainer, after the model was loaded, or warns in its log, or goes
 on with something else than was asked for.
+
+Common half of methods that learn the probabilities of another model, the teacher.
 """
 
 from collections.abc import Iterator
@@ -10,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.passes import Generation, MethodPasses, PassInputs
-from tunekit.recipe.methods.spec import COMMON_CHECKS, MethodSection, ReferenceUse
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter
+from tunekit.recipe.methods.spec import COMMON_CHECKS, Generation, MethodPasses, MethodSection, PassInputs, ReferenceUse
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.model import Adapter, FullAdapter, ModelSection
 from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict, Section
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 """How TRL's GRPOTrainer brings several rewards together; any other word fails in the first step (trl 1.16)."""
@@ -278,3 +278,38 @@ def _conflicts_of_trainer_args(method: RewardedMethod, *, full: bool) -> Iterato
     how = arguments.get("multi_objective_aggregation", AGGREGATIONS[0])
     if isinstance(how, str) and how not in AGGREGATIONS:
         yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "leave it out")
+
+
+AS_THE_MODEL = ("dtype", "attn_implementation", "kernels")
+"""Settings of a teacher that are those of the model that learns from it."""
+
+
+class TeacherMethod(OnPolicyMethod):
+    """A method whose answers a teacher says the probabilities of, token by token."""
+
+    if TYPE_CHECKING:
+        teacher: ModelSection
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        choice = f"{self.type}, an answer of up to {self.max_completion_length} tokens"
+        return choice, f"{self.teacher.path} says how likely each of its tokens is; the teacher is a second model"
+
+    def conflicts(
+        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
+    ) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and settings of the teacher that are the model's."""
+        yield from super().conflicts(data, train, adapter, output)
+        for name, value in zip(AS_THE_MODEL, _as_the_model(self.teacher), strict=True):
+            if value != "auto":
+                what = "cannot be given: the teacher is computed like the model"
+                yield Conflict(("method", "teacher", name), what, f"use model.{name}")
+
+    @classmethod
+    def offers(cls, key: tuple[str, ...]) -> bool:
+        """Return whether a field of the recipe may differ from its default with the method."""
+        return super().offers(key) and not (key[:2] == ("method", "teacher") and key[-1] in AS_THE_MODEL)
+
+
+def _as_the_model(teacher: ModelSection) -> tuple[str, ...]:
+    return teacher.dtype, teacher.attn_implementation, teacher.kernels

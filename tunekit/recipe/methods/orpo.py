@@ -11,8 +11,7 @@ from tunekit.recipe.methods.comparing import (
     TOKENISED_ARGS,
     MarginMethod,
 )
-from tunekit.recipe.methods.passes import MethodPasses, PassInputs
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
 
 
 class ORPOMethod(MarginMethod):

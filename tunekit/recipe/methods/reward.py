@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.passes import MethodPasses, PassInputs
-from tunekit.recipe.methods.spec import LearningRate, MethodSection, MethodSpec
+from tunekit.recipe.methods.spec import LearningRate, MethodPasses, MethodSection, MethodSpec, PassInputs
 
 
 class RewardMethod(MethodSection):

@@ -1,10 +1,15 @@
-"""The section of a recipe that says how a model is trained: how long, how fast, in which steps, and what is kept."""
+"""The section of a recipe that says how a model is trained: how long, how fast, in which steps, and what is kept.
+
+The section of a recipe that says how a run is spread over devices, and what is done when one of them fails.
+
+Output section of recipes: where a run is written, and which trackers get its figures.
+"""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from tunekit.recipe.sections.section import Section
+from tunekit.recipe.sections.section import EXPANDS_ENV, Section
 
 METRIC_PATTERN = r"^eval_[\w/.-]+$"
 """What the name of an evaluation's measure looks like."""
@@ -144,3 +149,96 @@ class TrainSection(Section):
         if self.retry_out_of_memory and 1 in (self.micro_batch_size, self.global_batch_size):
             raise ValueError("retry_out_of_memory: a micro-batch of 1 cannot be halved; leave it out")
         return self
+
+
+Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+"""How devices work together: one alone, torch's DistributedDataParallel, its `fully_shard`, DeepSpeed's ZeRO by
+its stage."""
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+"""Where something lies while the device does not need it: it stays, in main memory, or on a disk."""
+
+
+class ParallelSection(Section):
+    """How the run is spread over devices, where the plan is not to choose by itself. Sizes have Accelerate's names."""
+
+    strategy: Literal["auto"] | Strategy = "auto"
+    """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the first that fits, in
+    the order of their cost; the plan says what ruled the others out."""
+
+    num_processes: Annotated[int, Field(gt=0)] | None = None
+    """Processes in all, one for each device. On a machine without accelerators they share the processor. Left out: as
+    many as there are accelerators for, and one without any."""
+
+    dp_shard_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide weights, gradients and optimizer states among them; groups of them hold a copy each (hybrid
+    shard). Left out: the plan chooses."""
+
+    tp_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide the products of each layer (tensor parallel). Left out: the plan chooses."""
+
+    cp_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide each sequence, in a ring (context parallel). Left out: the plan chooses."""
+
+    sp_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide each sequence, by heads (DeepSpeed's Ulysses). Left out: the plan chooses."""
+
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """fsdp2: free a layer's weights after its forward pass, and gather them again for the backward pass. `auto`: where
+    they would not fit otherwise."""
+
+    offload_param_device: Literal["auto"] | OffloadDevice = "auto"
+    """Where the weights lie while they are not needed: `none` (on the device), `cpu` (in main memory) or `nvme` (zero3:
+    on a disk). `auto`: on the device, or else where they fit."""
+
+    offload_optimizer_device: Literal["auto"] | OffloadDevice = "auto"
+    """The same for gradients and optimizer states, which the processor then updates."""
+
+    nvme_path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
+    """Folder on a fast local disk, for what is offloaded to `nvme`. Without it nothing is."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the processes are started again after one of them failed, each time from the last checkpoint."""
+
+    timeout_seconds: Annotated[int, Field(gt=0)] | None = None
+    """How long a process may wait for the others, or stand still itself, before the run is taken for hung and ends.
+    Left out: as long as reading or writing the model may take on slow storage, ten minutes at least."""
+
+    grace_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """How long a run has that is told to end by SIGTERM, until the scheduler kills it: it saves a checkpoint if
+    there is time for one."""
+
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What a run's name may look like: it becomes a folder's name on every system."""
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""What shows figures of many runs: TensorBoard, Weights & Biases, MLflow or trackio."""
+
+
+class OutputSection(Section):
+    """What is written, and where."""
+
+    dir: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
+    """Run folder, new or empty. Left out: `runs/<name>-<time>`."""
+
+    name: Annotated[str | None, Field(pattern=NAME_PATTERN, max_length=100)] = None
+    """Name of the run, used for its folder. Left out: the name of the recipe file."""
+
+    sample_prompts: list[str] | None = None
+    """Prompts answered before and after training. Left out: the first three prompts of the evaluation rows, or of
+    the training rows. An empty list: none."""
+
+    report_to: Annotated[
+        list[Tracker],
+        BeforeValidator(
+            lambda given: [given] if isinstance(given, str) else given,
+            json_schema_input_type=Tracker | list[Tracker],
+        ),
+    ] = []
+    """Trackers that the run's figures are handed to as it goes, with the recipe as their configuration; one name or a
+    list. They come with `pip install 'tunekit[tracking]'`. The run has its own name there. The project is what the
+    tracker's own variable says (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`, `TRACKIO_PROJECT`), else `tunekit`. Where
+    nothing names a server (`MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`; wandb has one unless `WANDB_MODE=offline`), all
+    stays in the folder `trackers` of the run. A tracker that fails while the run trains neither ends it nor delays it:
+    the run folder is the record."""

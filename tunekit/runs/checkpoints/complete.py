@@ -4,12 +4,15 @@ The libraries write many files, from several processes, one after another, into 
 comes a manifest with the size and the SHA-256 of each, and then the folder gets its name, `checkpoint-N`, in one step.
 So a checkpoint that is there was written to its end, and one that has changed since does not agree with its manifest.
 Such a one is set aside as `checkpoint-N.bad`: it is never gone on from and never deleted.
+
+The command that trains a run's recipe from its beginning, where there is no checkpoint to go on from.
 """
 
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +21,33 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
-from tunekit.errors import RunError
+from tunekit.errors import RunError, TunekitError
 from tunekit.planner.facts import Facts
-from tunekit.runs.train_command import command_anew
+from tunekit.recipe.load import reload_recipe
+
+
+def command_anew(folder: Path, changes: Sequence[str] = (), *, in_place: bool = False) -> str:
+    """Return the command, ready to be pasted into a shell.
+
+    Args:
+        folder: The run's folder.
+        changes: Changes of its recipe, each as `key=value`.
+        in_place: Whether the run has saved nothing and may begin again in the folder that its recipe names.
+    """
+    file = folder / "recipe.yaml"
+    words = ["tunekit", "train", str(file)]
+    if _names_folder(file):
+        words.append("--resume" if in_place and not changes else "output.dir=null")
+    return shlex.join([*words, *changes])
+
+
+def _names_folder(recipe: Path) -> bool:
+    """Return whether a recipe names the folder of its run; also where it cannot be read."""
+    try:
+        return reload_recipe(recipe).output.dir is not None
+    except TunekitError:
+        return True
+
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run folder that they are in."""

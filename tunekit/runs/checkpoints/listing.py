@@ -1,12 +1,104 @@
-"""The checkpoints that a run has kept, as whoever wants to go on from one of them looks at them."""
+"""The checkpoints that a run has kept, as whoever wants to go on from one of them looks at them.
 
+A checkpoint that is asked for by its name, or for its weights alone.
+"""
+
+import re
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
-from tunekit.runs.checkpoints.complete import CHECKPOINTS, fault_of, files_in, newest_complete
-from tunekit.runs.checkpoints.reference import steps_of
+from tunekit.errors import RunError
+from tunekit.files import is_name
+from tunekit.runs.checkpoints.complete import (
+    CHECKPOINTS,
+    as_written,
+    fault_of,
+    files_in,
+    is_inside,
+    manifest_of,
+    newest_complete,
+)
 from tunekit.runs.reader import EventReader
 from tunekit.runs.run import Run
+
+NAME = re.compile(r"checkpoint-(\d+)(\.bad(-\d+)?)?")
+"""A checkpoint's name, and the one that it has once it turned out damaged."""
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model_fsdp_0/*")
+"""Files of a checkpoint with its weights, whole or in parts."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint.
+
+    Attributes:
+        step: Its step.
+        path: Its folder.
+        skipped: Newer ones that were passed over, each with what is wrong.
+    """
+
+    step: int
+    path: Path
+    skipped: tuple[str, ...] = ()
+
+
+def steps_of(folder: Path) -> int:
+    """The step of a checkpoint by its name; -1 for a folder that is none."""
+    match = NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def named(run: Run, name: str, *, weights_only: bool) -> Found:
+    """The checkpoint of a run that a user names by its step, its name or its path.
+
+    Raises:
+        RunError: There is none, it is not this run's, or it is damaged.
+    """
+    root = (run.path / CHECKPOINTS).resolve()
+    whole = [folder for folder in sorted(root.glob("checkpoint-*"), key=steps_of) if folder.suffix == ""]
+    names = ", ".join(folder.name for folder in whole) or "none"
+    hint = f"there is {names}"
+    if not is_name(name):
+        raise RunError(f"--from {name!r}: {run.name} has no such checkpoint", hint=hint)
+    folder = root / f"checkpoint-{name}" if name.isdigit() else root / name
+    if "/" in name and Path(name).is_dir():
+        folder = Path(name)
+    folder = folder.resolve()
+    if not folder.is_dir() or not folder.is_relative_to(root) or steps_of(folder) < 0:
+        raise RunError(f"--from {name}: {run.name} has no such checkpoint", hint=hint)
+    fault = weights_fault(folder) if weights_only else fault_of(folder, contents=True)
+    if fault is None:
+        return Found(steps_of(folder), run.path / CHECKPOINTS / folder.relative_to(root))
+    if not weights_only and weights_fault(folder) is None:
+        hint = f"its weights are whole: --from {name} --weights-only begins with them and fresh states; {hint}"
+    raise RunError(f"--from {name}: {fault}", hint=hint)
+
+
+def newest_weights(run: Run) -> Found | None:
+    """The newest checkpoint of a run whose weights are whole, whatever else of it is missing."""
+    folders = sorted((run.path / CHECKPOINTS).glob("checkpoint-*"), key=steps_of, reverse=True)
+    for folder in folders:
+        if steps_of(folder) >= 0 and weights_fault(folder) is None:
+            return Found(steps_of(folder), folder)
+    return None
+
+
+def weights_fault(folder: Path) -> str | None:
+    """Return the fault of a checkpoint's weights, if any. All of them are read."""
+    try:
+        files = manifest_of(folder).files
+    except (OSError, ValueError):
+        return "it was not written to its end"
+    weights = [name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
+    if not weights:
+        return "it has no weights"
+    for name in weights:
+        file = folder / name
+        if not is_inside(folder, name) or not file.is_file() or as_written(file) != files[name]:
+            return f"{name} is damaged"
+    return None
 
 
 @dataclass(frozen=True)

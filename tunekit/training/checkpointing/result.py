@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.planner.plan import Plan
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.training.engines import deepspeed, fsdp2
 
 if TYPE_CHECKING:

@@ -52,9 +52,8 @@ from tunekit.runs.checkpoints.complete import (
     publish,
     to_disk,
 )
-from tunekit.runs.disk import free_bytes, not_saved, tokenizers_errors, words_of
-from tunekit.runs.record import Record
-from tunekit.runs.versions import versions
+from tunekit.runs.fingerprints import versions
+from tunekit.runs.record import Record, free_bytes, not_saved, tokenizers_errors, words_of
 from tunekit.training.engines import deepspeed, fsdp2
 
 if TYPE_CHECKING:

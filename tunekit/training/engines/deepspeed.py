@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.memory.memory import Part
-from tunekit.planner.memory.zero import SUB_GROUP_PARAMS
+from tunekit.planner.memory.sharding import SUB_GROUP_PARAMS
 from tunekit.planner.plan import Plan
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Plan
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,10 @@
 """The wish that a run ends: a file in its folder, whoever has the wish and wherever the run's processes are.
 
 `tunekit stop` writes it, and so does every process of the run that gets a signal: then all know of it.
+
+Request of the last resume of a run, left by the command for the processes: `resume.json`.
+
+Check that the small files of a run can be read, before anything expensive relies on them.
 """
 
 import json
@@ -9,11 +13,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from tunekit.errors import RunError
 from tunekit.files import parse_json
-from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import damaged, read_text
+from tunekit.runs.small_files import damaged, read_object, read_text
 
 REQUEST = "stop.json"
 """File of a run folder in which somebody asks it to end, from any terminal and any host that sees the folder."""
@@ -110,3 +115,67 @@ def words_of(run: Run, asked: Request, *, is_late: bool = False) -> str:
     elif saved < step and is_late:
         checkpoint = f"no time left for another checkpoint; {checkpoint}"
     return f"stopped by {WHO.get(asked.by, asked.by)} at step {step}, {checkpoint}"
+
+
+CONTINUATION = "resume.json"
+"""File of a run folder that says it."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Request of a resume.
+
+    Attributes:
+        step: The step of the checkpoint.
+        changes: What is otherwise than before, a phrase each.
+        weights: The checkpoint, below the run folder, of which only the weights are taken, while there is no newer one.
+    """
+
+    step: int = 0
+    changes: tuple[str, ...] = ()
+    weights: str | None = None
+
+
+def write_continuation(run: Run, continuation: Continuation) -> None:
+    """Leave it to the processes; they find this one or the one before."""
+    draft = run.path / f".{CONTINUATION}"
+    draft.write_text(json.dumps(asdict(continuation), indent=2), encoding="utf-8")
+    draft.replace(run.path / CONTINUATION)
+
+
+def read_continuation(run: Run) -> Continuation:
+    """Read the request of the last resume of a run; empty if there was none.
+
+    Raises:
+        RunError: The file is damaged, or names something outside the run.
+    """
+    try:
+        content = read_object(run.path / CONTINUATION, hint="remove the file")
+    except FileNotFoundError:
+        return Continuation()
+    step, changes, weights = (content.get(name) for name in ("step", "changes", "weights"))
+    if not (isinstance(step, int) and isinstance(changes, list) and isinstance(weights, str | None)):
+        raise damaged(run.path / CONTINUATION, "it is no continuation", "remove the file")
+    checkpoints = (run.path / CHECKPOINTS).resolve()
+    if weights is not None and not (run.path / weights).resolve().is_relative_to(checkpoints):
+        raise RunError(f"{run.path / CONTINUATION}: {weights} is none of its checkpoints", hint="remove the file")
+    return Continuation(step, tuple(map(str, changes)), weights)
+
+
+def check_readable(run: Run) -> None:
+    """See that status, recipe and plan of a run can be read.
+
+    Raises:
+        RunError: One of them is gone or damaged.
+    """
+    name = "status.json"
+    try:
+        run.status()
+        name = "recipe.yaml"
+        read_text(run.path / name)
+        name = "plan.yaml"
+        _ = run.plan
+    except OSError as error:
+        raise RunError(
+            f"{run.path / name} cannot be read: {error.strerror}", hint="the run's folder is damaged"
+        ) from error

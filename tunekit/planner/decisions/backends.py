@@ -1,0 +1,354 @@
+"""Choice of the attention backend of a model.
+
+Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are told their
+boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one document
+is computed after another. Where neither is, a mask over the whole micro-batch keeps them apart.
+
+Choice between padding the rows of a micro-batch and concatenating them in a single row.
+
+Padding is computed and thrown away. Rows in a single row need none, but attention has to keep them apart: flash
+attention and tunekit's own are told where each begins and do no more work than for each alone, while sdpa and eager
+take a mask over the whole micro-batch and compute what it hides.
+
+Choice of torch.compile for decoder layers, and of float8 for their products.
+
+Both change how a layer is computed and nothing of what: layers are compiled one by one, in place, so that they share
+what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic scales for whole
+tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are compiled.
+"""
+
+from dataclasses import dataclass
+
+from tunekit.errors import PlanError
+from tunekit.planner.decisions.isolation import (
+    FLEX_TYPES,
+    ISOLATE_WITH_FLASH_ONLY,
+    VARLEN,
+    VARLEN_TYPES,
+    WITHOUT_SDPA,
+    FlashAttention,
+    why_not_isolated,
+)
+from tunekit.planner.decisions.kernels import TRITON_CAPABILITY, Kernels
+from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory.states import Dtype
+from tunekit.planner.passes import SFT, Passes
+from tunekit.planner.plan import Reason
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+
+FLASH_CAPABILITY = (8, 0)
+"""Oldest CUDA compute capability with FlashAttention 2, torch's own and the package."""
+
+FLASH_HEAD_DIM = 256
+"""Widest head that it takes."""
+
+FA4_HEAD_DIMS = {9: (128,), 10: (64, 128)}
+"""Widths of heads that FlashAttention 4 trains with, by the major number of the compute capability."""
+
+
+def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Reason:
+    """Attention implementation, and why.
+
+    Raises:
+        PlanError: What is asked for does not run, or is not installed.
+    """
+    device, requested = hardware.device, recipe.model.attn_implementation
+    without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
+    if requested != "auto":
+        _check_asked(recipe, hardware, model, dtype, use=without_flash)
+        return Reason(topic="attention", choice=requested, why="as in the recipe")
+    if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
+        flash = flash_attention_of(hardware, model)
+        if device.kind == "cpu":
+            why = "sdpa for one document after another: no mask over the whole row"
+            return Reason(topic="attention", choice=VARLEN, why=why)
+        if flash != "FA2" or not hardware.flash_attn:
+            why = f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
+            return Reason(topic="attention", choice=VARLEN, why=why)
+    in_one_row = recipe.data.packing or recipe.data.padding_free is True
+    if in_one_row and model.model_type in FLEX_TYPES and _has_flash(device, dtype):
+        why = f"it squeezes scores as {model.model_type} does, and its mask has an entry for blocks of tokens"
+        return Reason(topic="attention", choice="flex_attention", why=why)
+    if _has_flash(device, dtype) and hardware.flash_attn and model.model_type not in FLEX_TYPES:
+        return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
+    if without_flash != "sdpa":
+        return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
+    return dense_reason()
+
+
+def dense_reason() -> Reason:
+    """The attention of rows that are padded."""
+    return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
+
+
+def of_rows(attn_implementation: str, *, lie_apart: bool) -> str:
+    """The attention of a micro-batch: padded rows have sdpa where those that lie one behind the other have varlen's."""
+    return "sdpa" if attn_implementation == VARLEN and not lie_apart else attn_implementation
+
+
+def flash_attention_of(hardware: Hardware, model: ModelFacts) -> FlashAttention:
+    """Return the flash attention that torch's own varlen attention dispatches to: the newest that is installed and
+    supports it.
+    """
+    major = (hardware.device.compute_capability or (0, 0))[0]
+    if major == 9 and hardware.flash_attn_3:
+        return "FA3"
+    if hardware.flash_attn_4 and model.head_dim in FA4_HEAD_DIMS.get(major, ()):
+        return "FA4"
+    return "FA2"
+
+
+_FLASH_WORDS = {
+    "FA2": "torch's FlashAttention 2",
+    "FA3": "FlashAttention 3, which is installed and made for Hopper,",
+    "FA4": "FlashAttention 4, which is installed and made for this device,",
+}
+
+
+def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:
+    """Return why a model does not use tunekit's attention for packed rows; None where it can."""
+    device, parallel = hardware.device, recipe.parallel
+    if model.model_type not in VARLEN_TYPES:
+        return f"it was not seen to be right for {model.model_type}"
+    if model.attention_dropout:
+        return f"it has no dropout, and attention of {model.path} drops {model.attention_dropout:.0%}"
+    if max(parallel.cp_size or 1, parallel.sp_size or 1, parallel.tp_size or 1) > 1:
+        return "it is not divided over devices"
+    if device.kind == "cpu":
+        return None
+    if not _has_flash(device, dtype):
+        return f"it needs a CUDA device of compute capability 8.0 or newer and 16-bit products; this is {device.name}"
+    if model.head_dim > FLASH_HEAD_DIM:
+        return f"flash attention takes heads of up to {FLASH_HEAD_DIM}, and these have {model.head_dim}"
+    return None
+
+
+def _lies_apart(recipe: Recipe, device: Device) -> bool:
+    """Return whether rows may be concatenated in this run.
+
+    On a CPU that has to be asked for: documents are computed one after another there, however they come.
+    """
+    if not recipe.method.spec.masks_as_told:
+        return False
+    requested = recipe.data.padding_free
+    return recipe.data.packing or requested is True or (requested == "auto" and device.kind == "cuda")
+
+
+def _has_flash(device: Device, dtype: Dtype) -> bool:
+    """Return whether torch's flash attention runs, and the package would. ROCm has its own, which is not tried."""
+    return device.kind == "cuda" and (device.compute_capability or (0, 0)) >= FLASH_CAPABILITY and dtype != "float32"
+
+
+def _check_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, use: str) -> None:
+    requested, device = recipe.model.attn_implementation, hardware.device
+    if requested.startswith("flash_attention") and not _has_flash(device, dtype):
+        raise PlanError(
+            f"model.attn_implementation: {requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
+            f"products; this is {device.name} with {dtype}",
+            hint=f"use {use}",
+        )
+    if requested.startswith("flash_attention") and hardware.flash_attn is False:
+        raise PlanError(
+            f"model.attn_implementation: {requested} is not installed", hint=f"install flash-attn, or use {use}"
+        )
+    if requested == "sdpa" and use != "sdpa":
+        raise PlanError(
+            f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {use}"
+        )
+    if requested == "flex_attention" and device.kind != "cuda":
+        raise PlanError("model.attn_implementation: flex_attention has no backward pass on a CPU", hint=f"use {use}")
+    why_not = why_no_varlen(recipe, hardware, model, dtype) if requested == VARLEN else None
+    if why_not is not None:
+        raise PlanError(f"model.attn_implementation: {VARLEN} cannot be used: {why_not}", hint=f"use {use}")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Collation of the rows of a micro-batch.
+
+    Attributes:
+        is_free: Whether they lie one behind the other, packed or not.
+        mask_length: Length of a row of the attention mask, None where attention needs none.
+        why: Why so.
+    """
+
+    is_free: bool
+    mask_length: int | None
+    why: str
+
+    def reason(self) -> Reason:
+        """The decision for the plan."""
+        choice = "none: rows lie one behind the other" if self.is_free else "to the longest row of a micro-batch"
+        return Reason(topic="padding", choice=choice, why=self.why)
+
+
+def padding_of(
+    data: DataSection, model: ModelFacts, attn_implementation: str, micro_batch_size: int, passes: Passes = SFT
+) -> Padding:
+    """Choose the collation of the rows of a micro-batch, with the reason."""
+    masks = needs_mask(attn_implementation)
+    is_single = micro_batch_size * passes.sequences_per_row == 1
+    if passes.always_pads:
+        mask_length = data.max_length if masks and not is_single else None
+        return Padding(False, mask_length, f"TRL pads the batches of {passes.method}")
+    whole = micro_batch_size * data.max_length
+    apart = f"{attn_implementation} keeps them apart by a mask over the whole micro-batch" if masks else ""
+    if data.packing:
+        return Padding(True, whole if masks else None, f"packed; {apart}" if masks else "packed")
+    requested = data.padding_free
+    if requested is True:
+        masked = masks and not is_single
+        return Padding(True, whole if masked else None, f"as in the recipe; {apart}" if masked else "as in the recipe")
+    padded = None if is_single else data.max_length
+    if requested is False:
+        return Padding(False, padded, "as in the recipe")
+    if is_single:
+        return Padding(False, padded, "one row at a time needs none")
+    if masks:
+        why = f"laid one behind the other, {attn_implementation} would need a mask that grows with their square"
+        return Padding(False, padded, why)
+    why_not = why_not_isolated(model, attn_implementation)
+    if why_not is not None:
+        return Padding(False, padded, f"laid one behind the other, rows would see each other: {why_not}")
+    return Padding(True, None, f"{attn_implementation} is told where each begins")
+
+
+def needs_mask(attn_implementation: str) -> bool:
+    """Return whether concatenated rows are kept apart by a mask over all of them.
+
+    FlexAttention's says it of blocks of tokens and takes next to no room.
+    """
+    return not (attn_implementation.startswith("flash_attention") or attn_implementation in (VARLEN, "flex_attention"))
+
+
+def check_isolation(data: DataSection, model: ModelFacts, attn_implementation: str) -> None:
+    """Refuse what the recipe asks for where documents in one row would see each other.
+
+    Raises:
+        PlanError: Packing or padding-free batches are asked for, and the model does not keep documents apart.
+    """
+    if not (data.packing or data.padding_free is True):
+        return
+    why = why_not_isolated(model, attn_implementation)
+    if why is None:
+        return
+    key = "data.packing" if data.packing else "data.padding_free"
+    hint = f"set {key}=false"
+    if model.model_type in ISOLATE_WITH_FLASH_ONLY and why_not_isolated(model, "flash_attention_2") is None:
+        hint += ", or use flash_attention_2 on a device that has it"
+    raise PlanError(f"{key}: documents in one row would see each other in {model.path}: {why}", hint=hint)
+
+
+FLOAT8_CAPABILITY = (9, 0)
+"""Oldest CUDA compute capability that is trained on in float8."""
+
+FLOAT8_MULTIPLE = 16
+"""Divisor of both sizes of a matrix."""
+
+
+def check_compile(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse to compile what cannot be compiled.
+
+    Raises:
+        PlanError: There is no C++ compiler, or the adapter's base is one that is not compiled.
+    """
+    if recipe.train.torch_compile is not True:
+        return
+    if hardware.device.kind == "cpu" and hardware.cxx is False:
+        raise PlanError("train.torch_compile: torch compiles for a CPU with g++, which is not here", hint="install g++")
+    if isinstance(recipe.adapter, QloraAdapter):
+        raise PlanError(
+            "train.torch_compile: products with the 4-bit weights of bitsandbytes are not compiled",
+            hint="leave it out, or use adapter.type=lora",
+        )
+
+
+def why_not_compiled_in(layout: Layout) -> str | None:
+    """Return why layers are not compiled in a layout; None where they are."""
+    if layout.strategy.startswith("zero"):
+        return "the hooks by which DeepSpeed gathers and sums would split what is compiled"
+    if layout.tp_size > 1 or layout.cp_size > 1:
+        return "compiling layers that are divided over devices is not tried"
+    return None
+
+
+def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout) -> tuple[bool, str]:
+    """Return whether layers are compiled, and the reason."""
+    requested = recipe.train.torch_compile
+    if requested != "auto":
+        return requested, "as in the recipe"
+    device = hardware.device
+    if device.kind != "cuda":
+        return False, f"compiling takes longer than it saves on {device.name}"
+    if (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
+        return False, f"it is known to pay from compute capability 8.0 on; this is {device.name}"
+    if isinstance(recipe.adapter, QloraAdapter):
+        return False, "products with 4-bit weights are not compiled"
+    why_not = why_not_compiled_in(layout)
+    if why_not is not None:
+        return False, why_not
+    if not recipe.data.packing:
+        return False, "rows that are not packed differ in length, and each length would be compiled anew"
+    if recipe.train.fp8:
+        return True, "casts to float8 are slow unless they are compiled with what is before them"
+    if kernels != "torch":
+        return False, f"{kernels}'s kernels do what there is to gain from it"
+    return True, "packed rows are about as long as each other, and no other kernels are used"
+
+
+def check_float8(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> None:
+    """Refuse training in float8 where it cannot be.
+
+    Raises:
+        PlanError: It is asked for, and the device, the adapter, the types or the packages are not for it.
+    """
+    if not recipe.train.fp8:
+        return
+    device = hardware.device
+    if device.kind != "cuda" or (device.compute_capability or (0, 0)) < FLOAT8_CAPABILITY:
+        raise PlanError(
+            f"train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is {device.name}",
+            hint="leave it out",
+        )
+    if not isinstance(recipe.adapter, FullAdapter):
+        raise PlanError(
+            f"train.fp8: trains all weights, and adapter.type is {recipe.adapter.type}",
+            hint="leave it out, or use adapter.type=full",
+        )
+    if dtype != "bfloat16":
+        raise PlanError(f"train.fp8: other products are bfloat16 then, not {dtype}", hint="use model.dtype=bfloat16")
+    if hardware.torchao is False:
+        raise PlanError("train.fp8: torchao is not installed", hint="pip install 'tunekit[fp8]'")
+    if not num_float8(model):
+        raise PlanError(
+            f"train.fp8: no matrix of {model.path} has sizes that are multiples of {FLOAT8_MULTIPLE}",
+            hint="leave it out",
+        )
+
+
+def why_no_float8_in(layout: Layout) -> str | None:
+    """Return why a layout does not train in float8; None where it does."""
+    if layout.strategy.startswith("zero"):
+        return "float8 is not tried with weights that DeepSpeed divides"
+    if layout.tp_size > 1 or layout.cp_size > 1:
+        return "float8 is not tried on layers that are divided over devices"
+    return None
+
+
+def num_float8(model: ModelFacts) -> int:
+    """Linear layers whose products float8 can compute."""
+    fits = (all(size % FLOAT8_MULTIPLE == 0 for size in sizes) for sizes in model.linears.values())
+    return sum(fits)
+
+
+def compile_reasons(recipe: Recipe, model: ModelFacts, compiled: bool, why: str) -> tuple[Reason, ...]:
+    """The decisions for the plan."""
+    reasons = [Reason(topic="compile", choice="each decoder layer" if compiled else "off", why=why)]
+    if recipe.train.fp8:
+        number = f"{num_float8(model):,} of {len(model.linears):,} linear layers, without the head"
+        why = "as in the recipe; speed and memory are predicted as without it"
+        reasons.append(Reason(topic="float8", choice=number, why=why))
+    return tuple(reasons)
