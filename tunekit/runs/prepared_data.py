@@ -15,7 +15,6 @@ from tunekit.data.sources.remote import is_url, without_user
 from tunekit.data.sources.rows import Skipped
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.errors import DataError
-from tunekit.methods import distillation
 from tunekit.models.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
@@ -163,8 +162,10 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     """
     tokenizer = load_tokenizer(recipe.model)
     if has_teacher(recipe.method):
+        from tunekit.methods.distillation import check_tokens
+
         teacher = recipe.method.teacher
-        distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+        check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
     splits = measure_data(recipe.data, data, tokenizer, room_of(recipe), on_progress)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
