@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.circumstances import in_words
 from benchmarks.exact import DDP, PACKAGES, Case, differences, recipe_of
-from tunekit.process.heartbeat import beats_of
+from tunekit.process.watchdog import beats_of
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import read_events
 from tunekit.runs.run import Run

@@ -14,8 +14,8 @@ from tunekit.launching.local import raised
 from tunekit.probe.model import _hub_errors, _HubError
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.reporting.diagnosis import diagnose_run
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record, errors_of
+from tunekit.runs.small_files import Place
 
 
 def subclasses(kind):

@@ -11,8 +11,8 @@ import pytest
 from tests.tiny import save_chats
 from tunekit.display.console import Progress
 from tunekit.display.sweep import SweepProgress
+from tunekit.redact import lasting, outlive_readers
 from tunekit.runs.run import Run
-from tunekit.streams import lasting, outlive_readers
 
 
 def without_a_reader():

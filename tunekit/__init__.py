@@ -51,21 +51,19 @@ if TYPE_CHECKING:
     from tunekit.recipe.edits import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
-    from tunekit.recipe.load import load_recipe, read_text
+    from tunekit.recipe.load import load_recipe, named_paths, read_text
     from tunekit.recipe.methods import MethodInfo, list_methods
+    from tunekit.recipe.reading.parse import Fault
     from tunekit.recipe.reading.rewrite import edit_text, short_recipe
-    from tunekit.recipe.reading.source_locations import Fault
     from tunekit.recipe.schema import Recipe
-    from tunekit.recipe.secrets import named_paths
     from tunekit.redact import redacted
     from tunekit.reporting.comparison import Comparison, compare
     from tunekit.reporting.diagnosis import Diagnosis, diagnose_run
     from tunekit.reporting.report import report
     from tunekit.runs.checkpoints.listing import Checkpoint, checkpoints
     from tunekit.runs.evaluation_result import Estimate, Evaluation, Score, evaluations_of
-    from tunekit.runs.events import Event
-    from tunekit.runs.lineage import check_text
-    from tunekit.runs.metrics import direction_of, judged_by
+    from tunekit.runs.events import Event, direction_of, judged_by
+    from tunekit.runs.fingerprints import check_text
     from tunekit.runs.reader import EventReader, Series, last_events
     from tunekit.runs.requests import stop_wish
     from tunekit.runs.run import Run, find_run, list_runs, set_tags
@@ -190,7 +188,7 @@ _HOMES = {
     "Event": "tunekit.runs.events",
     "EventReader": "tunekit.runs.reader",
     "Export": "tunekit.exporting.export",
-    "Fault": "tunekit.recipe.reading.source_locations",
+    "Fault": "tunekit.recipe.reading.parse",
     "Generated": "tunekit.inference.generate",
     "MethodInfo": "tunekit.recipe.methods",
     "Migration": "tunekit.migration.report",
@@ -214,7 +212,7 @@ _HOMES = {
     "UNSET": "tunekit.recipe.entries",
     "chat": "tunekit.inference.chat",
     "check": "tunekit.api.verbs",
-    "check_text": "tunekit.runs.lineage",
+    "check_text": "tunekit.runs.fingerprints",
     "checkpoints": "tunekit.runs.checkpoints.listing",
     "compare": "tunekit.reporting.comparison",
     "compare_plans": "tunekit.api.verbs",
@@ -222,7 +220,7 @@ _HOMES = {
     "delete_run": "tunekit.launching.stop",
     "devices": "tunekit.api.devices",
     "diagnose_run": "tunekit.reporting.diagnosis",
-    "direction_of": "tunekit.runs.metrics",
+    "direction_of": "tunekit.runs.events",
     "edit_text": "tunekit.recipe.reading.rewrite",
     "effects_of": "tunekit.training.checkpointing.resume",
     "evaluate": "tunekit.evaluation.evaluate",
@@ -233,7 +231,7 @@ _HOMES = {
     "fit": "tunekit.api.verbs",
     "generate": "tunekit.inference.generate",
     "gib": "tunekit.planner.plan",
-    "judged_by": "tunekit.runs.metrics",
+    "judged_by": "tunekit.runs.events",
     "last_events": "tunekit.runs.reader",
     "launch": "tunekit.api.verbs",
     "list_examples": "tunekit.recipe.library",
@@ -244,7 +242,7 @@ _HOMES = {
     "list_sweeps": "tunekit.sweeps.folder",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.hardware.machines",
-    "named_paths": "tunekit.recipe.secrets",
+    "named_paths": "tunekit.recipe.load",
     "plan": "tunekit.api.verbs",
     "plan_figures": "tunekit.display.plan",
     "preview": "tunekit.api.verbs",

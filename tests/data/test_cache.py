@@ -9,7 +9,6 @@ import pytest
 
 from tests.tiny import make_tokenizer, save_chats
 from tests.waiting import LIMIT_SECONDS
-from tunekit.data import cache
 from tunekit.data import prepare as preparing
 from tunekit.data.packing.sequences import Mixing
 from tunekit.data.prepare import prepare_rows, read_dataset, tokens_of
@@ -33,11 +32,11 @@ EVERYTHING = Mixing()
 
 def prepare(found=None, tokenizer=None, *, max_length=64, loss_on="assistant", packing=False, mixing=EVERYTHING):
     """What a trainer reads, and whether anything had to be made for it."""
-    before = {path.name for path in cache.cache_root().iterdir()} if cache.cache_root().is_dir() else set()
+    before = {path.name for path in preparing.cache_root().iterdir()} if preparing.cache_root().is_dir() else set()
     found = replace(found or rows(), loss_on=loss_on)
     tokens = tokens_of(found, tokenizer or make_tokenizer(), max_length=max_length)
     prepared = prepare_rows([tokens], mixing, max_length=max_length, packing=packing)
-    return prepared, {path.name for path in cache.cache_root().iterdir()} != before
+    return prepared, {path.name for path in preparing.cache_root().iterdir()} != before
 
 
 def texts(prepared):
@@ -90,16 +89,16 @@ def test_another_special_token_is_another_entry():
 
 def test_another_code_of_the_data_path_is_another_entry(tmp_path, monkeypatch):
     prepare()
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
+    monkeypatch.setattr(preparing, "__file__", str(tmp_path / "cache.py"))
     assert prepare()[1]
 
 
 def test_tokens_serve_packed_and_unpacked_sequences_and_another_mixture():
     prepare()
-    num_tokens = len([entry for entry in cache.list_entries() if entry.kind == "tokens"])
+    num_tokens = len([entry for entry in preparing.list_entries() if entry.kind == "tokens"])
     prepare(packing=True)
     prepare(mixing=Mixing(mixing="concatenate"))
-    kinds = [entry.kind for entry in cache.list_entries()]
+    kinds = [entry.kind for entry in preparing.list_entries()]
     assert (kinds.count("tokens"), kinds.count("sequences")) == (num_tokens, 3) == (1, 3)
 
 
@@ -107,21 +106,21 @@ def test_tokens_serve_packed_and_unpacked_sequences_and_another_mixture():
 @pytest.mark.parametrize("damage", ["truncate", "remove", "no-account"])
 def test_a_damaged_entry_is_made_again(damage, kind):
     prepare()
-    (entry,) = (entry for entry in cache.list_entries() if entry.kind == kind)
+    (entry,) = (entry for entry in preparing.list_entries() if entry.kind == kind)
     data = entry.path / {"tokens": "ids.bin", "sequences": "rows.arrow"}[kind]
     if damage == "truncate":
         data.write_bytes(data.read_bytes()[:-10])
     elif damage == "remove":
         data.unlink()
     else:
-        (entry.path / cache.ACCOUNT).unlink()
+        (entry.path / preparing.ACCOUNT).unlink()
     again, _ = prepare()
     assert data.stat().st_size == entry.account["num_tokens"] * 4 if kind == "tokens" else len(texts(again)) == 20
-    assert sorted(cache.list_entries(), key=str) == sorted([entry, *_others(kind)], key=str)
+    assert sorted(preparing.list_entries(), key=str) == sorted([entry, *_others(kind)], key=str)
 
 
 def _others(kind):
-    return [entry for entry in cache.list_entries() if entry.kind != kind]
+    return [entry for entry in preparing.list_entries() if entry.kind != kind]
 
 
 def test_a_writer_that_fails_leaves_nothing_behind():
@@ -130,8 +129,8 @@ def test_a_writer_that_fails_leaves_nothing_behind():
         raise RuntimeError("the tokenizer broke")
 
     with pytest.raises(RuntimeError):
-        cache.cached("0" * 40, "tokens", "rows.jsonl", fail)
-    assert list(cache.cache_root().iterdir()) == []
+        preparing.cached("0" * 40, "tokens", "rows.jsonl", fail)
+    assert list(preparing.cache_root().iterdir()) == []
 
 
 def write_at_once(barrier, queue):
@@ -153,7 +152,7 @@ def test_writers_at_once_end_with_one_whole_entry_of_each_kind():
         assert writer.exitcode == 0
     assert len(found) == 1
     assert found.pop()[1] == 20
-    assert len(list(cache.cache_root().iterdir())) == len(cache.list_entries()) == 2
+    assert len(list(preparing.cache_root().iterdir())) == len(preparing.list_entries()) == 2
 
 
 def test_a_whole_entry_that_appears_meanwhile_is_kept():
@@ -162,12 +161,12 @@ def test_a_whole_entry_that_appears_meanwhile_is_kept():
     def make(folder):
         if not inodes:
             inodes.append(None)
-            inodes.append((cache.cached("0" * 40, "tokens", "a", make).path / cache.ACCOUNT).stat().st_ino)
+            inodes.append((preparing.cached("0" * 40, "tokens", "a", make).path / preparing.ACCOUNT).stat().st_ino)
         return {"num_tokens": 1}
 
-    entry = cache.cached("0" * 40, "tokens", "a", make)
-    assert (entry.path / cache.ACCOUNT).stat().st_ino == inodes[1]
-    assert len(list(cache.cache_root().iterdir())) == 1
+    entry = preparing.cached("0" * 40, "tokens", "a", make)
+    assert (entry.path / preparing.ACCOUNT).stat().st_ino == inodes[1]
+    assert len(list(preparing.cache_root().iterdir())) == 1
 
 
 def test_a_run_keeps_its_rows_when_the_cache_is_cleared(tmp_path):
@@ -175,8 +174,8 @@ def test_a_run_keeps_its_rows_when_the_cache_is_cleared(tmp_path):
     kept = tmp_path / "train.arrow"
     prepared.link_to(kept)
     assert kept.stat().st_nlink == 2
-    assert cache.clear() >= kept.stat().st_size
-    assert cache.list_entries() == []
+    assert preparing.clear() >= kept.stat().st_size
+    assert preparing.list_entries() == []
     assert len(read_dataset(kept)) == 20
 
 
@@ -184,7 +183,7 @@ def test_entries_are_listed_with_what_is_in_them(tmp_path):
     save_chats(tmp_path / "more.jsonl", ((f"triple {n}", f"{3 * n}") for n in range(400)))
     prepare()
     prepare(rows("more.jsonl"))
-    entries = cache.list_entries()
+    entries = preparing.list_entries()
     assert [(entry.source, entry.kind, entry.account["num_sequences"]) for entry in entries] == [
         ("more.jsonl", "sequences", 400),
         ("more.jsonl", "tokens", 400),
@@ -192,7 +191,7 @@ def test_entries_are_listed_with_what_is_in_them(tmp_path):
         ("rows.jsonl", "tokens", 20),
     ]
     for entry in entries:
-        account = json.loads((entry.path / cache.ACCOUNT).read_text(encoding="utf-8"))
+        account = json.loads((entry.path / preparing.ACCOUNT).read_text(encoding="utf-8"))
         assert entry.size_bytes == sum(account["files"].values())
 
 

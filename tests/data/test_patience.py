@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from tests.tiny import make_tokenizer
-from tunekit.data.tokenization import template_timeout
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization import chat
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -28,7 +28,7 @@ def render(tokenizer, template):
 
 @pytest.mark.parametrize("template", [LOOP, POWER, POWERS, "{% set n = 9 %}{{ n ** 999999999 }}"])
 def test_a_template_is_ended_also_while_it_is_compiled(template, tokenizer, monkeypatch):
-    monkeypatch.setattr(template_timeout, "ROW_SECONDS", 0.3)
+    monkeypatch.setattr(chat, "ROW_SECONDS", 0.3)
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template takes more than 0 s"):
         render(tokenizer, template)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -36,7 +36,7 @@ def test_a_template_is_ended_also_while_it_is_compiled(template, tokenizer, monk
 
 
 def test_a_template_is_ended_in_other_threads_and_where_the_alarm_is_taken(tokenizer, monkeypatch):
-    monkeypatch.setattr(template_timeout, "ROW_SECONDS", 0.3)
+    monkeypatch.setattr(chat, "ROW_SECONDS", 0.3)
     told = []
 
     def work():

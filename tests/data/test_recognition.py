@@ -10,7 +10,7 @@ from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS,
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.planner.facts import DataFacts
-from tunekit.recipe.fields import choices_of
+from tunekit.recipe.schema import choices_of
 from tunekit.recipe.sections.data import DataSection, SourceFormat
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

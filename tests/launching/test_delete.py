@@ -10,8 +10,8 @@ import tunekit
 from tests.commands import run_command
 from tests.training.folders import made_run
 from tunekit.errors import RunError
-from tunekit.runs.liveness import identity_of
 from tunekit.runs.run import list_runs
+from tunekit.runs.small_files import identity_of
 
 
 def tunekit_runs(folder, *words):

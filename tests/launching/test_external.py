@@ -23,9 +23,9 @@ from tunekit.launching import external
 from tunekit.launching.external import go_on_with, meeting_point, open_for_attempt, train_joined
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.load import load_recipe
-from tunekit.runs.liveness import Place, place_of
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run, list_runs
+from tunekit.runs.small_files import Place, place_of
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 MPIRUN = {

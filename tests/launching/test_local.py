@@ -26,9 +26,9 @@ from tunekit.launching.local import launch, supervise
 from tunekit.process import processes as group
 from tunekit.process.processes import Group
 from tunekit.runs.checkpoints.complete import newest_complete
-from tunekit.runs.liveness import Place, place_of
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import Run, list_runs
+from tunekit.runs.small_files import Place, place_of
 from tunekit.training.worker import work
 
 RECIPE = """\

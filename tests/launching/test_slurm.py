@@ -20,9 +20,9 @@ from tunekit.errors import PlanError, RunError
 from tunekit.launching.cluster import nodes_of, with_all_nodes
 from tunekit.launching.slurm import Wishes, notice_seconds, seconds_of, submit, write_script
 from tunekit.recipe.load import load_recipe
-from tunekit.runs.liveness import place_of
 from tunekit.runs.requests import requested
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import place_of
 from tunekit.training.worker import work
 
 DAEMONS = "/usr/sbin"

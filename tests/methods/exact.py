@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tunekit.api import verbs
-from tunekit.process.heartbeat import Heart
+from tunekit.process.watchdog import Heart
 from tunekit.recipe.sections.model import FullAdapter
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
+from tunekit.runs.small_files import Place
 from tunekit.training.callbacks import Watch
 from tunekit.training.worker import _build
 

@@ -12,7 +12,7 @@ import tunekit
 from tunekit.methods.run_trainer import RunTrainer, Wrapped, run_trainer
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
-from tunekit.training.upstream import STATES, TRAINER, method_names, trainer_class
+from tunekit.training.build_trainer import STATES, TRAINER, method_names, trainer_class
 
 PACKAGE = Path(tunekit.__file__).parent
 

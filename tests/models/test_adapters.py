@@ -6,7 +6,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tunekit.models.adapters import attach_adapter
+from tunekit.models.load import attach_adapter
 from tunekit.recipe.sections.model import LoraAdapter
 
 SIZES = {

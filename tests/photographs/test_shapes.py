@@ -18,10 +18,10 @@ from tests.tiny import save_tiny_model
 from tests.training.folders import made_run
 from tests.training.watching import own_signals
 from tunekit.errors import RunError
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
 from tunekit.runs.run import set_tags
 from tunekit.runs.scheduler_job import write_job
+from tunekit.runs.small_files import Place
 
 PLANS = (
     ("plan", "mine.yaml", "--on", "h100", "--json"),

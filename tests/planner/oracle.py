@@ -33,7 +33,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tunekit.models.adapters import keep_trained_in_float32
+from tunekit.models.load import keep_trained_in_float32
 from tunekit.planner.decisions.isolation import WITHOUT_SDPA
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout

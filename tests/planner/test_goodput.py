@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tunekit.planner.throughput.records import (
+from tunekit.planner.throughput.speed import (
     DEVICE_SECONDS_PER_FAILURE,
     WORTH_SAYING,
     best_interval_seconds,

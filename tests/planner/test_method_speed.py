@@ -18,8 +18,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.passes import passes_of
 from tunekit.planner.resolve import resolve
 from tunekit.planner.throughput.communication import Range, transfers_of
-from tunekit.planner.throughput.records import RunRecord
-from tunekit.planner.throughput.speed import speed_of, step_of
+from tunekit.planner.throughput.speed import RunRecord, speed_of, step_of
 from tunekit.planner.throughput.step import (
     BANDWIDTH_SHARE,
     FORWARD_SECONDS,

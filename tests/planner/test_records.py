@@ -5,7 +5,7 @@ import pytest
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import H100, LAPTOP, LLAMA_8B, T4
 from tunekit.planner.resolve import resolve
-from tunekit.planner.throughput.records import RunRecord, reserve_share
+from tunekit.planner.throughput.speed import RunRecord, reserve_share
 
 GIB = 2**30
 

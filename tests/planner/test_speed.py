@@ -9,8 +9,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.throughput.communication import Range, Transfer
-from tunekit.planner.throughput.records import RunRecord
-from tunekit.planner.throughput.speed import Speed, duration, optimizer_bytes, speed_of
+from tunekit.planner.throughput.speed import RunRecord, Speed, duration, optimizer_bytes, speed_of
 from tunekit.planner.throughput.step import Step
 from tunekit.recipe.schema import Recipe
 

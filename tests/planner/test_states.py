@@ -12,8 +12,7 @@ from tests.planner.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
-from tunekit.models.adapters import attach_adapter, keep_trained_in_float32
-from tunekit.models.load import load_model
+from tunekit.models.load import attach_adapter, keep_trained_in_float32, load_model
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.memory.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.memory.states import (

@@ -16,7 +16,7 @@ from tunekit.planner.facts import DataFacts, Hardware
 from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
-from tunekit.planner.throughput.records import RunRecord
+from tunekit.planner.throughput.speed import RunRecord
 from tunekit.planner.throughput.step import COLLATED_TOKENS_PER_SECOND, Step, num_workers, seconds_of
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe

@@ -3,9 +3,9 @@
 import pytest
 
 from tunekit.recipe.edits import RULINGS, edits, ruling, ruling_of
-from tunekit.recipe.fields import all_fields, sections_of
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.reading.source_locations import dotted
+from tunekit.recipe.reading.parse import dotted
+from tunekit.recipe.schema import all_fields, sections_of
 
 BASE = {"model": "pico", "data": {"train": "example:chats.jsonl"}}
 LEAVES = {key: field for key, field in all_fields() if not sections_of(field)}

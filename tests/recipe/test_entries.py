@@ -7,13 +7,12 @@ import pytest
 import tunekit
 from tunekit import UNSET, Entry
 from tunekit.recipe.explain import explain
-from tunekit.recipe.fields import all_fields, sections_of, tag_of
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe, read_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import RewardedMethod
-from tunekit.recipe.reading.source_locations import undotted
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.reading.parse import undotted
+from tunekit.recipe.schema import Recipe, all_fields, sections_of, tag_of
 
 
 def entries(**values: Any) -> dict[str, Entry]:

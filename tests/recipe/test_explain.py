@@ -10,10 +10,10 @@ import yaml
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.explain import explain, json_schema
-from tunekit.recipe.fields import all_fields, holders_along
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.reading.wording import FAMILIAR_NAMES
+from tunekit.recipe.schema import all_fields, holders_along
 
 
 def entries(text: str) -> Iterator[str]:

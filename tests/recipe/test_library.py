@@ -17,8 +17,7 @@ from tunekit.recipe.library import (
 )
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.reading.overrides import spell_out
-from tunekit.recipe.reading.parse import read_yaml
-from tunekit.recipe.reading.source_locations import MAPPING
+from tunekit.recipe.reading.parse import MAPPING, read_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.section import Section
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tunekit.errors import RecipeError
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.methods.sft import SFTMethod
-from tunekit.recipe.reading.parse import plain_scalar, read_yaml
-from tunekit.recipe.reading.source_locations import MAPPING
+from tunekit.recipe.reading.parse import MAPPING, plain_scalar, read_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter

@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.reading.parse import to_inline_yaml
-from tunekit.recipe.reading.source_locations import dotted, undotted
+from tunekit.recipe.reading.parse import dotted, to_inline_yaml, undotted
 from tunekit.recipe.sections.data import CompleteSource, DataSection
 
 MIXED = {"train": [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}]}

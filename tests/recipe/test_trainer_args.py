@@ -11,11 +11,10 @@ import pytest
 
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.recipe import trainer_args
-from tunekit.recipe.fields import holders_along
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import GenerationSection
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.schema import Recipe, holders_along
 from tunekit.recipe.trainer_args import (
     OWNED,
     OWNED_PREFIXES,

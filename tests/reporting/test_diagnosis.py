@@ -18,9 +18,9 @@ from tests.waiting import until
 from tunekit.api import verbs
 from tunekit.errors import DataError, MemoryShortError, NonFiniteError, RunError, StandstillError
 from tunekit.launching.local import supervise
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record, not_saved
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 from tunekit.training.worker import work
 
 

@@ -14,8 +14,8 @@ from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.api.verbs import make_run
 from tunekit.planner.plan import Plan
-from tunekit.runs.liveness import place_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import place_of
 from tunekit.training.callbacks import rates
 from tunekit.training.timing import (
     TRACED_STEP,

@@ -7,7 +7,7 @@ import pytest
 
 import tunekit
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.runs.history import recorded_runs
+from tunekit.runs.record import recorded_runs
 from tunekit.runs.run import Run
 
 

@@ -1,6 +1,6 @@
 """What is told of a run besides its loss: names of the log in words, and the first and the last of each."""
 
-from tunekit.runs.metrics import brief, direction_of, first_and_last, judged_by, number, rows_of
+from tunekit.runs.events import brief, direction_of, first_and_last, judged_by, number, rows_of
 from tunekit.training.answers import MAX_LETTERS, Answers, contrast
 
 DPO = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "rewards/chosen": 0.2, "logps/chosen": -20.0, "loss": 0.6}

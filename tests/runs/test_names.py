@@ -10,7 +10,7 @@ from tunekit.api.background import start_resume
 from tunekit.cli.app import app
 from tunekit.errors import RunError
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.runs.lineage import settled
+from tunekit.runs.fingerprints import settled
 from tunekit.runs.names import matching
 from tunekit.runs.run import Run, find_run
 from tunekit.sweeps.conduct import resume_sweep, stop_sweep

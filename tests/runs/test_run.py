@@ -20,9 +20,9 @@ from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.events import EventLog, read_events
-from tunekit.runs.liveness import identity_of
 from tunekit.runs.prepared_data import record
 from tunekit.runs.run import Run, find_run, list_runs
+from tunekit.runs.small_files import identity_of
 
 
 @pytest.fixture(scope="module")

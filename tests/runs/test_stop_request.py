@@ -24,11 +24,11 @@ from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit.api import verbs
 from tunekit.errors import RunError, Stopped
-from tunekit.process.heartbeat import Beat, beats_of
+from tunekit.process.watchdog import Beat, beats_of
 from tunekit.runs.checkpoints.complete import newest_complete
-from tunekit.runs.liveness import identity_of, place_of
 from tunekit.runs.requests import EXIT_CODES, forget_request, request, requested
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import identity_of, place_of
 from tunekit.training.worker import work
 
 NUM_STEPS = 20
@@ -403,7 +403,7 @@ def test_a_run_on_another_host_has_died_when_it_gave_no_sign_for_long(folder, mo
     assert run.state == "training"
     status, now = run.path / "status.json", time.time()
     # By the clock of the disk, which is stopped here.
-    monkeypatch.setattr("tunekit.runs.liveness._now", lambda folder: now)
+    monkeypatch.setattr("tunekit.runs.small_files._now", lambda folder: now)
     os.utime(status, (now - 100, now - 100))
     assert run.state == "training"
     os.utime(status, (now - 130, now - 130))

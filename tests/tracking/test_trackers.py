@@ -291,7 +291,7 @@ def test_one_of_several_processes_reports(folder):
 
 
 def work_in_place(path: str) -> None:
-    from tunekit.runs.liveness import place_of
+    from tunekit.runs.small_files import place_of
     from tunekit.training.worker import work
 
     work(Run(path), AllThere(["tensorboard"], SHORT), place_of())

@@ -35,8 +35,8 @@ def work_in(folder: Path, num: int, look: "Callable[..., Any] | None" = None) ->
 def worked(folder: Path, look: "Callable[..., Any] | None" = None) -> Any:
     """What one of the processes does."""
     import tunekit.training.checkpointing.result
-    from tunekit.runs.liveness import place_of
     from tunekit.runs.run import Run
+    from tunekit.runs.small_files import place_of
     from tunekit.training.worker import work
 
     seen = []

@@ -207,8 +207,8 @@ class Trained:
 
 def work_in(folder: str) -> None:
     """Work as one of the processes of a run."""
-    from tunekit.runs.liveness import place_of
     from tunekit.runs.run import Run
+    from tunekit.runs.small_files import place_of
     from tunekit.training.worker import work
 
     with fixed_numbers():

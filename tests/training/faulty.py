@@ -151,8 +151,8 @@ class Forked:
 
 def _run(folder: Path, num: int, rank: int, port: int, faults: tuple[Fault, ...]) -> None:
     from tunekit.errors import TunekitError
-    from tunekit.runs.liveness import place_of
     from tunekit.runs.run import Run
+    from tunekit.runs.small_files import place_of
     from tunekit.training.worker import work
 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}

@@ -216,7 +216,7 @@ def in_two_processes(asked, alone):
 
 def work_in(folder: str) -> None:
     """Work in a run as one of its processes."""
-    from tunekit.runs.liveness import place_of
+    from tunekit.runs.small_files import place_of
     from tunekit.training.worker import work
 
     work(Run(folder), place=place_of())

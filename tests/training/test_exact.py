@@ -5,7 +5,7 @@ import pytest
 from benchmarks.exact import CASES, played
 from benchmarks.soak import soaked
 from tunekit.errors import RunError
-from tunekit.runs.liveness import Place
+from tunekit.runs.small_files import Place
 from tunekit.training.checkpointing.restore import check_whole
 
 SAMPLE = (

@@ -25,11 +25,10 @@ from tunekit.api import verbs
 from tunekit.errors import DataWorkerError, ExchangeError, RunError, StandstillError
 from tunekit.launching.local import supervise
 from tunekit.process import watchdog
-from tunekit.process.heartbeat import Beat
-from tunekit.process.watchdog import Pulse, Sight, limit_of
-from tunekit.runs.liveness import place_of
+from tunekit.process.watchdog import Beat, Pulse, Sight, limit_of
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import place_of
 from tunekit.training import worker
 
 TIMEOUT_SECONDS = 5

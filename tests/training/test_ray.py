@@ -17,8 +17,8 @@ from tunekit.api import verbs
 from tunekit.errors import DependencyError
 from tunekit.launching.cluster import nodes_of
 from tunekit.launching.ray_train import train_on_ray
-from tunekit.runs.liveness import place_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import place_of
 from tunekit.training.worker import work
 
 MIB = 2**20

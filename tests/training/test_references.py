@@ -240,12 +240,12 @@ def changed(adapter: Path, to: Path) -> Path:
 def test_log_probabilities_of_another_model_stop_a_run(here, tmp_path, monkeypatch):
     from datasets import Dataset
 
-    from tunekit.data import cache
+    from tunekit.data import prepare
     from tunekit.methods.pair_trainers import FILE
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tunekit.train(recipe("model", method=BEFOREHAND))
-    (entry,) = (entry for entry in cache.list_entries() if entry.kind == "log-probabilities")
+    (entry,) = (entry for entry in prepare.list_entries() if entry.kind == "log-probabilities")
     columns = Dataset.from_parquet(str(entry.path / FILE)).with_format("numpy")[:]
     Dataset.from_dict({name: values - 3 for name, values in columns.items()}).to_parquet(entry.path / FILE)
     with pytest.raises(RunError, match=r"\(beforehand\).*`tunekit data cache --clear`"):

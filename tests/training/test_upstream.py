@@ -11,8 +11,8 @@ from tests.rows import save_rows
 from tests.tiny import save_tiny_model
 from tunekit.errors import DependencyError
 from tunekit.recipe.methods import METHODS
-from tunekit.training import upstream
-from tunekit.training.upstream import (
+from tunekit.training import build_trainer
+from tunekit.training.build_trainer import (
     ACCELERATOR,
     FIELDS,
     STATES,
@@ -133,6 +133,6 @@ def test_a_run_with_a_renamed_sampler_is_refused_before_the_model_is_loaded(tmp_
         "output": {"dir": str(tmp_path / "run")},
     }
     other = renamed(trainer_class("sft"), "_total_train_tokens")
-    monkeypatch.setattr(upstream, "trainer_class", lambda method: other)
+    monkeypatch.setattr(build_trainer, "trainer_class", lambda method: other)
     with pytest.raises(DependencyError, match=r"trl\.SFTTrainer\._total_train_tokens is not used"):
         tunekit.train(recipe)

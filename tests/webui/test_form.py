@@ -9,7 +9,7 @@ import pytest
 import tunekit
 from tests.commands import run_command
 from tests.webui.conftest import fill, slow_down
-from tunekit.recipe.fields import all_fields
+from tunekit.recipe.schema import all_fields
 from webui import draft
 from webui.fields import shown
 from webui.form import EVERYDAY, faults_by_entry, name_of

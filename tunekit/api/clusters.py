@@ -12,7 +12,7 @@ from tunekit.launching.cluster import nodes_of, with_all_nodes
 from tunekit.launching.slurm import Wishes
 from tunekit.planner.facts import Hardware
 from tunekit.runs.events import Event
-from tunekit.runs.lineage import read_recipe
+from tunekit.runs.fingerprints import read_recipe
 from tunekit.runs.run import Run
 
 

@@ -17,10 +17,9 @@ from tunekit.probe.model import chat_template_of, known_model, sketch_model
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.runs.history import recorded_runs
-from tunekit.runs.lineage import continued, settled
+from tunekit.runs.fingerprints import continued, settled
 from tunekit.runs.prepared_data import counted_facts
-from tunekit.runs.record import free_bytes, place_of_run
+from tunekit.runs.record import free_bytes, place_of_run, recorded_runs
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
 """Fields of the data section that say what becomes of rows once they are read."""

@@ -21,12 +21,10 @@ from tunekit.probe.hardware import probe_hardware
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import prospects
-from tunekit.runs.events import Event
-from tunekit.runs.fingerprints import MadeWith, changed_texts, made_with, record_versions
-from tunekit.runs.lineage import check_run_code, write_code
-from tunekit.runs.liveness import place_of
-from tunekit.runs.metrics import judged_by
+from tunekit.runs.events import Event, judged_by
+from tunekit.runs.fingerprints import MadeWith, changed_texts, check_run_code, made_with, record_versions, write_code
 from tunekit.runs.run import RUNS, Run, check_free
+from tunekit.runs.small_files import place_of
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-2, 5e-2
 """Share of a loss, and of 1 where that is more, by which losses may differ where sums are added in another order. Of

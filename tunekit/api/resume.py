@@ -16,10 +16,10 @@ from tunekit.recipe.edits import edits
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on, has_checkpoints
 from tunekit.runs.events import Event
-from tunekit.runs.lineage import continued
-from tunekit.runs.liveness import place_of
+from tunekit.runs.fingerprints import continued
 from tunekit.runs.prepared_data import absolute
 from tunekit.runs.run import Run, list_runs
+from tunekit.runs.small_files import place_of
 from tunekit.training.checkpointing.resume import carry_out, decide
 
 

@@ -35,12 +35,11 @@ from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.events import FINAL_PHASES, Event
-from tunekit.runs.fingerprints import record_versions
-from tunekit.runs.lineage import continued, read_recipe, write_code
-from tunekit.runs.liveness import DIED, place_of
+from tunekit.runs.fingerprints import continued, read_recipe, record_versions, write_code
 from tunekit.runs.prepared_data import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
 from tunekit.runs.record import claimed, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
+from tunekit.runs.small_files import DIED, place_of
 from tunekit.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from tunekit.cli.train import NodesOption, OverridesArgument, RecipeArgument, la
 from tunekit.cli.ui import ui
 from tunekit.errors import PlanError, TunekitError, writing
 from tunekit.process.log_capture import send_nothing
-from tunekit.redact import Redacting
-from tunekit.streams import open_standard_streams
+from tunekit.redact import Redacting, open_standard_streams
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -232,17 +231,17 @@ def data_cache(
 
     A recipe that is called cache is looked at with `tunekit data ./cache`.
     """
-    from tunekit.data import cache
+    from tunekit.data import prepare
     from tunekit.data.sources import remote
     from tunekit.display.console import make_console
     from tunekit.display.data import cache_table
 
     if clear:
-        print(f"{cache.clear() + remote.clear_downloads():,} bytes freed")
+        print(f"{prepare.clear() + remote.clear_downloads():,} bytes freed")
         return
-    entries, downloads = cache.list_entries(), remote.list_downloads()
+    entries, downloads = prepare.list_entries(), remote.list_downloads()
     if not entries and not downloads:
-        print(f"nothing is kept in {cache.cache_root().parent}")
+        print(f"nothing is kept in {prepare.cache_root().parent}")
         return
     make_console().print(cache_table(entries, downloads))
 
@@ -347,7 +346,7 @@ app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:
-    from tunekit.runs.lineage import read_recipe
+    from tunekit.runs.fingerprints import read_recipe
 
     return read_recipe(recipe, overrides or [])
 

@@ -65,8 +65,8 @@ def evaluate(
     from tunekit.display.console import make_console
     from tunekit.display.evaluation import evaluation_view
     from tunekit.evaluation import evaluate as evaluating
+    from tunekit.redact import lasting
     from tunekit.runs.events import Event
-    from tunekit.streams import lasting
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=None))
     console = Console(file=lasting(sys.stderr))

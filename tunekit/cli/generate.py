@@ -69,8 +69,8 @@ def generate(
 
     from tunekit.display.console import make_console
     from tunekit.inference import generate as generating
+    from tunekit.redact import lasting
     from tunekit.runs.events import Event
-    from tunekit.streams import lasting
 
     bar = Progress(
         TextColumn("{task.description}"),

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tunekit.errors import TunekitError, writing
-from tunekit.streams import outlive_readers
+from tunekit.redact import outlive_readers
 
 RunArgument = Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunekit.errors import Stopped, TunekitError, writing
-from tunekit.streams import outlive_readers
+from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
     from tunekit.runs.events import Listener

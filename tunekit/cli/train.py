@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunekit.errors import Stopped, TunekitError
-from tunekit.streams import outlive_readers
+from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ def train(
 ) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit.api import verbs
-    from tunekit.runs.liveness import place_of
+    from tunekit.runs.small_files import place_of
 
     words = overrides or []
     if detach:
@@ -240,7 +240,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
     """
     from tunekit.display.console import Progress, make_console
     from tunekit.process.signals import before_a_run
-    from tunekit.runs.liveness import place_of
+    from tunekit.runs.small_files import place_of
 
     outlive_readers()
     progress = Progress(make_console()) if place_of().is_main else None

@@ -34,14 +34,13 @@ from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
 from tunekit.planner.throughput.speed import Speed, duration
 from tunekit.recipe.methods import is_rewarded
+from tunekit.redact import lasting
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import begin_anew, prospects
 from tunekit.runs.evaluation_result import evaluations_of
-from tunekit.runs.events import Event
-from tunekit.runs.metrics import brief, judged_by, number, rows_of, words_of
+from tunekit.runs.events import Event, brief, judged_by, number, rows_of, words_of
 from tunekit.runs.reader import last_events
 from tunekit.runs.run import Run
-from tunekit.streams import lasting
 
 if TYPE_CHECKING:
     from tunekit.models.fusion.fuse import Report

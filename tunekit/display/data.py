@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tunekit.data.cache import Entry, Kind
 from tunekit.data.formats.row_formats import counted
+from tunekit.data.prepare import Entry, Kind
 from tunekit.data.reports.report import DataReport, Piece, Sample, SourceReport, visible
 from tunekit.planner.plan import gib
 

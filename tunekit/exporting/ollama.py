@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import template_in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

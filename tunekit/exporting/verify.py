@@ -17,7 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError, TunekitError
 from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.planner.memory.states import Dtype

@@ -18,7 +18,7 @@ from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 from tunekit.runs.available_actions import prospects
 from tunekit.runs.checkpoints.complete import fault_of
 from tunekit.runs.checkpoints.listing import named, steps_of
-from tunekit.runs.lineage import check_run_code
+from tunekit.runs.fingerprints import check_run_code
 from tunekit.runs.requests import check_readable
 from tunekit.runs.run import Run, find_run
 from tunekit.runs.small_files import read_plan
@@ -205,8 +205,7 @@ def load_trained(
     Raises:
         ModelError: It cannot be loaded.
     """
-    from tunekit.models.adapters import lora_config, read_adapter
-    from tunekit.models.load import load_model
+    from tunekit.models.load import load_model, lora_config, read_adapter
 
     adapter = found.adapter
     model = load_model(

@@ -25,7 +25,7 @@ from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import CompleteSource
-from tunekit.runs.lineage import continued
+from tunekit.runs.fingerprints import continued
 from tunekit.runs.prepared_data import room_of
 
 

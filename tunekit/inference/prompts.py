@@ -15,7 +15,7 @@ from tunekit.data.formats.row_formats import BadRow, Row, counted
 from tunekit.data.sources.files import OPENERS, Fault
 from tunekit.data.sources.find_files import find_files
 from tunekit.data.sources.rows import RowStore, place
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError, RunError
 from tunekit.recipe.sections.data import DataSource
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import RewardFunction, load_rewards

@@ -20,7 +20,7 @@ from tunekit.launching.ssh_hosts import Host, Hosts, lost_error
 from tunekit.planner.facts import Hardware
 from tunekit.planner.throughput.communication import Range, Transfer
 from tunekit.process.processes import follow_supervisor, open_store
-from tunekit.runs.liveness import Place, place_of
+from tunekit.runs.small_files import Place, place_of
 
 Collective = Literal["all-reduce", "all-gather"]
 

@@ -25,10 +25,10 @@ from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.process.signals import Wishes, stopped
 from tunekit.runs.events import Listener
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
 from tunekit.runs.requests import Request, words_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a waiting run at the queue."""

@@ -28,14 +28,14 @@ import torch
 
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.local import FAULTS, raised
-from tunekit.process.heartbeat import forget_beats
 from tunekit.process.processes import LAUNCHERS_OWN
+from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record, errors_of, forget_errors, goes_back, told_if_gone
 from tunekit.runs.requests import forget_request
 from tunekit.runs.run import SEEN_SECONDS, Run
+from tunekit.runs.small_files import Place
 from tunekit.training.worker import work
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000

@@ -22,17 +22,16 @@ from tunekit.errors import (
     TunekitError,
     from_words,
 )
-from tunekit.process.heartbeat import Beat, forget_beats
 from tunekit.process.processes import LOG, Group
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
-from tunekit.process.watchdog import Pulse
+from tunekit.process.watchdog import Beat, Pulse, forget_beats
 from tunekit.redact import redacting_pipe
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener, read_events
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import SETTLE_SECONDS, Record, errors_of, forget_errors, goes_back, may_go_back, told_if_gone
 from tunekit.runs.requests import Request, forget_request, requested, words_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 
 POLL_SECONDS = 0.1
 """Seconds between two looks at the other processes and their events."""

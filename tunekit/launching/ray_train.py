@@ -16,10 +16,10 @@ from tunekit.probe.nodes import check_may_go_back
 from tunekit.process.log_capture import send_nothing
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
 from tunekit.runs.events import Listener, read_events
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record, errors_of, forget_errors
 from tunekit.runs.requests import Request, forget_request, words_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig

@@ -19,7 +19,7 @@ from tunekit.launching.cluster import command_of, num_cores, num_local
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
-from tunekit.planner.throughput.records import STORAGE_BYTES_PER_SECOND
+from tunekit.planner.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.redact import redacted, secret_in
 from tunekit.runs.run import Run
 from tunekit.runs.scheduler_job import write_job

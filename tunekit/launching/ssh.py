@@ -16,10 +16,10 @@ from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted
 from tunekit.runs.events import Listener
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
 from tunekit.runs.requests import forget_request
 from tunekit.runs.run import SEEN_SECONDS, Run
+from tunekit.runs.small_files import Place
 
 RETURN_SECONDS = 600
 """Seconds that a run that may restart waits for a lost host."""

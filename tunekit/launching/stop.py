@@ -24,12 +24,12 @@ from tunekit.errors import RunError, TunekitError
 from tunekit.process.processes import SUPERVISOR
 from tunekit.recipe.methods import has_teacher
 from tunekit.runs.events import FINAL_PHASES
-from tunekit.runs.liveness import DIED, RANKS, beats_in, identity_of, is_alive, kill
 from tunekit.runs.reader import last_events
 from tunekit.runs.record import claimed
 from tunekit.runs.requests import COMMAND, Request, request, words_of
 from tunekit.runs.run import Run, list_runs
 from tunekit.runs.scheduler_job import read_job
+from tunekit.runs.small_files import DIED, RANKS, beats_in, identity_of, is_alive, kill
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the processes."""

@@ -162,7 +162,7 @@ def settle_reference(model: "Module", reference: Reference, trained: Path | None
     """
     from peft import PeftModel
 
-    from tunekit.models.adapters import read_adapter
+    from tunekit.models.load import read_adapter
 
     if not isinstance(model, PeftModel):
         return

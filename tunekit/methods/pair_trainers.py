@@ -28,7 +28,7 @@ from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from tunekit.data import cache
+from tunekit.data import prepare
 from tunekit.data.tokenization.alignment import tokenised_pairs
 from tunekit.methods.arguments import Parts
 
@@ -112,7 +112,7 @@ def remembered(
         # Its weights are in parts already, of which TRL's digest sees none.
         return compute()
     is_main, rows = trainer.accelerator.is_main_process, len(dataset)
-    key = cache.key_of("log-probabilities", _made_of(trainer, dataset)) if is_main else ""
+    key = prepare.key_of("log-probabilities", _made_of(trainer, dataset)) if is_main else ""
     cached = [_kept(key, rows) if is_main else None]
     broadcast_object_list(cached, from_process=0)
     if cached[0] is not None:
@@ -127,13 +127,13 @@ def remembered(
             computed.with_format("arrow").select_columns(columns).to_parquet(folder / FILE)
             return {"num_sequences": rows, "num_tokens": _num_tokens(dataset)}
 
-        cache.cached(key, "log-probabilities", f"reference of {name}", write)
+        prepare.cached(key, "log-probabilities", f"reference of {name}", write)
     return computed
 
 
 def _kept(key: str, num_rows: int) -> dict[str, Any] | None:
     """The columns that the cache has, if it has them."""
-    entry = cache.found(key)
+    entry = prepare.found(key)
     if entry is None or entry.account["num_sequences"] != num_rows:
         return None
     columns = Dataset.from_parquet(str(entry.path / FILE), keep_in_memory=True).with_format("numpy")[:]

@@ -3,7 +3,7 @@
 `run_trainer(GRPOTrainer)` is TRL's class with these overrides. By themselves they change nothing: the parts of a run
 (the heartbeat, the clocks, the guard against non-finite steps, checkpoints, the end at a boundary) stand around a
 method with `trainer.wrap`, and are handed the call that they stand around. Other modules know the private names of
-transformers and TRL by the words of this class; `tunekit.training.upstream` checks them before a run starts.
+transformers and TRL by the words of this class; `tunekit.training.build_trainer` checks them before a run starts.
 
 Rows of each optimizer step: the same ones for any number of processes.
 

@@ -18,9 +18,8 @@ from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.migration.suspects import suspects
 from tunekit.recipe.load import check_text
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.reading.parse import read_yaml, to_yaml
+from tunekit.recipe.reading.parse import Fault, Place, read_yaml, to_yaml
 from tunekit.recipe.reading.rewrite import short_recipe
-from tunekit.recipe.reading.source_locations import Fault, Place
 from tunekit.recipe.schema import Recipe
 
 WITHOUT_DROPOUT = [name for name, method in METHODS.items() if method.spec.trains_on in ("pairs", "answers")]

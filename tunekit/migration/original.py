@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.reading.parse import MAX_BYTES, YAMLProblem, plain_scalar, read_yaml
-from tunekit.recipe.reading.source_locations import Key, Place, Places, dotted, raise_problems
+from tunekit.recipe.reading.parse import (
+    MAX_BYTES,
+    Key,
+    Place,
+    Places,
+    YAMLProblem,
+    dotted,
+    plain_scalar,
+    raise_problems,
+    read_yaml,
+)
 
 _HINT = "name a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(

@@ -13,8 +13,7 @@ from tunekit.planner.decisions.kernels import Kernels
 from tunekit.planner.decisions.vllm import VLLM
 from tunekit.planner.facts import DataFacts, Device, Facts, Origin
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import Confidence, MemoryEstimate, Part
-from tunekit.planner.memory.saving import Saving
+from tunekit.planner.memory.memory import Confidence, MemoryEstimate, Part, Saving
 from tunekit.planner.memory.sharding import ZeroBuckets
 from tunekit.planner.memory.states import Dtype, Reference
 from tunekit.planner.throughput.speed import Speed

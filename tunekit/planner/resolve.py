@@ -58,13 +58,11 @@ from tunekit.planner.decisions.reasons import (
 from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import RESERVE_SHARE, MemoryEstimate
-from tunekit.planner.memory.saving import saving_of
+from tunekit.planner.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
 from tunekit.planner.memory.sharding import pad_to_multiple_of, zero_buckets
 from tunekit.planner.memory.states import num_trainable_params, reference_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
-from tunekit.planner.throughput.records import RunRecord, reserve_share
-from tunekit.planner.throughput.speed import Speed, speed_of, step_of
+from tunekit.planner.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe

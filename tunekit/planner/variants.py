@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tunekit.errors import PlanError, RecipeError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.reading.parse import YAMLProblem, read_yaml, to_inline_yaml
-from tunekit.recipe.reading.source_locations import COMMAND_LINE
+from tunekit.recipe.reading.parse import COMMAND_LINE, YAMLProblem, read_yaml, to_inline_yaml
 from tunekit.recipe.schema import Recipe
 
 if TYPE_CHECKING:

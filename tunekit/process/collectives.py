@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
-from tunekit.runs.liveness import Place
+from tunekit.runs.small_files import Place
 
 T = TypeVar("T")
 

@@ -27,11 +27,11 @@ from typing import Any, Self
 
 from tunekit.errors import ExchangeError, Stopped
 from tunekit.runs.available_actions import next_command
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.requests import EXIT_CODES, Request, request, requested, words_of
 from tunekit.runs.run import Run
 from tunekit.runs.scheduler_job import read_job
+from tunekit.runs.small_files import Place
 
 LISTEN_SECONDS = 0.5
 """Seconds between two looks at the run folder for a stop request."""

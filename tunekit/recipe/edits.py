@@ -11,8 +11,7 @@ In what recipes differ, by dotted key.
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from tunekit.recipe.reading.parse import to_inline_yaml
-from tunekit.recipe.reading.source_locations import dotted
+from tunekit.recipe.reading.parse import dotted, to_inline_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.section import Section
 from tunekit.recipe.sections.train import Strategy

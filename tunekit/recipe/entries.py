@@ -14,9 +14,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tunekit.recipe.explain import constraints_of, takes_words
-from tunekit.recipe.fields import (
+from tunekit.recipe.reading.overrides import spell_out
+from tunekit.recipe.reading.parse import Key, dotted, undotted
+from tunekit.recipe.schema import (
     Holder,
+    Recipe,
     choices_of,
+    has_choice,
     is_free_mapping,
     members,
     sections_of,
@@ -25,9 +29,6 @@ from tunekit.recipe.fields import (
     takes_one,
     variant,
 )
-from tunekit.recipe.reading.overrides import spell_out
-from tunekit.recipe.reading.source_locations import Key, dotted, undotted
-from tunekit.recipe.schema import Recipe, has_choice
 from tunekit.recipe.sections.section import TAG, FunctionPath, Section
 
 Kind = Literal["bool", "int", "float", "text", "choice", "list", "mapping", "section", "sections"]

@@ -11,8 +11,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.fields import (
+from tunekit.recipe.reading.parse import dotted, to_inline_yaml, undotted
+from tunekit.recipe.reading.phrases import any_of, expected
+from tunekit.recipe.reading.wording import unknown_key
+from tunekit.recipe.schema import (
     Holder,
+    Recipe,
     expands_env,
     holders_along,
     members,
@@ -21,11 +25,6 @@ from tunekit.recipe.fields import (
     takes_list,
     takes_one,
 )
-from tunekit.recipe.reading.parse import to_inline_yaml
-from tunekit.recipe.reading.phrases import any_of, expected
-from tunekit.recipe.reading.source_locations import dotted, undotted
-from tunekit.recipe.reading.wording import unknown_key
-from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Section, from_word
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
 

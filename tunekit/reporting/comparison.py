@@ -20,8 +20,7 @@ from tunekit.recipe.methods import is_rewarded
 from tunekit.reporting.page import Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import evaluations_of, newest_scores
-from tunekit.runs.events import Event
-from tunekit.runs.metrics import MEASURES, direction_of, judged_by, number, words_of
+from tunekit.runs.events import MEASURES, Event, direction_of, judged_by, number, words_of
 from tunekit.runs.reader import EventReader, Point
 from tunekit.runs.run import Run
 

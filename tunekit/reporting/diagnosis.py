@@ -14,9 +14,9 @@ from tunekit import errors
 from tunekit.errors import TunekitError, kind_named
 from tunekit.process.processes import LOG
 from tunekit.runs.checkpoints.complete import newest_complete
-from tunekit.runs.liveness import DIED, STUCK
 from tunekit.runs.record import errors_of
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import DIED, STUCK
 from tunekit.training.checkpointing.resume import effects_of
 
 Cause = Literal["memory", "non_finite", "rows", "package", "model", "disk", "hung", "lost", "killed", "defect", "other"]

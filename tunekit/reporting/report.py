@@ -20,9 +20,8 @@ from tunekit.recipe.load import dump_recipe
 from tunekit.reporting.page import Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
-from tunekit.runs.events import Event
+from tunekit.runs.events import Event, first_and_last, judged_by, rows_of, words_of
 from tunekit.runs.fingerprints import FINGERPRINTS, fingerprints_of
-from tunekit.runs.metrics import first_and_last, judged_by, rows_of, words_of
 from tunekit.runs.run import Run
 from tunekit.tracking.trackers import TITLES, kept_of
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tunekit.errors import RunError
 from tunekit.redact import without_secrets
-from tunekit.runs.metrics import number
+from tunekit.runs.events import number
 from tunekit.runs.run import Run, find_run
 from tunekit.runs.small_files import read_object
 

@@ -11,6 +11,8 @@ Failures after which a run goes back to its newest checkpoint by itself, whateve
 
 A step that was not finite is left out when it comes again (see `tunekit.training.non_finite`, which also counts them).
 Where memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
+
+Records of finished runs: how fast this machine was, and how much memory they took.
 """
 
 import contextlib
@@ -25,21 +27,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
 
 from tunekit.errors import DiskError, ExchangeError, MemoryShortError, RollbackError, RunError, TunekitError
 from tunekit.planner.decisions.shortage import with_half_the_batch
 from tunekit.planner.plan import Plan, gib
+from tunekit.planner.throughput.speed import RunRecord
 from tunekit.probe.model import probe_model
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.runs.available_actions import next_command
 from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
-from tunekit.runs.events import EventLog, Listener
-from tunekit.runs.liveness import Place
-from tunekit.runs.run import RUNS, Run
-from tunekit.runs.small_files import damaged, read_object, read_plan
+from tunekit.runs.events import Event, EventLog, Listener
+from tunekit.runs.run import RUNS, Run, list_runs
+from tunekit.runs.small_files import Place, damaged, read_object, read_plan
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
@@ -339,3 +342,49 @@ def _with_less(run: Run) -> Plan | None:
 
 def _read(path: Path, recipe: Recipe) -> Plan:
     return read_plan(path, recipe)
+
+
+NUM_RUNS = 10
+"""Finished runs that are looked at, the newest: each is to be read and checked, and older ones tell of older code."""
+
+
+def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
+    """Records of the newest finished runs in a folder; of those that tell nothing, none."""
+    finished = [run for run in list_runs(root) if run.status()["phase"] == "finished"][:NUM_RUNS]
+    records = (_record(run) for run in finished)
+    return [record for record in records if record is not None]
+
+
+def _generation_share(result: Event) -> float | None:
+    """Share of the steps in which answers were generated. Earlier versions did not measure it."""
+    seconds = result.get("generation_seconds")
+    return None if seconds is None else seconds / result["step_seconds"]
+
+
+def _record(run: Run) -> RunRecord | None:
+    try:
+        plan, result = run.plan, run.result()
+        if plan.speed is None or not result["tokens_per_second"]:
+            return None
+        return RunRecord(
+            device=plan.device.name,
+            model_type=plan.speed.model_type,
+            method=plan.recipe.method.type,
+            adapter=plan.recipe.adapter.type,
+            dtype=plan.dtype,
+            num_params=plan.num_params,
+            flops_per_token=plan.speed.flops_per_token,
+            tokens_per_second=result["tokens_per_second"],
+            by_vllm=plan.vllm is not None,
+            generation_share=_generation_share(result),
+            peak_memory_bytes=result["peak_memory_bytes"],
+            planned_memory_bytes=result["planned_memory_bytes"],
+            planned_tensor_bytes=plan.memory.tensor_bytes,
+            peak_allocated_bytes=result["peak_allocated_bytes"],
+            peak_reserved_bytes=result["peak_reserved_bytes"],
+            layout=plan.layout,
+            num_nodes=plan.num_nodes,
+        )
+    except (TunekitError, ValueError, KeyError, OSError, yaml.YAMLError):
+        # Written by another version, or damaged since: no reason to refuse a new plan.
+        return None

@@ -43,12 +43,19 @@ from tunekit.recipe.reading.phrases import near, plain_word
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
-from tunekit.runs.events import FINAL_PHASES, Event, read_events
-from tunekit.runs.liveness import DIED, beats_in, identity_of, state_of_processes
-from tunekit.runs.metrics import judged_by, rows_of, words_of
+from tunekit.runs.events import FINAL_PHASES, Event, judged_by, read_events, rows_of, words_of
 from tunekit.runs.names import matching, stem_of
 from tunekit.runs.scheduler_job import read_job, state_of
-from tunekit.runs.small_files import damaged, read_list, read_object, read_plan
+from tunekit.runs.small_files import (
+    DIED,
+    beats_in,
+    damaged,
+    identity_of,
+    read_list,
+    read_object,
+    read_plan,
+    state_of_processes,
+)
 
 if TYPE_CHECKING:
     import pandas

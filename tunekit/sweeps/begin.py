@@ -15,7 +15,7 @@ from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.events import Event
-from tunekit.runs.lineage import read_recipe
+from tunekit.runs.fingerprints import read_recipe
 from tunekit.runs.prepared_data import absolute
 from tunekit.runs.record import free_bytes, place_of_run
 from tunekit.sweeps.conduct import conduct

@@ -6,11 +6,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 
 from tunekit.errors import PlanError
-from tunekit.planner.memory.saving import metric_of
+from tunekit.planner.memory.memory import metric_of
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import is_rewarded
-from tunekit.runs.events import Event
-from tunekit.runs.metrics import words_of
+from tunekit.runs.events import Event, words_of
 
 MAX_STEPS = 10
 """Logged steps of which the mean counts without evaluations: at most so many, and no more than a quarter of all."""

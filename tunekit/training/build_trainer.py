@@ -1,26 +1,41 @@
-"""The trainer of a run: the one that its recipe's method names, around the model and the rows that the folder names."""
+"""The trainer of a run: the one that its recipe's method names, around the model and the rows that the folder names.
 
+Check the names of other libraries that a run overrides, before anything is loaded.
+
+A run replaces methods of a trainer on the trainer that it holds, some of them private. Where a version renames one, the
+assignment would go unnoticed and the library's own method would run: rows in another order, a checkpoint that is not
+restored. So each name has to be there, take the arguments that it took, and be used by the library's own code.
+"""
+
+import inspect
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.packing.stream import stream
 from tunekit.data.prepare import read_dataset
 from tunekit.data.tokenization.alignment import read_rows
+from tunekit.errors import DependencyError
 from tunekit.methods.arguments import Parts
-from tunekit.models.adapters import Task
+from tunekit.models.load import Task
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.facts import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.methods import METHODS, is_rewarded
+from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
-from tunekit.runs.liveness import Place
 from tunekit.runs.prepared_data import FILES, STREAM_SKIPPED
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -32,9 +47,8 @@ if TYPE_CHECKING:
 
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
-    from tunekit.models.adapters import merge_adapter
     from tunekit.models.attention import activate
-    from tunekit.models.load import load_model, use_liger
+    from tunekit.models.load import load_model, merge_adapter, use_liger
     from tunekit.training.engines.tensor_parallel import distributed_config
 
     if plan.attn_implementation == VARLEN:
@@ -64,7 +78,7 @@ def continued_folder(plan: Plan, device: str | None) -> Path | None:
 
 def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
     """The model with the adapter that is trained, as it is before the first step."""
-    from tunekit.models.adapters import attach_adapter
+    from tunekit.models.load import attach_adapter
 
     model = load_policy(recipe, plan, device=device)
     trained = continued_folder(plan, device)
@@ -144,3 +158,182 @@ def build_trainer(
 def _stream(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place) -> "IterableDataset":
     skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
     return stream(recipe.data, tokenizer, learner_of(recipe.method.type), seed=recipe.train.seed, skipped=skipped)
+
+
+TRAINER = {
+    "create_accelerator_and_postprocess": "",
+    "create_optimizer": "model",
+    "_get_train_sampler": "train_dataset",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_load_optimizer_and_scheduler": "checkpoint",
+    "_load_rng_state": "checkpoint",
+    "_save_optimizer_and_scheduler": "output_dir",
+    "_get_output_dir": "trial",
+    "_save_checkpoint": "model trial",
+    "_save": "output_dir state_dict",
+    "_save_rng_state": "output_dir",
+    "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
+    "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+    "_get_grad_norm": "model grad_norm",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
+    "get_batch_samples": "epoch_iterator num_batches device",
+    "training_step": "model inputs num_items_in_batch",
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
+}
+"""Methods of transformers' `Trainer` and their parameters (transformers 5.17 to 5.23)."""
+
+STATES = ("_tr_loss", "_globalstep_last_logged", "create_model_card")
+"""Other names of every trainer."""
+
+ACCELERATOR = ("backward", "prepare", "deepspeed_ulysses_dl_adapter")
+"""Methods of Accelerate's `Accelerator` that transformers' `Trainer` calls (accelerate 1.15)."""
+
+FIELDS = {
+    "accelerate.utils.FullyShardedDataParallelPlugin": "mixed_precision_policy",
+    "accelerate.utils.DataLoaderConfiguration": "dispatch_batches",
+}
+"""Fields of Accelerate's settings that are set on the object (accelerate 1.15)."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A name that is not what a run overrides.
+
+    Attributes:
+        owner: The class, such as `transformers.Trainer`.
+        name: The name.
+        problem: What is wrong with it.
+    """
+
+    owner: str
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.name} {self.problem}"
+
+
+def check_upstream(method: str) -> None:
+    """Check the names that a run of a method overrides against the installed libraries.
+
+    Args:
+        method: The method's type.
+
+    Raises:
+        DependencyError: A name is missing, is used by nobody, or takes other arguments.
+    """
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    problems = [
+        *trainer_problems(Trainer, trainer_class(method), method),
+        *accelerator_problems(Trainer, Accelerator),
+        *field_problems(FIELDS),
+    ]
+    if problems:
+        libraries = ("transformers", "trl", "accelerate")
+        installed = ", ".join(f"{name} {version(name)}" for name in libraries)
+        raise DependencyError(
+            f"tunekit overrides names that {installed} do not have as it knows them: " + "; ".join(map(str, problems)),
+            hint="install versions that this tunekit was tested with, or a newer tunekit",
+        )
+
+
+def method_names(method: str) -> tuple[str, ...]:
+    """Return the names of TRL's trainer that a run of a method needs (trl 1.16), by `method.type`."""
+    section = METHODS[method]
+    names = list(section.spec.upstream_names)
+    if issubclass(section, OnPolicyMethod):
+        names += ["_generate_single_turn", "_buffered_inputs", "_step", "_logs", "_metrics", "_compute_loss"]
+        if issubclass(section, RewardedMethod):
+            names += ["_calculate_rewards", "_get_per_token_logps_and_entropies"]
+    else:
+        names += ["_stored_metrics"] if section.spec.stores_metrics else ["_metrics", "_total_train_tokens"]
+    return tuple(names)
+
+
+def trainer_class(method: str) -> type:
+    """Return TRL's trainer of a method."""
+    package, file, config = METHODS[method].spec.config
+    module = import_module(f"{package}.{file.removesuffix('_config.py').replace('/', '.')}_trainer")
+    trainer = vars(module)[config.removesuffix("Config") + "Trainer"]
+    assert isinstance(trainer, type)
+    return trainer
+
+
+def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed]:
+    """Yield the names of a trainer that are not as a run overrides them.
+
+    Args:
+        base: Transformers' `Trainer`.
+        trainer: TRL's class of the method.
+        method: The method's type.
+    """
+    used_by_base, used = names_used(base), names_used(trainer)
+    for name, parameters in TRAINER.items():
+        owner = f"transformers.{base.__name__}"
+        if name not in used_by_base:
+            yield Renamed(owner, name, "is not called")
+        elif not callable(inspect.getattr_static(base, name, None)):
+            yield Renamed(owner, name, "is not there")
+        else:
+            took = [parameter for parameter in inspect.signature(getattr(base, name)).parameters if parameter != "self"]
+            if took != parameters.split():
+                yield Renamed(owner, name, f"takes ({', '.join(took)}), not ({', '.join(parameters.split())})")
+    for name in (*STATES, *method_names(method)):
+        if name not in used:
+            yield Renamed(f"trl.{trainer.__name__}", name, "is not used")
+
+
+def accelerator_problems(trainer: type, accelerator: type) -> Iterator[Renamed]:
+    """Yield the names of Accelerate's class that transformers' does not call, or that are not there."""
+    used = names_used(trainer)
+    for name in ACCELERATOR:
+        if name not in used or inspect.getattr_static(accelerator, name, None) is None:
+            yield Renamed(f"accelerate.{accelerator.__name__}", name, "is not called by transformers' Trainer")
+
+
+def field_problems(wanted: Mapping[str, str]) -> Iterator[Renamed]:
+    """Yield the fields, by dotted path of their dataclass, that are not there."""
+    for path, name in wanted.items():
+        module, _, owner = path.rpartition(".")
+        if name not in {field.name for field in fields(vars(import_module(module))[owner])}:
+            yield Renamed(path, name, "is no field")
+
+
+def names_used(cls: type) -> set[str]:
+    """Return the names of attributes, and of globals, in the code of a class and of those that it builds on.
+
+    A wrapper counts with what it wraps: somebody else may have put it there.
+    """
+    values = [value for base in cls.__mro__ for value in vars(base).values()]
+    return {name for function in _functions(values) for name in _names(function.__code__)}
+
+
+def _functions(values: Iterable[Any]) -> list[FunctionType]:
+    """Return the functions among values, those of properties, and those that wrappers hold."""
+    waiting, functions = list(values), dict[int, FunctionType]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, property):
+            waiting.append(value.fget)
+        elif isinstance(value, staticmethod | classmethod):
+            waiting.append(value.__func__)
+        elif isinstance(value, FunctionType) and id(value) not in functions:
+            functions[id(value)] = value
+            waiting.extend(_held(value))
+    return list(functions.values())
+
+
+def _held(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        # A cell is empty until the name that it holds is assigned.
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from tunekit.planner.memory.memory import Part
 from tunekit.planner.plan import Plan
-from tunekit.process.heartbeat import Heart
+from tunekit.process.watchdog import Heart
 from tunekit.recipe.methods import is_rewarded
 from tunekit.runs.record import Record
 from tunekit.training.answers import NUM_SHOWN, Answers

@@ -14,12 +14,12 @@ from tunekit.data.sources.find_files import is_hub_dataset
 from tunekit.data.sources.remote import shown
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
-from tunekit.recipe.reading.source_locations import dotted
+from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
 from tunekit.redact import redacted
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
-from tunekit.runs.lineage import CODE, models_of
+from tunekit.runs.fingerprints import CODE, models_of
 from tunekit.runs.run import Run
 
 

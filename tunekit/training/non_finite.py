@@ -36,11 +36,10 @@ from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import NonFiniteError, RollbackError
 from tunekit.planner.plan import Plan
 from tunekit.process.collectives import any_of, of_all, same_everywhere
-from tunekit.runs.liveness import Place
 from tunekit.runs.prepared_data import FILES, PLACES
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import read_list
+from tunekit.runs.small_files import Place, read_list
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -17,12 +17,12 @@ from transformers import TrainerCallback
 
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan
-from tunekit.planner.throughput.records import STORAGE_BYTES_PER_SECOND
+from tunekit.planner.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.process.collectives import same_everywhere
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
-from tunekit.runs.liveness import Place
 from tunekit.runs.requests import COMMAND
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 from tunekit.training.checkpointing.save import Saver
 
 if TYPE_CHECKING:

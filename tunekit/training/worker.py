@@ -11,35 +11,34 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.tokenization.alignment import read_rows
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.process.collectives import DATA_WORKER_HINT, data_worker_problem, exchange_problem
-from tunekit.process.heartbeat import Heart
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
 from tunekit.process.signals import Ending, Wishes
-from tunekit.process.watchdog import Watchdog, gone_words
+from tunekit.process.watchdog import Heart, Watchdog, gone_words
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.train import Optim
 from tunekit.redact import Redacting
 from tunekit.runs.checkpoints.complete import publish_result
-from tunekit.runs.events import Listener
-from tunekit.runs.lineage import check_run_code
-from tunekit.runs.liveness import Place, place_of
-from tunekit.runs.metrics import first_and_last
+from tunekit.runs.events import Listener, first_and_last
+from tunekit.runs.fingerprints import check_run_code
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.record import FULL, Record, disk_full, first_error_of, give_room, hold_room
 from tunekit.runs.requests import forget_request
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place, place_of
 from tunekit.tracking.trackers import Reporting
 from tunekit.training.build_trainer import (
     build_trainer,
+    check_upstream,
     continued_folder,
     fuse_as_planned,
     load_adapted,
@@ -52,7 +51,6 @@ from tunekit.training.check_reference import check_isolation, check_reference, p
 from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, start_of
 from tunekit.training.model_card import write_card
-from tunekit.training.upstream import check_upstream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -300,8 +298,7 @@ def _build(
     check_run_code(run)
     check_upstream(recipe.method.type)
     forget_overrides(recipe.train.optim)
-    from tunekit.models.adapters import keep_trained_in_float32, num_trained
-    from tunekit.models.load import compile_layers, load_tokenizer, to_float8
+    from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
     from tunekit.training.engines.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)

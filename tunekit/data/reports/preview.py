@@ -16,8 +16,8 @@ from tunekit.data.reports.measure import sample
 from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, tokens_of
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.data.tokenization.tokenize import Account
 from tunekit.errors import DataError
 

@@ -21,8 +21,7 @@ from tunekit.data.packing.sequences import Mixing, mix
 from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows
-from tunekit.data.tokenization.chat import common_prefix_length
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import common_prefix_length, template_in_time
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 

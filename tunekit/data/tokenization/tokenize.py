@@ -34,9 +34,8 @@ from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.packing.sequences import Batch, SequenceWriter
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows
-from tunekit.data.tokenization.chat import refusal, without_template
+from tunekit.data.tokenization.chat import refusal, template_in_time, without_template
 from tunekit.data.tokenization.encode import Encoded, Encoder, Observed
-from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:

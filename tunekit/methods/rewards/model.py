@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError
 from tunekit.methods.rewards.answers import Answers, Judge
 from tunekit.models.load import load_tokenizer

@@ -16,7 +16,7 @@ from tunekit.planner.decisions.vllm import VLLM
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, TRACED, is_traced
-from tunekit.planner.memory.saving import Saving, copied_bytes, divides_files
+from tunekit.planner.memory.memory import Saving, copied_bytes, divides_files
 from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, reference_of
 from tunekit.planner.passes import Passes, method_words, steps_per_epoch
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib

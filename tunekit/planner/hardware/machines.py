@@ -15,9 +15,8 @@ from pydantic_core import ErrorDetails
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Facts, Figures, Hardware
 from tunekit.planner.hardware.catalogue import CATALOGUE, GIGA, NOT_TRAINED_ON, NOTES, Accelerator
-from tunekit.recipe.reading.parse import YAMLProblem, read_yaml
+from tunekit.recipe.reading.parse import Key, Place, Places, Problem, YAMLProblem, read_yaml
 from tunekit.recipe.reading.phrases import show
-from tunekit.recipe.reading.source_locations import Key, Place, Places, Problem
 
 _NAME = re.compile(r"(?:(?:([0-9]{1,6})x)?([0-9]{1,6})x)?(.*)", re.DOTALL)
 """Nodes, accelerators in each, and what they are."""

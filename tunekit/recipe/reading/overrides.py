@@ -18,7 +18,20 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunekit.recipe.fields import (
+from tunekit.recipe.reading.parse import (
+    COMMAND_LINE,
+    Key,
+    Places,
+    Problem,
+    YAMLProblem,
+    dotted,
+    read_yaml,
+    to_inline_yaml,
+    undotted,
+)
+from tunekit.recipe.reading.wording import unknown_key
+from tunekit.recipe.schema import (
+    Recipe,
     expands_env,
     holders_along,
     is_free_mapping,
@@ -29,10 +42,6 @@ from tunekit.recipe.fields import (
     takes_one,
     variant,
 )
-from tunekit.recipe.reading.parse import YAMLProblem, read_yaml, to_inline_yaml
-from tunekit.recipe.reading.source_locations import COMMAND_LINE, Key, Places, Problem, dotted, undotted
-from tunekit.recipe.reading.wording import unknown_key
-from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import NEED_SEVERAL, NEED_WEIGHTS, DataSection
 from tunekit.recipe.sections.section import TAG, Section, from_word
 from tunekit.recipe.sections.train import ONE_LENGTH

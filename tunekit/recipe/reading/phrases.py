@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
-from tunekit.recipe.fields import members
 from tunekit.recipe.reading.parse import plain_scalar
+from tunekit.recipe.schema import members
 from tunekit.recipe.sections.section import FunctionPath
 
 _KINDS = {

@@ -16,12 +16,10 @@ from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode, SequenceNo
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.entries import UNSET
-from tunekit.recipe.fields import holders_along, is_free_mapping, sections_of, tag_of, takes_one, variant
 from tunekit.recipe.load import asked_for, read_text
 from tunekit.recipe.reading.overrides import escape_environment, spell_out
-from tunekit.recipe.reading.parse import node_of, to_inline_yaml
-from tunekit.recipe.reading.source_locations import Key, dotted, undotted
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.reading.parse import Key, dotted, node_of, to_inline_yaml, undotted
+from tunekit.recipe.schema import Recipe, holders_along, is_free_mapping, sections_of, tag_of, takes_one, variant
 from tunekit.recipe.sections.section import TAG, Section, from_word
 
 _MAX_WIDTH = 100

@@ -17,7 +17,10 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tunekit.recipe.fields import (
+from tunekit.recipe.reading.parse import Key, Places, Problem, dotted
+from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, near, plain_word, show, spelling_hint
+from tunekit.recipe.schema import (
+    Recipe,
     all_fields,
     choices_of,
     holders_along,
@@ -28,9 +31,6 @@ from tunekit.recipe.fields import (
     takes_one,
     variant,
 )
-from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, near, plain_word, show, spelling_hint
-from tunekit.recipe.reading.source_locations import Key, Places, Problem, dotted
-from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflicts, FunctionPath, Section
 from tunekit.recipe.sections.train import NAME_PATTERN
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint

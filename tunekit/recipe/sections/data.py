@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from tunekit.recipe.reading.source_locations import Key, dotted
+from tunekit.recipe.reading.parse import Key, dotted
 from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
 
 SourceFormat = Literal[

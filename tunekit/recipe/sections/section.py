@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple, NewType
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from tunekit.recipe.reading.source_locations import Key, dotted
+from tunekit.recipe.reading.parse import Key, dotted
 
 TAG = "type"
 """The key by which the variants of a section are told apart."""

@@ -25,10 +25,10 @@ from tunekit.planner.resume import WHOLE
 from tunekit.process.collectives import same_everywhere
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_newest
-from tunekit.runs.liveness import Place
 from tunekit.runs.record import Record
 from tunekit.runs.requests import read_continuation
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 
 if TYPE_CHECKING:
     import torch

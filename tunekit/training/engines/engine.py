@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
 from tunekit.process.network import name_interface_to_main
-from tunekit.runs.liveness import Place
+from tunekit.runs.small_files import Place
 from tunekit.training.engines import ddp, deepspeed, fsdp2, tensor_parallel
 
 if TYPE_CHECKING:
