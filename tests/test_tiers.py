@@ -46,8 +46,8 @@ def test_quarantine_says_why_and_since_when():
 
 
 def test_the_tests_of_a_changed_module_come_first_and_those_of_its_importers_follow():
-    distances = affected.distances(["tunekit/planner/memory/sharding.py"])
-    assert distances["tests/planner/test_zero.py"] == 0
+    distances = affected.distances(["tunekit/planner/memory/states.py"])
+    assert distances["tests/planner/test_states.py"] == 0
     assert distances["tests/planner/test_candidates.py"] <= 3
     assert distances["tests/training/test_options.py"] > 1
     assert "tests/kernels/test_rope.py" not in distances

@@ -16,7 +16,8 @@ from packaging.specifiers import SpecifierSet
 
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware
-from tunekit.probe.hardware import amd_devices, probe_node, with_nodes
+from tunekit.probe.amd import amd_devices
+from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
 from tunekit.recipe.sections.train import Tracker
 
@@ -158,7 +159,7 @@ def diagnose() -> Diagnosis:
 
 def _driver() -> Driver | None:
     """Return the driver that an accelerator of this machine has, whether or not torch can use it."""
-    from tunekit.probe.hardware import has_nvidia_driver
+    from tunekit.probe.nvidia import has_nvidia_driver
 
     if has_nvidia_driver():
         return "NVIDIA"

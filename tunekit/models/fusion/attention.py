@@ -27,8 +27,8 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunekit.kernels.rope import qk_norm_rope
-from tunekit.models.fusion.forms import Norm, norm_rule
 from tunekit.models.fusion.lora_layers import is_watched, num_outputs, project, random_linear
+from tunekit.models.fusion.norm_forms import Norm, norm_rule
 from tunekit.models.fusion.proof import Fusion, Kept, Trial, is_fused, stand_in
 from tunekit.models.fusion.structure import Unreadable
 

@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tunekit.models.fusion.attention import attention_rule
-from tunekit.models.fusion.forms import gated_rule, norm_rule
+from tunekit.models.fusion.gated_forms import gated_rule
 from tunekit.models.fusion.layer_forms import layer_rule
 from tunekit.models.fusion.lora_layers import linear_rule
+from tunekit.models.fusion.norm_forms import norm_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
 
 RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)

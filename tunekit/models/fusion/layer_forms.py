@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.models.fusion.attention import CACHES
-from tunekit.models.fusion.forms import norm_rule
+from tunekit.models.fusion.norm_forms import norm_rule
 from tunekit.models.fusion.proof import Fusion, Kept, Trial, is_fused, random_rows, stand_in
 from tunekit.models.fusion.structure import Structure, read_structure, structure_of
 
