@@ -1,4 +1,6 @@
-"""Redaction of secrets from texts.
+"""Output of a process: secrets are redacted, and its streams outlive their readers.
+
+Redaction of secrets from texts.
 
 A secret is the value of an environment variable whose name says so (`..._TOKEN`, `..._KEY`, `..._SECRET`), the token of
 a login to the Hugging Face hub, or what looks like one wherever it comes from. It may be used, and is never written,

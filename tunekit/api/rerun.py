@@ -1,4 +1,6 @@
-"""A run repeated from its folder: its recipe, its plan and its rows, in a folder of its own.
+"""Rerun of a run from its folder, and the comparison of both.
+
+A run repeated from its folder: its recipe, its plan and its rows, in a folder of its own.
 
 Comparison of a run with its repetition: step by step, and bit by bit where nothing else differs.
 

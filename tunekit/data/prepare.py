@@ -1,4 +1,6 @@
-"""From the rows of a recipe to what a trainer reads: tokenised, mixed, packed, and found again next time.
+"""Preparation of rows for a trainer, and the cache of prepared rows.
+
+From the rows of a recipe to what a trainer reads: tokenised, mixed, packed, and found again next time.
 
 There are two stages, and each is kept in the cache. The tokens of a source depend on its rows, the tokenizer and two
 settings; so they serve every mixture, packed or not, and the report. What the trainer reads is made of the tokens of

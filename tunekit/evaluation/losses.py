@@ -1,4 +1,6 @@
-"""Evaluation without generation: losses on sequences, pairs of answers, and rated answers.
+"""Evaluation without generation: losses and log-likelihoods.
+
+Evaluation without generation: losses on sequences, pairs of answers, and rated answers.
 
 Each is made from rows and a tokenizer alone, measures a model, and then says what the measurements of a model and of
 the one before it come to. What the rows of a run are and how they were tokenised is as it was in training.

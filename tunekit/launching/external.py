@@ -1,4 +1,6 @@
-"""Processes that somebody else's launcher started: torchrun, accelerate launch, mpirun or srun.
+"""Processes that another launcher started, and torchrun's restarts of them.
+
+Processes that somebody else's launcher started: torchrun, accelerate launch, mpirun or srun.
 
 Every one of them runs the same command. The first plans, prepares the rows and makes the run folder; the others wait,
 and learn where it is, or that there is none. They talk through the store of torch.distributed: torchrun has one, and

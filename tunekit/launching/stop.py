@@ -1,4 +1,6 @@
-"""Ending a run from outside: it is asked to, and waited for until no process of it is left.
+"""End and delete runs from outside.
+
+Ending a run from outside: it is asked to, and waited for until no process of it is left.
 
 What counts are the processes themselves, each known by what no other has: the one that trains or supervises, those
 that it started, and theirs. Of other hosts only what they say counts, and that they say nothing more.

@@ -1,4 +1,6 @@
-"""Inputs from which every method builds its trainer, and the arguments of its TRL config.
+"""Inputs and TRL arguments of every method, and the reference that some compare with.
+
+Inputs from which every method builds its trainer, and the arguments of its TRL config.
 
 The reference of preference and reinforcement methods: without the adapter, with a copy of it, or a second model.
 """

@@ -1,4 +1,6 @@
-"""tunekit's head in the place of TRL's, on the models that a trainer holds.
+"""Heads of a trainer's models: tunekit's fused one, or the model's own logits.
+
+tunekit's head in the place of TRL's, on the models that a trainer holds.
 
 TRL gives a model a forward pass that scores tokens in tiles of logits (trl 1.16, `add_fused_lm_head`): called with
 `fused_lm_head=True` it returns what is known of each token, and otherwise what the model always did. Ours has the same

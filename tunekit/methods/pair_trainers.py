@@ -1,4 +1,6 @@
-"""TRL's experimental trainers of pairs on token ids, with a count of them.
+"""TRL's trainers of pairs on token ids, and precomputed log-probabilities of a reference.
+
+TRL's experimental trainers of pairs on token ids, with a count of them.
 
 By themselves they tokenise texts without the tokenizer's own special tokens, put a start token before every prompt
 where the tokenizer knows one, whether its template has it or not, and an end token behind every answer that does not

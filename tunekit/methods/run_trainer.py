@@ -1,4 +1,6 @@
-"""The one trainer of ours: all that a run changes of TRL's trainers, by overrides with `super()`.
+"""The one trainer of ours, and the order of rows that it takes.
+
+The one trainer of ours: all that a run changes of TRL's trainers, by overrides with `super()`.
 
 `run_trainer(GRPOTrainer)` is TRL's class with these overrides. By themselves they change nothing: the parts of a run
 (the heartbeat, the clocks, the guard against non-finite steps, checkpoints, the end at a boundary) stand around a

@@ -1,4 +1,6 @@
-"""Load a tokenizer and a language model as the plan says, from a local folder or the hub.
+"""Models as a plan has them: loaded, adapted, compiled.
+
+Load a tokenizer and a language model as the plan says, from a local folder or the hub.
 
 The model has its head, or a score of a text in its place.
 

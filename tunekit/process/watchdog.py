@@ -1,4 +1,6 @@
-"""Watchdog: ends a run that makes no progress, names the responsible process, and writes the stacks of all.
+"""Heartbeats of a run's processes, and the watchdog that ends a run without progress.
+
+Watchdog: ends a run that makes no progress, names the responsible process, and writes the stacks of all.
 
 Each process watches itself, from a thread of its own, so that it needs no supervisor: whatever started it, a process
 that has not moved for as long as the plan allows writes its stacks to `RUN/stacks/rank-N.txt` and its error to

@@ -1,4 +1,6 @@
-"""Schema of recipes: every section, every field, every default, and the sentence that explains it.
+"""Schema of recipes, as pydantic models and as data.
+
+Schema of recipes: every section, every field, every default, and the sentence that explains it.
 
 A recipe holds intent in machine-free units; how it is carried out on a machine is the plan's. The string under a
 field is its only description: `tunekit explain`, the JSON schema for editors and the reference page show that string.

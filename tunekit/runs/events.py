@@ -1,4 +1,6 @@
-"""Events of a run, one JSON line each, written as they happen and read while the file grows.
+"""Events of a run, and the metrics that they hold.
+
+Events of a run, one JSON line each, written as they happen and read while the file grows.
 
 Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
 

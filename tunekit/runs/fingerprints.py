@@ -1,4 +1,6 @@
-"""Fingerprints of a run's inputs besides recipe and plan, as they were when it was made.
+"""Fingerprints, versions and lineage of a run: the inputs that it was made from.
+
+Fingerprints of a run's inputs besides recipe and plan, as they were when it was made.
 
 The files of the model and of its tokenizer, the rows that were prepared, and the files that they came from. A run that
 goes on with others of these would be another run, which no checkpoint tells.

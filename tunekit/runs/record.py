@@ -1,4 +1,6 @@
-"""Record of a run: events and status, written by one of its processes for all.
+"""Record of a run: its events and status, its lock, the room on its disk, and records of finished runs.
+
+Record of a run: events and status, written by one of its processes for all.
 
 Free space on the disk of a run, and the errors where it is too little.
 

@@ -1,4 +1,6 @@
-"""The wish that a run ends: a file in its folder, whoever has the wish and wherever the run's processes are.
+"""Requests to a run: to stop, and to resume.
+
+The wish that a run ends: a file in its folder, whoever has the wish and wherever the run's processes are.
 
 `tunekit stop` writes it, and so does every process of the run that gets a signal: then all know of it.
 

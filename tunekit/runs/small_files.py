@@ -1,4 +1,6 @@
-"""The small files of a run's folder, read with care: it may come from another machine, or be damaged.
+"""Small files of a run's folder, and the liveness of its processes that they tell.
+
+The small files of a run's folder, read with care: it may come from another machine, or be damaged.
 
 A file is read only if it is one, up to a size, and what it holds is checked before anything relies on it.
 

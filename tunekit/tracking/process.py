@@ -1,4 +1,6 @@
-"""The process that hands a run's figures to trackers: `python -m tunekit.tracking.process FOLDER TRACKER...`.
+"""The process that hands a run's events to trackers: `python -m tunekit.tracking.process FOLDER`.
+
+The process that hands a run's figures to trackers: `python -m tunekit.tracking.process FOLDER TRACKER...`.
 
 The process that trains starts it and has nothing more to do with trackers: whatever their libraries do, wait for or run
 into happens here, and takes no time, no random number and no memory from the training. It reads the events of the run

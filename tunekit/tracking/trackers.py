@@ -1,4 +1,6 @@
-"""Trackers, which show figures of many runs: how a run is called there, where its files are, and what has to be there.
+"""Trackers of a run, and the start of the process that reports to them.
+
+Trackers, which show figures of many runs: how a run is called there, where its files are, and what has to be there.
 
 What names the run for a tracker (its project, its id) is decided once and kept in the folder `trackers` of the run
 folder, so that a run that is gone on with goes on there. Addresses and secrets are not kept: the environment has them.

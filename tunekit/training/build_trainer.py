@@ -1,4 +1,6 @@
-"""The trainer of a run: the one that its recipe's method names, around the model and the rows that the folder names.
+"""Build the trainer of a run, whose overrides are checked against the installed libraries.
+
+The trainer of a run: the one that its recipe's method names, around the model and the rows that the folder names.
 
 Check the names of other libraries that a run overrides, before anything is loaded.
 

@@ -1,4 +1,6 @@
-"""A last look before training: does the fused head give the log-probabilities that the model gives itself?
+"""Last check before training that the fused head scores as the model does, and the rows for it.
+
+A last look before training: does the fused head give the log-probabilities that the model gives itself?
 
 A fused head scores tokens by the last hidden states and the head's weight, with a scale and soft cap that TRL knows by
 name (trl 1.16, `add_fused_lm_head`). A model that does anything else between the two would be trained on another loss,

@@ -1,4 +1,6 @@
-"""A last look before training: is the model that is trained the one that it is held to?
+"""Last checks before training: the reference model, and packed documents kept apart.
+
+A last look before training: is the model that is trained the one that it is held to?
 
 Before the first step both are the same, whatever keeps the reference: the model without a new adapter, a copy of an
 adapter, a second model, or log-probabilities that were computed beforehand. So the same tokens have the same
@@ -60,7 +62,14 @@ FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 Mostly both models do the same sums on the same numbers and get the same bits. Log-probabilities that were computed
 beforehand come from batches of other lengths, and DoRA divides by a norm that it multiplies by again: sums in another
 order, which differ by some of the 2**-23 that float32 resolves, of logits of some tens, and by some of the 2**-8 of
-bfloat16. Another adapter, another template or dropout changes a token by a tenth of a nat and more."""
+bfloat16. Another adapter, another template or dropout changes a token by a tenth of a nat and more.
+
+For packed documents, the largest change that is rounding, as a share of the largest logit.
+
+Attention, masked or flash, gives each document the same bits whatever the other holds. But a mixture of experts
+groups the tokens of all documents by expert, so that the shapes of its products change, and with them the rounding:
+by 4e-7 in float32 (`benchmarks/isolation.py`), and by some of the 2**-8 that a bfloat16 resolves. What leaks changes
+the logits by a tenth of their size and more."""
 
 
 @dataclass(frozen=True)
@@ -248,14 +257,6 @@ PROBE_BOUNDARIES = (5, 13, 14, 30)
 
 PROBE_WINDOW = 4
 """Window that it is proved with, where the model has one."""
-
-FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
-"""Largest change that is rounding, as a share of the largest logit, in float32 and in 16 bits.
-
-Attention, masked or flash, gives each document the same bits whatever the other holds. But a mixture of experts
-groups the tokens of all documents by expert, so that the shapes of its products change, and with them the rounding:
-by 4e-7 in float32 (`benchmarks/isolation.py`), and by some of the 2**-8 that a bfloat16 resolves. What leaks changes
-the logits by a tenth of their size and more."""
 
 
 def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked: str) -> None:

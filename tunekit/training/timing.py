@@ -1,4 +1,6 @@
-"""Time of a run by part, by the clock of each process, and the process that keeps the others waiting.
+"""Time of a run by part, and the share of collectives in a step.
+
+Time of a run by part, by the clock of each process, and the process that keeps the others waiting.
 
 Processes that train together end every step at the same time, however fast each of them is: who is done first waits in
 an exchange, and exchanges hide behind computing. So the length of a step says nothing of who is slow. What a process

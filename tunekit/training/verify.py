@@ -1,4 +1,6 @@
-"""A look at what was built, in every process, before the first step: is it what was planned?
+"""Check what was built against its plan: the layout before the first step, and the measured memory.
+
+A look at what was built, in every process, before the first step: is it what was planned?
 
 Several set-ups of these libraries run something else than what they were asked for and say nothing. So nothing is
 believed that can be looked at: the number of processes, the engine, the placement of real parameters, their types, and

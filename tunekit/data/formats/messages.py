@@ -1,4 +1,6 @@
-"""Checks of texts, conversations and their tools.
+"""Checks of conversations: their texts and tools, tool calls, weights of turns, and media.
+
+Checks of texts, conversations and their tools.
 
 A row is checked completely before anything is tokenised, because what a tokenizer would do with a missing answer or a
 misspelt role is worse than an error: it trains on it.

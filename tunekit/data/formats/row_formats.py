@@ -1,4 +1,6 @@
-"""The shapes a training row can have, and how one is told from another.
+"""Formats of training rows, those that each method learns from, and renamed columns.
+
+The shapes a training row can have, and how one is told from another.
 
 A row is told apart by its columns: `messages` is a conversation, `prompt` with `completion` is a question and its
 answer, `chosen` with `rejected` are two answers of which one is better. Shapes that other tools write (ShareGPT,

@@ -1,4 +1,6 @@
-"""Token sequences on disk, with a mark for each token that counts in the loss.
+"""Token sequences: stored on disk, mixed by source, packed, and held out for evaluation.
+
+Token sequences on disk, with a mark for each token that counts in the loss.
 
 Three flat files in a folder: the token ids of all sequences one behind the other (four bytes each), a byte for each
 token that says whether it counts, and the lengths of the sequences. Beside them the lengths of the rows that they were

@@ -1,4 +1,6 @@
-"""Self-attention with its projections in one product, and head norms and rotary embedding in one pass.
+"""Self-attention in fused kernels, recognised by the source of its forward.
+
+Self-attention with its projections in one product, and head norms and rotary embedding in one pass.
 
 What is kept: the attention function is looked up at each call as before and told the same, the cache is updated
 between rotation and attention, and modules that cannot be read (see `lora_layers`) are called as before.

@@ -1,4 +1,6 @@
-"""The proof that a fused forward computes what the original does: outputs and gradients on random input agree.
+"""Rules of fusion, and the proof that a fused forward computes what the original does.
+
+The proof that a fused forward computes what the original does: outputs and gradients on random input agree.
 
 A proof is on a stand-in: a module of the same class and settings with fresh random weights of the same shapes, so that
 it holds for weights that are on `meta`, or divided. It is in float32 on the CPU, where the kernels' formulas are

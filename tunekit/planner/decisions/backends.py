@@ -1,4 +1,6 @@
-"""Choice of the attention backend of a model.
+"""Choice of what computes a layer: the attention backend, padding, torch.compile and float8.
+
+Choice of the attention backend of a model.
 
 Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are told their
 boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one document

@@ -1,4 +1,6 @@
-"""Adapters that PEFT puts on a model with routed experts: not on the modules that it has, but on those that it once
+"""Bytes of routed experts and of the adapters on them.
+
+Adapters that PEFT puts on a model with routed experts: not on the modules that it has, but on those that it once
 had.
 
 In transformers 5 the experts of a layer are fused into two tensors, and the router is a module of its own kind. For the

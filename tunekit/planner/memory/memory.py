@@ -1,4 +1,6 @@
-"""Bytes that a training step needs on one device, by phase and by part.
+"""Bytes of a training step on one device, and of the files that a run writes.
+
+Bytes that a training step needs on one device, by phase and by part.
 
 A step goes through phases, and what it needs is the most that any of them needs: at the end of the forward pass all
 that is kept for the backward pass is there but few gradients, at its end the gradients but few activations. Closed

@@ -1,4 +1,6 @@
-"""FSDP2 as Accelerate sets it up: what a device keeps of a model that others hold too, and what it gathers for a time.
+"""Bytes of a model that FSDP2 or ZeRO divides.
+
+FSDP2 as Accelerate sets it up: what a device keeps of a model that others hold too, and what it gathers for a time.
 
 Accelerate's `fsdp2_prepare_model` (1.15) makes a unit of each decoder layer and of the embedding; the final norm and
 the head are one more that stays gathered from the forward pass on, with the embedding where the head is tied to it.

@@ -1,4 +1,6 @@
-"""Bytes of what a run keeps from step to step: weights, adapters, gradients and the states of the optimizer.
+"""Bytes that a run keeps from step to step, by phase, with those of a reference and of DoRA.
+
+Bytes of what a run keeps from step to step: weights, adapters, gradients and the states of the optimizer.
 
 Everything is counted tensor by tensor, as transformers, PEFT, bitsandbytes and the optimizers hold it; the tests build
 the real ones and compare to the byte. Left out are buffers, tables of some KiB that a model computes with, and what a

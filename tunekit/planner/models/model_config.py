@@ -1,4 +1,6 @@
-"""Architecture of a model from its config.json, with the defaults that transformers uses for omitted keys.
+"""Architecture of a model from its config.json, and well-known models by name.
+
+Architecture of a model from its config.json, with the defaults that transformers uses for omitted keys.
 
 Published configurations leave out what equals the defaults of their configuration class: Gemma 3's do not say how many
 heads there are. The defaults are written down here for the types whose tensors `tunekit.planner.models.architectures`

@@ -1,4 +1,6 @@
-"""Speed of a run, its duration and cost: the time of a step, and the number of steps.
+"""Speed of a run, from its steps and from records of finished runs.
+
+Speed of a run, its duration and cost: the time of a step, and the number of steps.
 
 That time comes from the user's own runs on the same device where there are any, or else from published figures as a
 range (`tunekit.planner.throughput.step`); where there is neither, nothing is predicted.

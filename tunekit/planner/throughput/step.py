@@ -1,4 +1,6 @@
-"""The work of one optimizer step, and how long it takes: computing, sending and updating.
+"""Work and time of an optimizer step: its FLOPs, exchanges and updates.
+
+The work of one optimizer step, and how long it takes: computing, sending and updating.
 
 A device computes at a share of its peak, and sends meanwhile: what it gathers or reduces hides behind computing
 unless it takes longer, so that a micro-batch takes the longer of both; what it has to wait for comes on top. Then the

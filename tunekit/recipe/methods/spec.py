@@ -1,4 +1,6 @@
-"""What every training method says about itself, and how the rest of the code asks for it.
+"""Spec of a training method, and its passes through the model.
+
+What every training method says about itself, and how the rest of the code asks for it.
 
 A method is a section of the recipe with two halves. What never changes is its `spec`: row formats, TRL's classes,
 metrics, health checks. What depends on the recipe's settings are methods of the section: conflicts, passes for the

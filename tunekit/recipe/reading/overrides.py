@@ -1,4 +1,6 @@
-"""`key=value` words from the command line, laid over a recipe's values.
+"""Overrides from the command line, and environment variables in a recipe.
+
+`key=value` words from the command line, laid over a recipe's values.
 
 A value is read by the same rules as one in the file: `train.learning_rate=1e-4` is a number,
 `adapter.target_modules=[q_proj,v_proj]` a list, and `null` goes back to the default. `data.train[0].weight=2` reaches

@@ -1,4 +1,6 @@
-"""YAML text -> plain values, each with its place; and plain values -> YAML text.
+"""YAML text to plain values with their locations, and back.
+
+YAML text -> plain values, each with its place; and plain values -> YAML text.
 
 YAML has traps, and they are all sprung here. `1e-4` is a number and `no` is a word (the scalars of YAML 1.2, not of
 1.1, which PyYAML would read as a word and as false). A key given twice is refused, and so are tags, which could run

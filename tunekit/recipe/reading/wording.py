@@ -1,4 +1,6 @@
-"""pydantic's complaints in the user's words, at the user's keys.
+"""Errors of pydantic in the user's words, with suggestions for unknown keys.
+
+pydantic's complaints in the user's words, at the user's keys.
 
 pydantic reports where in its own types a value failed (`adapter.lora.target_modules.list[str]`) and in terms of Python.
 A recipe's author knows neither: the keys are taken back to those of the recipe, the branches of a union become one

@@ -1,4 +1,6 @@
-"""The section of a recipe that says which model to start from.
+"""Sections of a recipe on the model and its trained parameters.
+
+The section of a recipe that says which model to start from.
 
 Trained parameters: every weight, or low-rank updates beside frozen ones.
 """

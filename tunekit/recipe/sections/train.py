@@ -1,4 +1,6 @@
-"""The section of a recipe that says how a model is trained: how long, how fast, in which steps, and what is kept.
+"""Sections of a recipe on the length and steps of training, on devices, and on output.
+
+The section of a recipe that says how a model is trained: how long, how fast, in which steps, and what is kept.
 
 The section of a recipe that says how a run is spread over devices, and what is done when one of them fails.
 

@@ -1,4 +1,6 @@
-"""Restore on resume, in every process, of state that the trainer does not restore itself.
+"""Restore the state of a trainer on resume.
+
+Restore on resume, in every process, of state that the trainer does not restore itself.
 
 It takes from a checkpoint at which steps to log, to evaluate and to save, and the learning rate of the next step, even
 where the recipe asks for others by now. It knows no checkpoint of another number of processes but those of FSDP2, and

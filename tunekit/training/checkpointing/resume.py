@@ -1,4 +1,6 @@
-"""Going on with a run: from which checkpoint, with which edits of its recipe, and what is said of it.
+"""Resume a run: its checkpoint, and edits of its recipe.
+
+Going on with a run: from which checkpoint, with which edits of its recipe, and what is said of it.
 
 `decide` looks at everything and changes nothing. `carry_out` then sets aside the checkpoints that are no part of what
 follows, replaces the recipe and the plan and keeps the earlier ones. The processes go on as they do after any end, from
