@@ -98,6 +98,13 @@ def test_importing_tunekit_loads_nothing_heavy() -> None:
     assert not set(done.stdout.split()) & HEAVY
 
 
+@pytest.mark.parametrize("module", ["tunekit.training.worker", "tunekit.tracking.process"])
+def test_a_process_of_a_run_sets_its_environment_before_libraries_read_it(module: str) -> None:
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {"torch", "transformers", "trl", "peft", "accelerate", "datasets"}
+
+
 def test_importing_tunekit_leaves_the_environment_and_logging_alone() -> None:
     code = (
         "import logging, os, warnings\n"

@@ -16,7 +16,7 @@ from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.inference.preview import preview_data
 from tunekit.launching.bandwidth import Exchange, measure
-from tunekit.launching.device_queue import when_served
+from tunekit.launching.device_queue import turn, when_served
 from tunekit.launching.ssh import for_hosts, launch_on
 from tunekit.methods.rewards.load import check_rows
 from tunekit.planner.decisions.reasons import check_disk
@@ -316,7 +316,6 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *,
 
         return train_joined(place, make, on_event)
     run = make()
-    from tunekit.launching.device_queue import turn
     from tunekit.launching.local import begin, launch
 
     begin(run)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tunekit.errors import TunekitError, writing
-from tunekit.redact import outlive_readers
+from tunekit.redact import outlive_readers, without_secrets
 
 RunArgument = Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
 
@@ -99,7 +99,6 @@ def compare(
     """Show runs side by side: in what they differ, what came of them, and their curves."""
     from tunekit.display.comparison import comparison_parts
     from tunekit.display.console import make_console
-    from tunekit.redact import without_secrets
     from tunekit.reporting import comparison
 
     result = comparison.compare(runs)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import fill_last_step, run_trainer
 from tunekit.recipe.methods.cpo import CPOMethod
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ def build(method: CPOMethod, parts: Parts) -> "CPOTrainer":
     from trl.experimental.cpo import CPOConfig
 
     from tunekit.methods.pair_trainers import TokenisedCPOTrainer, with_tokens
-    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(TokenisedCPOTrainer)(
         args=CPOConfig(

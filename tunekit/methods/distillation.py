@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import end_at_stop_texts, generation_arguments
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import GroupOrder, run_trainer
 from tunekit.recipe.methods.distillation import DistillationMethod
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":
     """
     from transformers import PrinterCallback
     from trl import DistillationConfig, DistillationTrainer
-
-    from tunekit.methods.run_trainer import GroupOrder
 
     trainer = run_trainer(DistillationTrainer)(
         teacher_model=parts.load_teacher(method.teacher),

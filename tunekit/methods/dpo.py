@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts, loading_arguments
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import fill_last_step, run_trainer
 from tunekit.recipe.methods.dpo import DPOMethod
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def build(method: DPOMethod, parts: Parts) -> "DPOTrainer":
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.pair_trainers import RememberingDPOTrainer
-    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(RememberingDPOTrainer)(
         ref_model=parts.reference(),

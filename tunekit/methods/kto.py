@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts, loading_arguments
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import Order, fill_last_step, num_missing, run_trainer
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.sections.train import TrainSection
 
@@ -30,7 +30,6 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.pair_trainers import RememberingKTOTrainer
-    from tunekit.methods.run_trainer import fill_last_step
 
     train_dataset = _with_labels(parts.train_dataset)
     is_ordered = method.loss_type == "kto"
@@ -65,8 +64,6 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
 
 def _in_fixed_order(rows: "Dataset", train: TrainSection, *, shuffle: bool) -> "Dataset":
     """Rows in the order of every epoch, whose last step is filled with the first ones."""
-    from tunekit.methods.run_trainer import Order, num_missing
-
     missing = num_missing(len(rows), train.global_batch_size)
     return rows.select(list(Order(len(rows), missing, repeats=True, shuffle=shuffle, seed=train.seed)))
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import fill_last_step, run_trainer
 from tunekit.recipe.methods.orpo import ORPOMethod
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ def build(method: ORPOMethod, parts: Parts) -> "ORPOTrainer":
     from trl.experimental.orpo import ORPOConfig
 
     from tunekit.methods.pair_trainers import TokenisedORPOTrainer, with_tokens
-    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(TokenisedORPOTrainer)(
         args=ORPOConfig(

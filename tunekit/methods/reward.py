@@ -6,7 +6,7 @@ The score is read at the last token that is no padding (transformers' models for
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import fill_last_step, run_trainer
 from tunekit.recipe.methods.reward import RewardMethod
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ def build(method: RewardMethod, parts: Parts) -> "RewardTrainer":
     """
     from transformers import PrinterCallback
     from trl import RewardConfig, RewardTrainer
-
-    from tunekit.methods.run_trainer import fill_last_step
 
     trainer = run_trainer(RewardTrainer)(
         args=RewardConfig(

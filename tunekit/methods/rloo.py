@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import GroupOrder, run_trainer
 from tunekit.recipe.methods.rloo import RLOOMethod
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ def build(method: RLOOMethod, parts: Parts) -> "RLOOTrainer":
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.rewards.load import load_rewards
-    from tunekit.methods.run_trainer import GroupOrder
 
     trainer = run_trainer(RLOOTrainer)(
         reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),

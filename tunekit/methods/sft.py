@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.run_trainer import Order, filled, filled_stream, keep_order, num_missing, run_trainer
 from tunekit.recipe.methods.sft import SFTMethod
 
 
@@ -29,7 +29,6 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
     from trl import SFTConfig
 
     from tunekit.methods.head import name_scored_positions, replace_heads
-    from tunekit.methods.run_trainer import Order, filled, filled_stream, keep_order, num_missing
 
     # Processes that divide sequences bring each other micro-batches of their own.
     side_by_side = parts.plan.layout.num_batches * parts.plan.layout.sp_size

@@ -27,7 +27,7 @@ from tunekit.data.prepare import read_dataset
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import DependencyError
 from tunekit.methods.arguments import Parts
-from tunekit.models.load import Task
+from tunekit.models.load import Task, attach_adapter, load_model, merge_adapter, use_liger
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.facts import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
     from tunekit.models.attention import activate
-    from tunekit.models.load import load_model, merge_adapter, use_liger
     from tunekit.training.engines.tensor_parallel import distributed_config
 
     if plan.attn_implementation == VARLEN:
@@ -80,8 +79,6 @@ def continued_folder(plan: Plan, device: str | None) -> Path | None:
 
 def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
     """The model with the adapter that is trained, as it is before the first step."""
-    from tunekit.models.load import attach_adapter
-
     model = load_policy(recipe, plan, device=device)
     trained = continued_folder(plan, device)
     task: Task = "SEQ_CLS" if recipe.method.spec.classifies else "CAUSAL_LM"
@@ -101,8 +98,6 @@ def fuse_as_planned(model: "Module", plan: Plan) -> "Report | None":
 
 def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
     """The model that another one learns from, whole on each device."""
-    from tunekit.models.load import load_model
-
     model = load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
     fuse_as_planned(model, plan)
     return model

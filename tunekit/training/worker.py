@@ -45,12 +45,12 @@ from tunekit.training.build_trainer import (
     load_policy,
     loads_bare_reference,
 )
-from tunekit.training.callbacks import follow, follow_layers
 from tunekit.training.check_head import check_head
 from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, start_of
 from tunekit.training.model_card import write_card
+from tunekit.training.progress import follow, follow_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
