@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.collate
 
 Processor time, the best of five passes: what a training process spends between two micro-batches where no worker does
-it meanwhile. `COLLATED_TOKENS_PER_SECOND` in `tunekit/planner/throughput/step.py` is from here.
+it meanwhile. `COLLATED_TOKENS_PER_SECOND` in `tunekit/estimates/throughput/step.py` is from here.
 """
 
 import random

@@ -2,10 +2,10 @@
 
     python -m benchmarks.planner [--steps one|many|methods|all] [--set development|held-out|all] [--save]
 
-The steps are drawn by chance in `tests/planner/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512) and
+The steps are drawn by chance in `tests/estimates/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512) and
 `grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others.
-The traces (`tests/planner/oracle*.py`) run Hugging Face's modules, TRL's head, its trainers' losses, Accelerate's FSDP2
-wrapping and autograd on tensors without storage. It is agreement with a trace, not a measurement on a device: the
+The traces (`tests/estimates/oracle*.py`) run Hugging Face's modules, TRL's head, its trainers' losses, Accelerate's
+FSDP2 wrapping and autograd on tensors without storage. It is agreement with a trace, not a measurement on a device: the
 allocator, streams, workspaces of libraries and kernels of bitsandbytes are in neither, and are what the parts `context`
 and `reserve` and the planner's margin are for. Below stands how far the estimate is from published measurements.
 
@@ -31,16 +31,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tests.estimates.oracle import Step, estimate_of
+from tests.estimates.oracle_methods import MethodStep
+from tests.estimates.oracle_shards import ShardedStep
+from tests.estimates.published import print_errors
+from tests.estimates.shapes import LLAMA_8B, LLAMA_405B
 from tests.planner import grid, grid_methods, grid_shards, oracle, oracle_methods, oracle_shards
-from tests.planner.oracle import Step, estimate_of
-from tests.planner.oracle_methods import MethodStep
-from tests.planner.oracle_shards import ShardedStep
-from tests.planner.published import print_errors
-from tests.planner.shapes import LLAMA_8B, LLAMA_405B
-from tunekit.planner.facts import DataFacts
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import estimate
+from tunekit.estimates.facts import DataFacts
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import estimate
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter

@@ -53,7 +53,7 @@ def test_wheel_holds_pico_with_weights_and_tokenizer(files: set[str]) -> None:
 
 
 def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:
-    assert "tunekit/planner/models/models.yaml" in files
+    assert "tunekit/estimates/models/models.yaml" in files
 
 
 def test_wheel_holds_the_texts_and_the_looks_of_the_web_ui(files: set[str]) -> None:

@@ -46,8 +46,8 @@ def test_quarantine_says_why_and_since_when():
 
 
 def test_the_tests_of_a_changed_module_come_first_and_those_of_its_importers_follow():
-    distances = affected.distances(["tunekit/planner/memory/states.py"])
-    assert distances["tests/planner/test_states.py"] == 0
+    distances = affected.distances(["tunekit/estimates/memory/states.py"])
+    assert distances["tests/estimates/test_states.py"] == 0
     assert distances["tests/planner/test_candidates.py"] <= 3
     assert distances["tests/training/test_options.py"] > 1
     assert "tests/kernels/test_rope.py" not in distances
@@ -62,7 +62,7 @@ def test_a_changed_test_helper_affects_the_tests_that_import_it():
 def test_data_files_recipes_and_the_readme_affect_what_reads_them():
     assert affected.distances(["README.md"]) == {"tests/test_readme.py": 0}
     assert affected.distances(["recipes/pico/sft.yaml"])["tests/recipe/test_library.py"] == 0
-    assert "tests/planner/test_known_models.py" in affected.distances(["tunekit/planner/models/models.yaml"])
+    assert "tests/estimates/test_known_models.py" in affected.distances(["tunekit/estimates/models/models.yaml"])
 
 
 def test_a_budget_takes_the_nearest_files_that_fit_and_names_the_rest():
@@ -78,7 +78,7 @@ def test_a_budget_takes_the_nearest_files_that_fit_and_names_the_rest():
 
 def test_files_that_are_nearer_come_first_and_cheaper_ones_before_dearer():
     choices = affected.choose(
-        ["tunekit/planner/memory/sharding.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6)
+        ["tunekit/estimates/memory/sharding.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6)
     )
     assert [choice.distance for choice in choices] == sorted(choice.distance for choice in choices)
     same = [choice for choice in choices if choice.distance == choices[-1].distance]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tunekit.display.console import Progress
     from tunekit.display.plan import plan_figures
     from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.estimates.hardware.machines import machines
     from tunekit.evaluation.evaluate import evaluate
     from tunekit.exporting.export import Export, export
     from tunekit.inference.chat import Talk, chat
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from tunekit.launching.stop import delete_run
     from tunekit.migration.migration import migrate
     from tunekit.migration.report import Migration
-    from tunekit.planner.hardware.machines import machines
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.edits import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
@@ -241,7 +241,7 @@ _HOMES = {
     "list_runs": "tunekit.runs.run",
     "list_sweeps": "tunekit.sweeps.folder",
     "load_recipe": "tunekit.recipe.load",
-    "machines": "tunekit.planner.hardware.machines",
+    "machines": "tunekit.estimates.hardware.machines",
     "named_paths": "tunekit.recipe.load",
     "plan": "tunekit.api.verbs",
     "plan_figures": "tunekit.display.plan",

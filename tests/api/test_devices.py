@@ -5,7 +5,7 @@ import pytest
 import tunekit
 from tunekit.api.devices import chosen, visible_to
 from tunekit.errors import PlanError
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.hardware.machines import find_machine
 
 
 @pytest.fixture

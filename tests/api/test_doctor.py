@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from tunekit.api.doctor import STACK, Diagnosis, Driver, Feature, Package, compare, diagnose, features, installed
-from tunekit.planner.facts import Device, Hardware
+from tunekit.estimates.facts import Device, Hardware
 
 GIB = 2**30
 LAPTOP = Hardware(

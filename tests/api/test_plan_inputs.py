@@ -1,7 +1,7 @@
 """What plans are made from is looked up once."""
 
 from tunekit.api.plan_inputs import AFTER_READING, Lookup
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.sections.data import DataSection
 

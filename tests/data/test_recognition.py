@@ -9,7 +9,7 @@ import pytest
 from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, recognise
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.planner.facts import DataFacts
+from tunekit.estimates.facts import DataFacts
 from tunekit.recipe.schema import choices_of
 from tunekit.recipe.sections.data import DataSection, SourceFormat
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from tests.planner.golden import ROWS, known_facts, recipe
 from tunekit.display.plan import LETTERS, LIMIT, OTHERS, comparison_table, plan_view, variants_table
 from tunekit.errors import PlanError
-from tunekit.planner.facts import Hardware
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.layout import Layout
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Rejected, gib
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Variant, Variants

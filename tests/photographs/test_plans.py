@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
+from tests.estimates.shapes import LAPTOP
 from tests.photographs.recorded import check_recorded
 from tests.planner.golden import known_facts, plan_of, recipe
-from tests.planner.shapes import LAPTOP
 from tests.smoke.methods import METHODS
 from tunekit.errors import PlanError
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 
 MODEL = "google/gemma-3-270m-it"

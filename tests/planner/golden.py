@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
+from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
 from tunekit.errors import PlanError
-from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.model_config import known_models
+from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.models.model_config import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.estimates.shapes import GIB, H100, LAPTOP, LLAMA_1B, RTX_4090, T4, with_gpu
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import GIB, H100, LAPTOP, LLAMA_1B, RTX_4090, T4, with_gpu
 from tunekit.errors import PlanError
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model

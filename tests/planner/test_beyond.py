@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.planner.test_architectures import facts_of
+from tests.estimates.test_architectures import facts_of
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.models.model_config import known_models
 from tunekit.planner.decisions.beyond import beyond, bubble
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.model_config import known_models
 
 LLAMA_70B, LLAMA_405B = (facts_of(known_models()[f"meta-llama/Llama-3.1-{size}"].config) for size in ("70B", "405B"))
 

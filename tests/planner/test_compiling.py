@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, RTX_4090, T4
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, RTX_4090, T4
 from tunekit.errors import PlanError
 from tunekit.planner.resolve import resolve
 

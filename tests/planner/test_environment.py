@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.estimates.shapes import LAPTOP, LLAMA_1B, LLAMA_8B
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.decisions.environment import patience_of, timeout_of
-from tunekit.planner.facts import Hardware
-from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.hardware import with_nodes

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.planner.golden import ROWS, known_facts, recipe
-from tunekit.planner.facts import Device
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.facts import Device
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 

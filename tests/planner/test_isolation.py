@@ -5,10 +5,10 @@ import json
 import pytest
 
 from benchmarks.isolation import RESULTS, measure
-from tests.planner.shapes import H100, LAPTOP, LLAMA_1B
+from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import DataFacts
 from tunekit.planner.decisions.isolation import FLEX_TYPES, VARLEN, VARLEN_TYPES, WITHOUT_SDPA, why_not_isolated
-from tunekit.planner.facts import DataFacts
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 

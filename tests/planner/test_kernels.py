@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, T4
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, T4
 from tunekit.errors import PlanError
 from tunekit.planner.decisions.kernels import LIGER_TYPES
 from tunekit.planner.plan import Plan

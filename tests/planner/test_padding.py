@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.planner.shapes import H100, LLAMA_1B
-from tunekit.planner.facts import DataFacts
+from tests.estimates.shapes import H100, LLAMA_1B
+from tunekit.estimates.facts import DataFacts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe

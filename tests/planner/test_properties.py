@@ -3,13 +3,13 @@
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from tests.estimates.shapes import llama_facts
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import llama_facts
 from tunekit.errors import PlanError
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import MemoryEstimate
 from tunekit.planner.decisions.fit import Setting
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import MemoryEstimate
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve, setting_of
 

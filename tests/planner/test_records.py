@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.estimates.shapes import H100, LAPTOP, LLAMA_8B, T4
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import H100, LAPTOP, LLAMA_8B, T4
+from tunekit.estimates.throughput.speed import RunRecord, reserve_share
 from tunekit.planner.resolve import resolve
-from tunekit.planner.throughput.speed import RunRecord, reserve_share
 
 GIB = 2**30
 

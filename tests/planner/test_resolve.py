@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.estimates.shapes import GIB, H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4, with_gpu
 from tests.planner.golden import CASES, ROWS, recipe
-from tests.planner.shapes import GIB, H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4, with_gpu
 from tunekit.errors import PlanError
-from tunekit.planner.facts import DataFacts
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.facts import DataFacts
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model

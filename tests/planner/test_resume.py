@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunekit.planner.layout import Layout
+from tunekit.estimates.layout import Layout
 from tunekit.planner.resume import obstacle
 
 ALONE = Layout()

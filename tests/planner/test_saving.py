@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.planner.shapes import LAPTOP, LLAMA_8B
+from tests.estimates.shapes import LAPTOP, LLAMA_8B
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import DataFacts
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.decisions.reasons import check_disk
-from tunekit.planner.facts import DataFacts
-from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.planner.shapes import LLAMA_1B, RTX_4090
+from tests.estimates.shapes import LLAMA_1B, RTX_4090
+from tunekit.estimates.facts import DataFacts
+from tunekit.estimates.memory.memory import MemoryEstimate
 from tunekit.planner.decisions.shortage import Shortage, change_that_fits
-from tunekit.planner.facts import DataFacts
-from tunekit.planner.memory.memory import MemoryEstimate
 from tunekit.planner.plan import gib
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe

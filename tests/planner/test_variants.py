@@ -6,8 +6,8 @@ import pytest
 
 from tests.planner.golden import ROWS, known_facts, recipe
 from tunekit.errors import PlanError, RecipeError
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.model_config import known_models
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.models.model_config import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tunekit.planner.facts import Device
+from tunekit.estimates.facts import Device
 from tunekit.probe.hardware import probe_hardware, torch_build
 from tunekit.probe.host import Limits, apple_device, cgroup_limits
 

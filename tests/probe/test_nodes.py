@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tunekit.errors import PlanError
-from tunekit.planner.facts import Hardware
-from tunekit.planner.hardware.catalogue import CATALOGUE
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.hardware.catalogue import CATALOGUE
 from tunekit.probe.hardware import with_nodes
 
 H100 = next(kind for kind in CATALOGUE if kind.name == "h100")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.planner.facts import Hardware
+from tunekit.estimates.facts import Hardware
 
 COMPILER = shutil.which("cc")
 pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs a C compiler and Linux")

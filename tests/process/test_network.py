@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tunekit.estimates.facts import Device, Figures, Hardware
 from tunekit.launching.bandwidth import Measured, expected
-from tunekit.planner.facts import Device, Figures, Hardware
 from tunekit.process.network import infiniband, name_interface, way_to
 
 

@@ -18,8 +18,8 @@ from tests.processes import in_processes
 from tests.tiny import make_tokenizer, plain_accelerator, save_chats
 from tests.training.engines import made, work_in
 from tunekit.errors import RunError
+from tunekit.estimates.layout import Layout
 from tunekit.methods.head import fused_heads, replace_heads
-from tunekit.planner.layout import Layout
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.run import Run
 from tunekit.training import check_head

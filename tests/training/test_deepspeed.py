@@ -138,7 +138,7 @@ def test_two_pairs_of_processes_that_divide_sequences_are_equal_to_one(folder, a
 
 @pytest.mark.slow
 def test_a_single_process_can_have_its_states_elsewhere(folder, alone):
-    from tunekit.planner.memory.sharding import ZeroBuckets
+    from tunekit.estimates.memory.sharding import ZeroBuckets
 
     buckets = ZeroBuckets(reduced=2304, prefetched=2073, persistent=480).model_dump()
     layout = {"strategy": "zero2", "offload_optimizer_device": "cpu"}

@@ -12,7 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tunekit
 from tests.tiny import make_tokenizer, save_chats
-from tunekit.planner.memory.states import adapters_bytes, gradients_bytes, states_bytes, trained_tensors, weights_bytes
+from tunekit.estimates.memory.states import (
+    adapters_bytes,
+    gradients_bytes,
+    states_bytes,
+    trained_tensors,
+    weights_bytes,
+)
 from tunekit.probe.model import probe_model
 from tunekit.runs.run import Run
 from tunekit.training.verify import is_out_of_memory, shortage

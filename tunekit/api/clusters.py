@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tunekit.api.verbs import Source, make_run
 from tunekit.errors import TunekitError
+from tunekit.estimates.facts import Hardware
 from tunekit.launching import sky, slurm
 from tunekit.launching.cluster import nodes_of, with_all_nodes
 from tunekit.launching.slurm import Wishes
-from tunekit.planner.facts import Hardware
 from tunekit.runs.events import Event
 from tunekit.runs.fingerprints import read_recipe
 from tunekit.runs.run import Run

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import Device
 from tunekit.launching.device_queue import PROCESSOR, Ticket, tickets
-from tunekit.planner.facts import Device
 from tunekit.probe.hardware import probe_node
 
 

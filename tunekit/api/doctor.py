@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tunekit.errors import PlanError
-from tunekit.planner.facts import Device, Hardware
+from tunekit.estimates.facts import Device, Hardware
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT

@@ -6,9 +6,9 @@ from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.data.tokenization.tokenize import check_first_rows
 from tunekit.errors import ModelError, PlanError
-from tunekit.planner.facts import Hardware, ModelFacts
-from tunekit.planner.hardware.machines import find_machine
-from tunekit.planner.models.model_config import KnownModel, known_models
+from tunekit.estimates.facts import Hardware, ModelFacts
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.models.model_config import KnownModel, known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models

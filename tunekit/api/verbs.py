@@ -14,13 +14,13 @@ from tunekit.data.reports.preview import DataPreview
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.errors import PlanError, RunError, TunekitError
+from tunekit.estimates.facts import Hardware
 from tunekit.inference.preview import preview_data
 from tunekit.launching.bandwidth import Exchange, measure
 from tunekit.launching.device_queue import turn, when_served
 from tunekit.launching.ssh import for_hosts, launch_on
 from tunekit.methods.rewards.load import check_rows
 from tunekit.planner.decisions.reasons import check_disk
-from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations

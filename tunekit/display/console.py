@@ -29,10 +29,10 @@ from tunekit.api.doctor import Diagnosis
 from tunekit.display.evaluation import evaluations_table
 from tunekit.display.plan import plan_view
 from tunekit.errors import TunekitError
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.throughput.speed import Speed, duration
 from tunekit.launching.bandwidth import Exchange
-from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
-from tunekit.planner.throughput.speed import Speed, duration
 from tunekit.recipe.methods import is_rewarded
 from tunekit.redact import lasting
 from tunekit.reporting.diagnosis import diagnose_run

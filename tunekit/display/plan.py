@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tunekit.errors import PlanError
-from tunekit.planner.memory.memory import Part
+from tunekit.estimates.memory.memory import Part
+from tunekit.estimates.throughput.communication import Range
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
-from tunekit.planner.throughput.communication import Range
 from tunekit.planner.variants import NEXT, Variants
 from tunekit.recipe.reading.parse import to_inline_yaml
 

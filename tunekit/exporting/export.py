@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tunekit.errors import ModelError, RunError, TunekitError
+from tunekit.estimates.memory.states import Dtype
 from tunekit.exporting.gguf import BYTES_PER_PARAM, GgufType, check_convertible, find_converter, write_gguf
 from tunekit.exporting.hub import check_target
 from tunekit.exporting.hub import push as send
@@ -26,7 +27,6 @@ from tunekit.exporting.ollama import MODELFILE, modelfile
 from tunekit.exporting.verify import Check, Subject
 from tunekit.files import has_controls
 from tunekit.inference.find_model import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
-from tunekit.planner.memory.states import Dtype
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.model import QloraAdapter

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from tunekit.errors import ModelError, RunError, TunekitError
+from tunekit.estimates.memory.states import Dtype
 from tunekit.files import is_name
-from tunekit.planner.memory.states import Dtype
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import model_folder
 from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of

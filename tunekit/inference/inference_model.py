@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.errors import MemoryShortError, RunError
+from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.find_model import Trained, config_of, load_trained, stored_dtype, tokenizer_of
-from tunekit.planner.memory.states import Dtype
 from tunekit.training.verify import is_out_of_memory
 
 if TYPE_CHECKING:

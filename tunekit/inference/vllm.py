@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunekit.errors import DependencyError, RunError, TunekitError
+from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.find_model import Trained, tokenizer_of
 from tunekit.inference.inference_model import Answer, Device, Sampling, longest_of, room_of
-from tunekit.planner.memory.states import Dtype
 from tunekit.probe.model import model_folder
 from tunekit.recipe.sections.model import QloraAdapter
 

@@ -3,8 +3,8 @@
 import shlex
 
 from tunekit.errors import PlanError
-from tunekit.planner.facts import Hardware
-from tunekit.planner.hardware.machines import find_machine
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.probe.hardware import probe_node
 from tunekit.probe.nodes import check_may_go_back

@@ -21,7 +21,7 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from tunekit.errors import RunError
-from tunekit.planner.facts import Hardware
+from tunekit.estimates.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.process.signals import Wishes, stopped
 from tunekit.runs.events import Listener

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from tunekit.errors import DependencyError, PlanError, RunError
+from tunekit.estimates.hardware.machines import find_machine
 from tunekit.launching.cluster import command_of, num_local
-from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.runs.run import Run
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.errors import DependencyError, RunError
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.files import has_controls
 from tunekit.launching.cluster import command_of, num_cores, num_local
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
-from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
-from tunekit.planner.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.redact import redacted, secret_in
 from tunekit.runs.run import Run
 from tunekit.runs.scheduler_job import write_job

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from tunekit.errors import HostLostError, PlanError, RunError
+from tunekit.estimates.facts import Hardware
 from tunekit.launching.local import supervise
 from tunekit.launching.ssh_hosts import Hosts, lost_error, unusable
-from tunekit.planner.facts import Hardware
 from tunekit.process.processes import LOG
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from tunekit.errors import HostLostError, RunError
+from tunekit.estimates.facts import Hardware
 from tunekit.launching.ssh_node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
-from tunekit.planner.facts import Hardware
 from tunekit.process.network import name_interface
 from tunekit.redact import is_secret
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.estimates.memory.states import Reference
 from tunekit.planner.decisions.kernels import head_kind
-from tunekit.planner.memory.states import Reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.data import DataSection

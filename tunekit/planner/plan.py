@@ -8,15 +8,15 @@ import yaml
 from pydantic import Field
 
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import DataFacts, Device, Facts, Origin
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import Confidence, MemoryEstimate, Part, Saving
+from tunekit.estimates.memory.sharding import ZeroBuckets
+from tunekit.estimates.memory.states import Dtype, Reference
+from tunekit.estimates.throughput.speed import Speed
 from tunekit.planner.decisions.isolation import FlashAttention
 from tunekit.planner.decisions.kernels import Kernels
 from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.facts import DataFacts, Device, Facts, Origin
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import Confidence, MemoryEstimate, Part, Saving
-from tunekit.planner.memory.sharding import ZeroBuckets
-from tunekit.planner.memory.states import Dtype, Reference
-from tunekit.planner.throughput.speed import Speed
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 

@@ -5,6 +5,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
+from tunekit.estimates.memory.sharding import pad_to_multiple_of, zero_buckets
+from tunekit.estimates.memory.states import num_trainable_params, reference_of
+from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.planner.decisions.backends import (
     check_float8,
     choose_attention,
@@ -56,13 +62,7 @@ from tunekit.planner.decisions.reasons import (
     workers_reason,
 )
 from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
-from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
-from tunekit.planner.memory.sharding import pad_to_multiple_of, zero_buckets
-from tunekit.planner.memory.states import num_trainable_params, reference_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
-from tunekit.planner.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import metric_of
+from tunekit.estimates.throughput.communication import Range
 from tunekit.planner.decisions.reasons import optimizer_reason, schedule_of, speed_reason, steps_reason
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import metric_of
 from tunekit.planner.plan import Plan, Reason
-from tunekit.planner.throughput.communication import Range
 from tunekit.recipe.schema import Recipe
 
 WHOLE = ("single", "ddp")

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunekit.planner.facts import Device
-from tunekit.planner.hardware.catalogue import pcie_bytes_per_second, reported_as
+from tunekit.estimates.facts import Device
+from tunekit.estimates.hardware.catalogue import pcie_bytes_per_second, reported_as
 from tunekit.probe.found import Found
 from tunekit.probe.visible import visible_devices
 

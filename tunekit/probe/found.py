@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunekit.planner.facts import Device, Figures
-from tunekit.planner.hardware.catalogue import reported_as
+from tunekit.estimates.facts import Device, Figures
+from tunekit.estimates.hardware.catalogue import reported_as
 
 
 @dataclass(frozen=True)

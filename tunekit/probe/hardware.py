@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.hardware.catalogue import NOTES
 from tunekit.planner.decisions.environment import DECIDED
-from tunekit.planner.facts import Hardware
-from tunekit.planner.hardware.catalogue import NOTES
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.found import Found, figures_of, split_by_kind
 from tunekit.probe.host import ROOT, apple_device, host_cpu, num_cores, processor

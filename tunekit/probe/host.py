@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tunekit.planner.facts import Device
+from tunekit.estimates.facts import Device
 
 ROOT = Path("/")
 

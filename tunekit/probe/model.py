@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunekit.errors import ModelError
-from tunekit.planner.facts import ModelFacts, Origin
-from tunekit.planner.memory.experts import fused_experts
-from tunekit.planner.models.architectures import tensors_of
-from tunekit.planner.models.model_config import (
+from tunekit.estimates.facts import ModelFacts, Origin
+from tunekit.estimates.memory.experts import fused_experts
+from tunekit.estimates.models.architectures import tensors_of
+from tunekit.estimates.models.model_config import (
     WITH_VISION,
     complete,
     head_dim_of,

@@ -13,8 +13,8 @@ from typing import Any
 import pynvml
 
 from tunekit.errors import PlanError
-from tunekit.planner.facts import Device
-from tunekit.planner.hardware.catalogue import pcie_bytes_per_second
+from tunekit.estimates.facts import Device
+from tunekit.estimates.hardware.catalogue import pcie_bytes_per_second
 from tunekit.probe.found import Found
 from tunekit.probe.host import host_cpu
 from tunekit.probe.visible import visible_devices

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tunekit.errors import ModelError
-from tunekit.planner.facts import Ancestor, Origin
+from tunekit.estimates.facts import Ancestor, Origin
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 

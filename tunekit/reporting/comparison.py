@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.errors import DependencyError, TunekitError
+from tunekit.estimates.throughput.speed import duration
 from tunekit.planner.plan import gib
-from tunekit.planner.throughput.speed import duration
 from tunekit.recipe.edits import recipe_diff
 from tunekit.recipe.load import asked_for
 from tunekit.recipe.methods import is_rewarded

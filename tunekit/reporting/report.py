@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import counted
+from tunekit.estimates.throughput.communication import Range
+from tunekit.estimates.throughput.speed import duration
 from tunekit.planner.plan import Plan, gib
-from tunekit.planner.throughput.communication import Range
-from tunekit.planner.throughput.speed import duration
 from tunekit.recipe.load import dump_recipe
 from tunekit.reporting.page import Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of

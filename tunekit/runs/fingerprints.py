@@ -37,7 +37,7 @@ from pydantic import ValidationError
 from tunekit.data.sources.files import LocalFile
 from tunekit.data.sources.find_files import find_files
 from tunekit.errors import DataError, ModelError, PlanError, RunError, TunekitError
-from tunekit.planner.facts import Facts, contradictions, taken_over
+from tunekit.estimates.facts import Facts, contradictions, taken_over
 from tunekit.probe.host import num_cores
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of

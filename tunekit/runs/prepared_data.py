@@ -15,8 +15,8 @@ from tunekit.data.sources.remote import is_url, without_user
 from tunekit.data.sources.rows import Skipped
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.errors import DataError
+from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.models.load import load_tokenizer
-from tunekit.planner.facts import DataFacts, SourceFacts
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, Sources

@@ -33,9 +33,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from tunekit.errors import DiskError, ExchangeError, MemoryShortError, RollbackError, RunError, TunekitError
+from tunekit.estimates.throughput.speed import RunRecord
 from tunekit.planner.decisions.shortage import with_half_the_batch
 from tunekit.planner.plan import Plan, gib
-from tunekit.planner.throughput.speed import RunRecord
 from tunekit.probe.model import probe_model
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe

@@ -6,10 +6,10 @@ from typing import Any
 from tunekit.api.plan_inputs import Lookup
 from tunekit.api.verbs import Source, check_recipe
 from tunekit.errors import PlanError, RecipeError, TunekitError
+from tunekit.estimates.facts import Hardware
+from tunekit.estimates.throughput.communication import Range
 from tunekit.launching.device_queue import when_served
-from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan, gib
-from tunekit.planner.throughput.communication import Range
 from tunekit.planner.variants import Variant, Variants
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 
 from tunekit.errors import PlanError
-from tunekit.planner.memory.memory import metric_of
+from tunekit.estimates.memory.memory import metric_of
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import is_rewarded
 from tunekit.runs.events import Event, words_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError
-from tunekit.planner.throughput.speed import duration
+from tunekit.estimates.throughput.speed import duration
 from tunekit.recipe.entries import UNSET
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.rewrite import edit_text

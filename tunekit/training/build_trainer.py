@@ -26,10 +26,10 @@ from tunekit.data.packing.stream import stream
 from tunekit.data.prepare import read_dataset
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import DependencyError
+from tunekit.estimates.facts import continued_adapter
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import Task, attach_adapter, load_model, merge_adapter, use_liger
 from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.planner.facts import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from tunekit.planner.memory.memory import Part
+from tunekit.estimates.memory.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.process.watchdog import Heart
 from tunekit.recipe.methods import is_rewarded

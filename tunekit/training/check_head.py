@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import RunError
-from tunekit.planner.models.model_config import num_experts_of
+from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record
 

@@ -149,7 +149,7 @@ def _device(plan: Plan) -> str | None:
     """Return where the saved model can be loaded beside the trained one; None where there is no room."""
     import torch
 
-    from tunekit.planner.memory.states import BYTES
+    from tunekit.estimates.memory.states import BYTES
     from tunekit.probe.host import host_cpu
 
     size = 4 if isinstance(plan.recipe.adapter, FullAdapter) else BYTES[plan.dtype]

@@ -15,9 +15,9 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback
 
+from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan
-from tunekit.planner.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.process.collectives import same_everywhere
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
 from tunekit.runs.requests import COMMAND

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import psutil
 
 from tunekit.errors import RunError
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import Part
 from tunekit.planner.decisions.shortage import Shortage
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.training.engines import deepspeed, fsdp2
 

@@ -22,6 +22,10 @@ tensors) have factors of 8 bits and weights in float32, and are slower than 16 b
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.states import Dtype
+from tunekit.estimates.passes import SFT, Passes
 from tunekit.planner.decisions.isolation import (
     FLEX_TYPES,
     ISOLATE_WITH_FLASH_ONLY,
@@ -32,10 +36,6 @@ from tunekit.planner.decisions.isolation import (
     why_not_isolated,
 )
 from tunekit.planner.decisions.kernels import TRITON_CAPABILITY, Kernels
-from tunekit.planner.facts import Device, Hardware, ModelFacts
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.states import Dtype
-from tunekit.planner.passes import SFT, Passes
 from tunekit.planner.plan import Reason
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection

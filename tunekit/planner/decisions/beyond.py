@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from tunekit.estimates.facts import Facts, Figures, Hardware, ModelFacts
+from tunekit.estimates.throughput.communication import Link, Range, Transfer
 from tunekit.planner.decisions.fit import MEMORY_SHARE
-from tunekit.planner.facts import Facts, Figures, Hardware, ModelFacts
-from tunekit.planner.throughput.communication import Link, Range, Transfer
 
 LONG_SEQUENCE = 32768
 """Tokens of a sequence on one device up to which it is left whole: the guides' rule."""

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tunekit.estimates.facts import Origin
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.states import reference_of
 from tunekit.planner.decisions.backends import of_rows, why_no_float8_in, why_not_compiled_in
 from tunekit.planner.decisions.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.decisions.kernels import why_no_kernels
 from tunekit.planner.decisions.vllm import why_not_in
-from tunekit.planner.facts import Origin
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.states import reference_of
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter

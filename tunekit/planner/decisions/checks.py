@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.memory.experts import FORMER_LINEARS, adapted_experts, last_part
+from tunekit.estimates.memory.states import Dtype, unties_head
 from tunekit.planner.decisions.backends import check_compile, check_isolation
 from tunekit.planner.decisions.fit import divisors
 from tunekit.planner.decisions.kernels import check_kernels
 from tunekit.planner.decisions.vllm import why_no_vllm
-from tunekit.planner.facts import Device, Hardware, ModelFacts
-from tunekit.planner.memory.experts import FORMER_LINEARS, adapted_experts, last_part
-from tunekit.planner.memory.states import Dtype, unties_head
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from tunekit.planner.facts import Hardware, ModelFacts
-from tunekit.planner.layout import Layout
+from tunekit.estimates.facts import Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Reason, gib
-from tunekit.planner.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.rewards import CodeReward, JudgeReward

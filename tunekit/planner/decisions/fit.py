@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.memory import MemoryEstimate, estimate
+from tunekit.estimates.memory.states import Dtype, reference_of
+from tunekit.estimates.passes import Passes, passes_of
 from tunekit.planner.decisions.backends import needs_mask, of_rows, padding_of
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.decisions.kernels import choose_kernels, head_kind
 from tunekit.planner.decisions.vllm import VLLM, vllm_bytes, vllm_of
-from tunekit.planner.facts import Device, Hardware, ModelFacts
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.memory import MemoryEstimate, estimate
-from tunekit.planner.memory.states import Dtype, reference_of
-from tunekit.planner.passes import Passes, passes_of
 from tunekit.planner.plan import Reason, gib
 from tunekit.recipe.schema import Recipe
 

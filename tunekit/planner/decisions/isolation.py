@@ -12,7 +12,8 @@ be built, or is not in transformers; every run that needs it looks again, at the
 
 from typing import Literal
 
-from tunekit.planner.facts import ModelFacts
+from tunekit.estimates.facts import ModelFacts
+from tunekit.estimates.models.architectures import ATTENTION_LAYERS, CARRY_STATE
 
 VARLEN = "tunekit_varlen"
 """Name of tunekit's attention for rows that lie one behind the other."""
@@ -22,46 +23,6 @@ FlashAttention = Literal["FA2", "FA3", "FA4"]
 
 FLEX_TYPES = frozenset({"gemma2", "vaultgemma"})
 """Types whose scores are squeezed, whose masks keep documents apart, and that transformers has FlexAttention for."""
-
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-"""Names in a configuration's `layer_types` of layers that see other tokens through masked attention alone."""
-
-CARRY_STATE = frozenset(
-    {
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "inkling2_loop_text",
-        "inkling2_text",
-        "inkling_text",
-        "jamba",
-        "kimi_linear",
-        "lara_mini",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-        "zaya",
-    }
-)
-"""Types with state-space, recurrent, linear-attention or short-convolution layers, unless `layer_types` names none.
-
-Some of them would take the boundaries with the packages `causal_conv1d` and `fla`; transformers refuses them without,
-and with them they are not measured."""
 
 NEVER_ISOLATE = frozenset(
     {

@@ -7,8 +7,8 @@ so that a choice depends on nothing but where they are known to be right.
 from typing import Literal
 
 from tunekit.errors import PlanError
-from tunekit.planner.facts import Device, Hardware, ModelFacts
-from tunekit.planner.layout import Layout
+from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, TRACED, is_traced
+from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files
+from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, reference_of
+from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
+from tunekit.estimates.throughput.speed import Speed
+from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.decisions.kernels import Kernels
 from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, TRACED, is_traced
-from tunekit.planner.memory.memory import Saving, copied_bytes, divides_files
-from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, reference_of
-from tunekit.planner.passes import Passes, method_words, steps_per_epoch
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
-from tunekit.planner.throughput.speed import Speed
-from tunekit.planner.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
@@ -506,7 +506,7 @@ def check_disk(plan: Plan, free_bytes: int, where: str) -> None:
 
 
 CHECKED_PARAMS = 70_600_000_000
-"""Parameters of the largest model of which a step was traced (tests/planner/grid.py, grid_shards.py)."""
+"""Parameters of the largest model of which a step was traced (tests/estimates/grid.py, grid_shards.py)."""
 
 CHECKED_LENGTH = 8192
 """Tokens of the longest row of such a step."""

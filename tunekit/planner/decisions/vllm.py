@@ -9,8 +9,8 @@ figures: they are formulas.
 from math import ceil
 from typing import Literal
 
-from tunekit.planner.facts import Device, Facts, Hardware, ModelFacts
-from tunekit.planner.layout import Layout
+from tunekit.estimates.facts import Device, Facts, Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter

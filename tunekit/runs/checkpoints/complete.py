@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import ValidationError
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.planner.facts import Facts
+from tunekit.estimates.facts import Facts
 from tunekit.recipe.load import reload_recipe
 
 

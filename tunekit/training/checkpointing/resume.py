@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.errors import RunError
-from tunekit.planner.layout import Layout
+from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import differences, obstacle, rescheduled
 from tunekit.recipe.edits import Edit, Effect, edits, ruling

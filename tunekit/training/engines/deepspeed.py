@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.planner.memory.memory import Part
-from tunekit.planner.memory.sharding import SUB_GROUP_PARAMS
+from tunekit.estimates.memory.memory import Part
+from tunekit.estimates.memory.sharding import SUB_GROUP_PARAMS
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tunekit.planner.layout import Layout
+from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
 

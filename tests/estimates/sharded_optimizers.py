@@ -1,0 +1,55 @@
+"""Which optimizers take a step on weights that FSDP2 has divided, as on whole ones: run in two processes, prints names.
+
+torchrun --standalone --nproc_per_node 2 tests/estimates/sharded_optimizers.py NAME ...
+"""
+
+import copy
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainingArguments
+
+
+def works(optim: str, folder: str) -> bool:
+    """Whether five steps on divided weights give what they give on whole ones."""
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(128, 96), torch.nn.Linear(96, 64))
+    divided, start = copy.deepcopy(whole), copy.deepcopy(whole)
+    for module in (*divided, divided):
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=True, report_to="none", learning_rate=1e-2)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    inputs = torch.randn(16, 128)
+    for model in (whole, divided):
+        optimizer = kind(model.parameters(), **options)
+        for _ in range(5):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other, before in zip(divided.parameters(), whole.parameters(), start.parameters(), strict=True):
+        assert not torch.equal(other, before)
+        if not torch.allclose(one.full_tensor(), other, rtol=1e-5, atol=1e-6):
+            return False
+    return True
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        for optim in sys.argv[1:]:
+            try:
+                ok = works(optim, folder)
+            except (RuntimeError, NotImplementedError):
+                ok = False
+            if ok and os.environ["RANK"] == "0":
+                print(f"ok {optim}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What a plan says of weights, adapters, gradients and optimizer states, to the byte what real runs hold on a CPU."""
+
+from typing import NoReturn, get_args
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from tests.estimates.shapes import LAPTOP, LLAMA_8B
+from tests.estimates.test_memory import TOKENS, build, facts_of, saved_bytes
+from tests.tiny import make_tokenizer, save_tiny_model_with_vision
+from tunekit.estimates.facts import DataFacts
+from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes
+from tunekit.estimates.memory.states import (
+    adapters_bytes,
+    dequantised_bytes,
+    gradients_bytes,
+    num_trainable_params,
+    states_bytes,
+    trained_tensors,
+    weights_bytes,
+)
+from tunekit.methods import sft
+from tunekit.methods.arguments import Parts
+from tunekit.models.load import attach_adapter, keep_trained_in_float32, load_model
+from tunekit.planner.resolve import resolve
+from tunekit.probe.model import probe_model
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.train import Optim
+from tunekit.training.worker import forget_overrides
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# Sizes that blocks of 64 and 256 values do not fill, and tensors on both sides of 4096 values.
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 72,
+    "intermediate_size": 120,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MODELS = {
+    "llama": ("llama", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, **EXPERTS}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+}
+NAMES = [*MODELS, "gemma3 with vision"]
+
+ADAPTERS = {
+    "full": FullAdapter(),
+    "lora": LoraAdapter(rank=8),
+    "lora on two": LoraAdapter(rank=4, target_modules=["q_proj", "v_proj"]),
+    "dora": LoraAdapter(rank=8, use_dora=True, target_modules=["q_proj", "o_proj"]),
+    "lora and embedding": LoraAdapter(rank=8, modules_to_save=["embed_tokens"]),
+    "lora and norms": LoraAdapter(rank=8, modules_to_save=["norm"]),
+    "lora and one trained wholly": LoraAdapter(rank=8, modules_to_save=["o_proj"]),
+    "qlora": QloraAdapter(rank=8),
+    "qlora fp4 once": QloraAdapter(rank=8, double_quant=False, quant_type="fp4"),
+    "qlora and embedding": QloraAdapter(rank=8, modules_to_save=["embed_tokens"]),
+}
+
+
+def unused(*given: object) -> NoReturn:
+    raise AssertionError("supervised fine-tuning has neither a reference nor a teacher")
+
+
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory):
+    """Models of random weights by name, as recipes name them."""
+    found = {}
+    for name in NAMES:
+        folder = tmp_path_factory.mktemp("model")
+        if name in MODELS:
+            family, more = MODELS[name]
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(family, **{**SIZES, **more})
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+        else:
+            save_tiny_model_with_vision(folder)
+        found[name] = ModelSection(path=str(folder))
+    return found
+
+
+def loaded(section, adapter, dtype="float32"):
+    model = load_model(
+        section,
+        dtype="float32" if isinstance(adapter, FullAdapter) else dtype,
+        attn_implementation="sdpa",
+        device="cpu",
+        quantization=adapter if isinstance(adapter, QloraAdapter) else None,
+    )
+    model = attach_adapter(model, adapter, seed=0)
+    keep_trained_in_float32(model)
+    return model
+
+
+def stored_bytes(parameters) -> int:
+    """Bytes of parameters and of every tensor that bitsandbytes packs with them in a checkpoint."""
+    total = 0
+    for parameter in parameters:
+        total += parameter.nbytes
+        if type(parameter).__name__ == "Params4bit":
+            packed = parameter.quant_state.as_dict()
+            total += sum(value.nbytes for value in packed.values() if isinstance(value, torch.Tensor))
+            # The mean of the constants is saved as a number, and kept as a float32 tensor.
+            total += 4 if "nested_offset" in packed else 0
+    return total
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_adapters_take_what_the_loaded_model_holds(name, adapter, dtype, sections):
+    facts, adapter = probe_model(sections[name]), ADAPTERS[adapter]
+    model = loaded(sections[name], adapter, dtype)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    full = isinstance(adapter, FullAdapter)
+    planned = trained_tensors(facts, adapter)
+    assert sorted(planned.values()) == sorted(tuple(parameter.shape) for parameter in trained)
+    assert num_trainable_params(facts, adapter) == sum(parameter.numel() for parameter in trained)
+    assert weights_bytes(facts, adapter, dtype) == stored_bytes(trained if full else frozen)
+    assert adapters_bytes(planned, adapter) == (0 if full else stored_bytes(trained))
+
+
+class Held(TrainerCallback):
+    """Bytes of gradients and optimizer states at the end of a step."""
+
+    def on_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
+        self.gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        tensors = [v for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor)]
+        # Tables are shared by all tensors.
+        self.states = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
+    from datasets import Dataset
+
+    recipe = Recipe.model_validate(
+        {
+            "model": section,
+            "data": {"train": "rows.jsonl", "max_length": 16},
+            "train": {"max_steps": 1, "global_batch_size": 2},
+            "adapter": adapter,
+        }
+    )
+    plan = resolve(recipe, LAPTOP, probe_model(section), DataFacts(num_train=2))
+    held = Held()
+    forget_overrides(optim)
+    row = {"input_ids": list(range(8, 24)), "labels": list(range(8, 24))}
+    parts = Parts(
+        train=recipe.train.model_copy(update={"optim": optim}),
+        data=recipe.data,
+        plan=plan,
+        schedule=plan.schedule,
+        model=loaded(section, adapter),
+        tokenizer=make_tokenizer(),
+        train_dataset=Dataset.from_list([row, row]),
+        eval_dataset=None,
+        checkpoints=tmp_path,
+        callbacks=[held],
+        engine={},
+        load_reference=unused,
+        load_teacher=unused,
+    )
+    trainer = sft.build(recipe.method, parts)
+    keep_trained_in_float32(trainer.model)
+    trainer.train()
+    return held
+
+
+def assert_held_as_planned(section, adapter, optim, tmp_path):
+    held = held_after_a_step(section, adapter, optim, tmp_path)
+    planned = trained_tensors(probe_model(section), adapter)
+    assert gradients_bytes(planned) == held.gradients
+    assert states_bytes(planned, optim) == held.states
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("adapter", ["full", "lora and embedding"])
+@pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if not optim.startswith("paged")])
+def test_every_optimizer_holds_what_is_planned(optim, adapter, sections, tmp_path):
+    assert_held_as_planned(sections["llama"], ADAPTERS[adapter], optim, tmp_path)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
+def test_every_model_holds_what_is_planned(name, adapter, optim, sections, tmp_path):
+    assert_held_as_planned(sections[name], ADAPTERS[adapter], optim, tmp_path)
+
+
+def test_a_run_does_not_inherit_the_32_bit_states_of_the_last_one(sections, tmp_path):
+    """The first tensor of the first run is an embedding, of the second an adapter of more than 4096 values."""
+    assert_held_as_planned(sections["llama"], ADAPTERS["full"], "adamw_8bit", tmp_path)
+    assert_held_as_planned(sections["llama"], LoraAdapter(rank=64), "adamw_8bit", tmp_path)
+
+
+@pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if optim.startswith("paged")])
+@pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter()], ids=["full", "lora"])
+def test_paged_states_are_as_large_as_those_that_stay(optim, adapter):
+    """They need an accelerator; bitsandbytes makes them by the same code, in memory that can move."""
+    twin = optim.removeprefix("paged_")
+    trained = trained_tensors(LLAMA_8B, adapter)
+    if twin == "adamw_32bit":
+        steps = 4 * len(trained)
+        assert states_bytes(trained, optim) == states_bytes(trained, "adamw_torch") - steps
+    else:
+        twin = {"ademamix_32bit": "ademamix"}.get(twin, twin)
+        assert states_bytes(trained, optim) == states_bytes(trained, twin)
+
+
+def test_8_bit_adamw_on_8b_keeps_the_embedding_in_32_bits():
+    """Worked by hand: 8 bytes for each of its values, 2 and two constants every 256 for the others, and two tables."""
+    embedding, all_values = 128256 * 4096, 8_030_261_248
+    rest = all_values - embedding
+    by_hand = 8 * embedding + 2 * rest + 2 * 4 * rest // 256 + 2048
+    assert states_bytes(trained_tensors(LLAMA_8B, FullAdapter()), "adamw_8bit") == by_hand
+
+
+def test_a_4_bit_weight_is_in_the_compute_type_while_it_is_used():
+    assert dequantised_bytes(LLAMA_8B, QloraAdapter(), "bfloat16") == 2 * 4096 * 14336
+    assert dequantised_bytes(LLAMA_8B, LoraAdapter(), "bfloat16") == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1], ids=["no dropout", "dropout"])
+def test_adapters_of_a_4_bit_base_share_an_input_on_cuda_unless_they_have_dropout(rate):
+    """PEFT asks whether CUDA has autocast, and then casts nothing itself."""
+    adapter, facts = QloraAdapter(rank=8, dropout=rate), facts_of(build(2))
+    real = torch.is_autocast_enabled
+    # Autocast asks too, to restore later what was before: of other devices it is told the truth.
+    with mock.patch.object(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda" or real(device)):
+        measured = saved_bytes(4, adapter, "bfloat16", "even") - saved_bytes(2, adapter, "bfloat16", "even")
+    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, "bfloat16", mask_length=None)
+    assert predicted + cast_weights_bytes(facts, adapter, "bfloat16") == measured
+    assert not real("cpu") and not real("cuda")

@@ -1,0 +1,684 @@
+"""Inputs of a plan: plain facts about the machine, the model and the data.
+
+Facts are gathered by `tunekit.probe` and `tunekit.data`, or written down by hand in a test. Nothing here looks at
+anything; nothing here decides anything.
+
+Origin of training where that is a run or an adapter: its contents and its own origin.
+
+A run gives the next one its model: all weights of a run that trained all, or an adapter on the base that it was trained
+on. A new adapter section then either trains that adapter further, with the same matrices, or has it merged into the
+base first, if all weights are to be trained.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tunekit.estimates.memory.experts import (
+    FORMER_LINEARS,
+    Mixture,
+    adapted_experts,
+    expert_adapters,
+    is_former_linear,
+    mixture_of,
+)
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+
+MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+"""Fields of an adapter section that say what the trained tensors are and mean: an adapter that is trained further keeps
+them."""
+
+
+class Ancestor(BaseModel):
+    """A run that a model came from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    path: str
+    """Its folder."""
+    method: str
+    adapter: str
+
+    @property
+    def words(self) -> str:
+        """Its name and how it trained: `my-sft (sft, lora)`."""
+        return f"{self.name} ({self.method}, {self.adapter})"
+
+
+class Origin(BaseModel):
+    """A trained model or adapter that training starts from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    folder: str
+    """Folder of its weights, and of its tokenizer if it has one."""
+    base: ModelSection
+    """Model that transformers loads: the one below the adapter, or that folder."""
+    adapter: Annotated[LoraAdapter | QloraAdapter, Field(discriminator="type")] | None
+    """Settings of the adapter's training; None where the folder holds a whole model."""
+    start: str
+    """The model that the first run started from."""
+    runs: tuple[Ancestor, ...]
+    """The runs that it came from, the first one first; none where it is an adapter that no run is known of."""
+
+    @property
+    def name(self) -> str:
+        """Its name: that of the last run, or the folder."""
+        return self.runs[-1].name if self.runs else self.folder
+
+    @property
+    def chain(self) -> str:
+        """All that it came from: `pico > my-sft (sft, lora) > my-dpo (dpo, lora)`."""
+        return " > ".join([self.start, *(run.words for run in self.runs)] if self.runs else [self.start, self.folder])
+
+    def continues_in(self, adapter: FullAdapter | LoraAdapter) -> bool:
+        """Return whether its adapter is trained further."""
+        return self.adapter is not None and isinstance(adapter, LoraAdapter)
+
+    def is_merged_for(self, adapter: FullAdapter | LoraAdapter) -> bool:
+        """Return whether its adapter is merged into the weights, all of which are trained."""
+        return self.adapter is not None and isinstance(adapter, FullAdapter)
+
+
+def continued_adapter(origin: Origin | None, adapter: FullAdapter | LoraAdapter) -> Origin | None:
+    """The origin whose adapter is trained further; None where training starts with a new one, or with none."""
+    return origin if origin is not None and origin.continues_in(adapter) else None
+
+
+class Contradiction(NamedTuple):
+    """A field of the adapter section that the adapter to be trained further has otherwise."""
+
+    field: str
+    asked: Any
+    has: Any
+
+
+def contradictions(origin: Origin, adapter: FullAdapter | LoraAdapter) -> Iterator[Contradiction]:
+    """Yield the recipe's adapter settings that contradict the existing adapter."""
+    if origin.adapter is None or not isinstance(adapter, LoraAdapter):
+        return
+    for field in MATRICES:
+        if field in adapter.model_fields_set:
+            requested, has = dict(adapter)[field], dict(origin.adapter)[field]
+            if _set_of(requested) != _set_of(has):
+                yield Contradiction(field, requested, has)
+
+
+def _set_of(value: Any) -> Any:
+    """A list of names whatever their order, where no name is as good as none."""
+    return frozenset(value) if isinstance(value, list) else frozenset() if value is None else value
+
+
+def taken_over(origin: Origin, adapter: FullAdapter | LoraAdapter, *, is_type_asked: bool) -> FullAdapter | LoraAdapter:
+    """The adapter section of a recipe, with what it leaves out as in the adapter that is trained further.
+
+    Args:
+        origin: Where training starts.
+        adapter: The section.
+        is_type_asked: Whether the recipe says `lora` or `qlora` itself.
+    """
+    if origin.adapter is None or not isinstance(adapter, LoraAdapter):
+        return adapter
+    kind = type(adapter) if is_type_asked else type(origin.adapter)
+    explicit = {name: value for name, value in adapter if name in adapter.model_fields_set}
+    fields = {name: value for name, value in {**dict(origin.adapter), **explicit}.items() if name in kind.model_fields}
+    return kind.model_validate({**fields, "type": kind.model_fields["type"].default})
+
+
+def start_words(origin: Origin, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
+    """Return choice and reason of a plan about the start of training."""
+    choice = origin.chain
+    if origin.adapter is None:
+        return choice, f"all weights of {origin.name} are what is started from"
+    if isinstance(adapter, FullAdapter):
+        return choice, f"the adapter of {origin.name} is merged into {origin.base.path} in float32, and all is trained"
+    why = f"the adapter of {origin.name} is trained further, on {origin.base.path}"
+    was, is_now = isinstance(origin.adapter, QloraAdapter), isinstance(adapter, QloraAdapter)
+    if was != is_now:
+        kinds = ("a 4-bit base", "an unquantised one")
+        why += f"; it was trained over {kinds[not was]} and goes on over {kinds[not is_now]}, which answers a little "
+        why += "differently"
+    return choice, why
+
+
+class Facts(BaseModel):
+    """Plain, frozen data that can be written to and read from YAML."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Device(Facts):
+    """One device that can compute: a processor with its main memory, or an accelerator with its own."""
+
+    kind: Literal["cpu", "cuda", "mps"]
+    """As torch names it; its ROCm builds say `cuda` too."""
+    name: str
+    memory_total_bytes: int
+    memory_free_bytes: int
+    native_bfloat16: bool
+    """True if the hardware computes bfloat16 products at full speed."""
+    compute_capability: tuple[int, int] | None = None
+    """CUDA compute capability, such as (9, 0)."""
+    gfx: str | None = None
+    """AMD's name for its instruction set, such as gfx942."""
+    link: str | None = None
+    """Links to the other accelerators of its node and to main memory: `18 × NVLink, PCIe 5.0 x16`."""
+    visible_as: str | None = None
+    """Value of CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES on ROCm, for a process that sees this device alone."""
+
+
+class Figures(Facts):
+    """Figures of one accelerator from data sheets, price lists and the driver; None where unknown.
+
+    These are peaks: what a program reaches is less. Operations are dense ones, without structured sparsity, and links
+    count one direction.
+    """
+
+    flops_16bit: float | None = None
+    """Floating-point operations a second, of 16-bit factors summed in float32."""
+    flops_fp8: float | None = None
+    """Floating-point operations a second, of 8-bit factors."""
+    memory_bytes_per_second: float | None = None
+    """From its own memory."""
+    link_bytes_per_second: float | None = None
+    """To the other accelerators of its node: over NVLink or its like, or else over PCIe."""
+    host_bytes_per_second: float | None = None
+    """To the main memory of its node."""
+    network_bytes_per_second: float | None = None
+    """Its share of the network, to other nodes."""
+    disk_bytes_per_second: float | None = None
+    """Of the node's local disk, which all its accelerators share."""
+    usd_per_hour: float | None = None
+    price_source: str | None = None
+    """Source of the price, with its date."""
+
+
+class Hardware(Facts):
+    """The machine of a run: the processor and the accelerators of a node, and how many such nodes there are."""
+
+    cpu: Device | None = None
+    """None for a machine that is only named and does not say what hosts its accelerators."""
+    accelerators: tuple[Device, ...] = ()
+    """Those of one node that a run can use: equal ones, in the order in which programs see them."""
+    unused: tuple[Device, ...] = ()
+    """Accelerators that are there too and that no run uses: unlike the others, of a kind that is not trained on, or
+    more than the launcher starts processes for."""
+    num_cores: int | None = None
+    flash_attn: bool | None = False
+    """True if the flash-attn package is installed; None where it cannot be known."""
+    flash_attn_3: bool | None = None
+    """The same of FlashAttention 3 (`flash_attn_interface`)."""
+    flash_attn_4: bool | None = None
+    """The same of FlashAttention 4 (`flash-attn-4`)."""
+    triton: bool | None = None
+    """The same of Triton."""
+    liger_kernel: bool | None = None
+    """The same of liger-kernel."""
+    torchao: bool | None = None
+    """The same of torchao."""
+    cxx: bool | None = None
+    """True if there is a C++ compiler, which torch.compile needs for a CPU."""
+    deepspeed: bool | None = None
+    """The same of DeepSpeed."""
+    vllm: bool | None = None
+    """The same of vLLM."""
+    num_nodes: int = 1
+    environment: Mapping[str, str] = {}
+    """Variables for torch that the user has set, and that a plan would decide otherwise."""
+    figures: Figures | None = None
+    """Of each accelerator."""
+    disk_free_bytes: int | None = None
+    """Free where the run will lie; None where that is not known, as of another machine."""
+    note: str | None = None
+    """Note for every plan on this machine."""
+
+    @property
+    def device(self) -> Device:
+        """The device that one process computes on."""
+        if self.accelerators:
+            return self.freest(1)[0]
+        assert self.cpu is not None, "a machine has a processor or an accelerator"
+        return self.cpu
+
+    def freest(self, num: int) -> tuple[Device, ...]:
+        """The `num` accelerators of a node with the most memory free, in the order in which programs see them."""
+        order = sorted(
+            range(len(self.accelerators)), key=lambda index: self.accelerators[index].memory_free_bytes, reverse=True
+        )
+        return tuple(self.accelerators[index] for index in sorted(order[:num]))
+
+    @property
+    def num_accelerators(self) -> int:
+        """Accelerators of all nodes."""
+        return self.num_nodes * len(self.accelerators)
+
+    def with_processes(self, num: int | None) -> "Hardware":
+        """The machine as `num` processes find it: without accelerators, each has its share of the main memory."""
+        if self.accelerators or self.cpu is None or num is None or num % self.num_nodes:
+            return self
+        of_a_node = num // self.num_nodes
+        if num == 1:
+            return self
+        parts = {
+            "memory_total_bytes": self.cpu.memory_total_bytes // of_a_node,
+            "memory_free_bytes": self.cpu.memory_free_bytes // of_a_node,
+        }
+        return self.model_copy(update={"accelerators": (self.cpu.model_copy(update=parts),) * of_a_node})
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Number of tensors of each shape, by their location in the model."""
+
+    layers: tuple[tuple[Counter[tuple[int, ...]], int], ...]
+    """Of each kind of layer, and how many layers are of it."""
+    embedding: Counter[tuple[int, ...]]
+    head: Counter[tuple[int, ...]]
+    """Of a head with weights of its own."""
+    others: Counter[tuple[int, ...]]
+    """Of the final norm, and what else is in no layer."""
+
+
+_LAYER = re.compile(r".*?\.\d+\.")
+"""The beginning of the name of a tensor in a layer, such as `model.layers.0.`."""
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+"""The number of a layer in a name."""
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Linear layers, or what is adapted like them."""
+
+    sizes: dict[str, tuple[int, int]]
+    """Outputs and inputs by module name."""
+
+    @cached_property
+    def shapes(self) -> Counter[tuple[int, int]]:
+        """Number of tensors of each size."""
+        return Counter(self.sizes.values())
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Their names without the numbers of layers."""
+        return frozenset(_NUMBER.sub("", name) for name in self.sizes)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Number of their parameters."""
+        return sum(outputs * inputs * times for (outputs, inputs), times in self.shapes.items())
+
+
+SCORE = "score.weight"
+"""Name in transformers of the head of a reward model."""
+
+_LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
+
+
+class ModelFacts(Facts):
+    """A causal language model seen from its config.json, and from the headers of its weight files where it has them.
+
+    The names and shapes of the tensors give exact counts; the rest describes the decoder layers.
+    """
+
+    path: str
+    architecture: str
+    model_type: str
+    """The name that transformers has for its code."""
+    layer_types: tuple[str, ...] = ()
+    """Kind of each layer's token mixing, by transformers' names; empty where config.json does not say."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor by name, as stored, but for experts: those of a layer are fused, as transformers' modules
+    have them."""
+    known_from: Literal["weights", "config", "table"] = "weights"
+    """Source of the tensors: the weight files, or shapes made from config.json or from tunekit's own table."""
+    dtype: str
+    """Type in which most weights are stored."""
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP that a token goes through, that of all its experts taken together."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int | None
+    sliding_window: int | None = None
+    """Tokens that a layer with a sliding window looks back; None where no layer has one."""
+    attention_dropout: float = 0.0
+    """Share of the attention weights that are dropped in training."""
+    num_experts: int = 0
+    """Routed experts in a layer that has them; 0 in a dense model."""
+    num_experts_per_token: int = 0
+    router_aux_loss_coef: float | None = None
+    """Coefficient of the routers' auxiliary loss by its config; None where its code has none."""
+    has_chat_template: bool
+    origin: Origin | None = None
+    """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
+    judges: bool = False
+    """True if it has a score of a text in the place of its head."""
+
+    @property
+    def num_sliding_layers(self) -> int:
+        """Number of layers with sliding attention; all of them where a window is set and their types are not."""
+        if self.sliding_window is None:
+            return 0
+        return self.layer_types.count("sliding_attention") if self.layer_types else self.num_layers
+
+    def __copy__(self) -> Self:
+        """A copy that has yet to count: `model_copy` may give it other tensors."""
+        copied = super().__copy__()
+        for name in set(copied.__dict__) - set(type(self).model_fields):
+            del copied.__dict__[name]
+        return copied
+
+    @cached_property
+    def num_params(self) -> int:
+        """Number of parameters, a tied head counted once."""
+        return sum(_size(shape) for shape in self.tensors.values())
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Number of tensors of each shape, by their location in the model."""
+        layers: dict[str, Counter[tuple[int, ...]]] = {}
+        counters: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
+        for name, shape in self.tensors.items():
+            layer = _LAYER.match(name)
+            if layer is not None:
+                layers.setdefault(layer[0], Counter())[shape] += 1
+            else:
+                counters["head" if is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
+        alike = Counter(frozenset(layer.items()) for layer in layers.values())
+        return Shapes(layers=tuple((Counter(dict(kind)), times) for kind, times in alike.items()), **counters)
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that one token goes through: of the routed experts only its own.
+
+        The embedding is among them; some model cards leave it out.
+        """
+        if not self.num_experts:
+            return self.num_params
+        experts = sum(_size(shape) for name, shape in self.tensors.items() if ".experts." in name)
+        return self.num_params - experts + experts * self.num_experts_per_token // self.num_experts
+
+    @property
+    def num_vision_params(self) -> int:
+        """Number of parameters of the vision tower and its way into the decoder."""
+        return sum(_size(shape) for name, shape in self.tensors.items() if is_vision(name))
+
+    @cached_property
+    def has_tied_head(self) -> bool:
+        """True if the head has no weights of its own and uses those of the embedding."""
+        return not self.judges and not any(is_head(name) for name in self.tensors)
+
+    def as_judge(self) -> "ModelFacts":
+        """The model with a score of a text in the place of its head, as transformers loads it with one label."""
+        tensors = {name: shape for name, shape in self.tensors.items() if not is_head(name)}
+        return self.model_copy(update={"tensors": tensors | {SCORE: (1, self.hidden_size)}, "judges": True})
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """The sizes of its experts; None where there are none."""
+        return mixture_of(self.tensors, self.num_experts, self.num_experts_per_token, self.hidden_size)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The two sizes of every linear layer but the head, by module name.
+
+        Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
+        linear modules, so that bitsandbytes does not quantise them. The linear layers of a vision tower are.
+        """
+        return self.all_linears.sizes
+
+    @cached_property
+    def all_linears(self) -> Linears:
+        """The same, with their counts."""
+        return Linears(
+            {
+                name.removesuffix(".weight"): (shape[0], shape[1])
+                for name, shape in self.tensors.items()
+                if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
+            }
+        )
+
+    @cached_property
+    def latent_widths(self) -> dict[str, int]:
+        """Widths of the vectors into which a layer compresses queries, or keys and values (arXiv 2405.04434).
+
+        By the name of the linear layer that reads them.
+        """
+        return {
+            match[1] + "_b_proj": shape[0]
+            for name, shape in self.tensors.items()
+            if (match := _LATENT_NORM.search(name)) is not None
+        }
+
+    @cached_property
+    def attended_width(self) -> int:
+        """Width of what all heads of attention give, which is not that of the queries where values are narrower."""
+        inputs = (shape[1] for name, shape in self.tensors.items() if name.endswith(".self_attn.o_proj.weight"))
+        return next(inputs, self.num_heads * self.head_dim)
+
+    def divided_by(self, tp_size: int) -> "ModelFacts":
+        """The model as one of `tp_size` devices has it in tensor parallel, by transformers' plan for Llama.
+
+        Queries, keys, values, gate and up projection are divided by outputs, the other two linear layers by inputs.
+        Norms and embedding are not; the head is, but TRL gathers it to compute the loss, so it is counted whole.
+        """
+        if tp_size not in self._divided:
+            shapes = {name: _divided(name, shape, tp_size) for name, shape in self.tensors.items()}
+            parts = {
+                "num_heads": -(-self.num_heads // tp_size),
+                "num_kv_heads": -(-self.num_kv_heads // tp_size),
+                "intermediate_size": -(-self.intermediate_size // tp_size),
+            }
+            self._divided[tp_size] = self.model_copy(update={"tensors": shapes, **parts})
+        return self._divided[tp_size]
+
+    @cached_property
+    def _divided(self) -> "dict[int, ModelFacts]":
+        """Cache of `divided_by`."""
+        return {}
+
+    def _is_no_linear(self, name: str) -> bool:
+        return (
+            _is_vocabulary(name) or name == SCORE or ".experts." in name or (self.num_experts > 0 and _is_router(name))
+        )
+
+    def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""
+        endings = tuple(modules)
+        return {name: shape for name, shape in self.tensors.items() if name.rpartition(".")[0].endswith(endings)}
+
+    @property
+    def num_linear_params(self) -> int:
+        """Number of parameters of the linear layers but the head."""
+        return self.all_linears.num_params
+
+    @cached_property
+    def num_stream_norms(self) -> int:
+        """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
+        norms = [
+            name
+            for name, shape in self.tensors.items()
+            if shape == (self.hidden_size,) and "norm" in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+        ]
+        return (len(norms) - 1) // self.num_layers
+
+    @cached_property
+    def has_query_norms(self) -> bool:
+        """True if queries and keys have norms of their own (Qwen 3, Gemma 3)."""
+        return any(name.endswith("q_norm.weight") for name in self.tensors)
+
+    def num_params_in(self, modules: list[str]) -> int:
+        """Number of parameters of the modules whose names end in one of `modules`."""
+        return sum(_size(shape) for shape in self.tensors_in(modules).values())
+
+    def adapter_linears(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
+
+        Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
+        experts: see `tunekit.estimates.memory.experts`.
+        """
+        return self.adapted(target_modules).sizes
+
+    def adapted(self, target_modules: str | list[str]) -> Linears:
+        """The same, with their counts."""
+        key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if key not in self._adapted:
+            self._adapted[key] = Linears(self._matched(target_modules))
+        return self._adapted[key]
+
+    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int, int]]:
+        """Count the adapters by outputs and inputs of their layer, and by the multiple of the rank."""
+        key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if key not in self._adapted_shapes:
+            self._adapted_shapes[key] = Counter(
+                shape
+                for name, (outputs, inputs) in self.adapter_linears(target_modules).items()
+                for shape in (
+                    expert_adapters(name, self.tensors, self.num_experts)
+                    if ".experts." in name
+                    else [(outputs, inputs, 1)]
+                )
+            )
+        return self._adapted_shapes[key]
+
+    @cached_property
+    def _adapted(self) -> dict[str | tuple[str, ...], Linears]:
+        """Cache of `adapted`, by its argument."""
+        return {}
+
+    @cached_property
+    def trained_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Cache of `states.trained_bytes`, by adapter and optimizer."""
+        return {}
+
+    @cached_property
+    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int, int]]]:
+        """Cache of `adapter_shapes`, by its argument."""
+        return {}
+
+    def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
+        former = FORMER_LINEARS.get(self.model_type) if self.num_experts else None
+        targets = None if target_modules == "all-linear" else target_modules
+        matched = {
+            name: sizes
+            for name, sizes in self.linears.items()
+            if (targets is None or any(_ends_in(name, target) for target in targets))
+            and not (former and is_former_linear(name, former))
+        }
+        return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
+
+
+class SourceFacts(Facts):
+    """One of the sources of a mixture."""
+
+    name: str
+    num_rows: int
+    """Rows that are trained on, each as often as it is used."""
+    size: int
+    """Their tokens; before tokenising, their bytes."""
+
+
+class DataFacts(Facts):
+    """Amount of training data.
+
+    `tokenized` is false while only rows were counted. Afterwards the counts are those of the sequences that are
+    trained on: rows without a trainable token left out, and packed where the recipe asks for it.
+    """
+
+    num_train: int
+    num_eval: int | None = None
+    format: Literal[
+        "messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"
+    ] = "messages"
+    """Shape of the rows, after other shapes were converted to it."""
+    tokenized: bool = False
+    sources: tuple[SourceFacts, ...] = ()
+    """Amount of training data of each source, in the order of the recipe."""
+    num_rows: int | None = None
+    """Rows that were read to train on."""
+    num_train_tokens: int | None = None
+    num_trainable_tokens: int | None = None
+    longest_tokens: int | None = None
+    num_truncated: int | None = None
+    num_split: int | None = None
+    num_dropped: int | None = None
+    num_good: int | None = None
+    """Rows to train on whose answer is good, where rows say so."""
+
+    @property
+    def has_lengths(self) -> bool:
+        """True if the lengths of sequences are known; of prompts alone they are not, as answers are yet to be
+        generated.
+        """
+        return self.tokenized and self.format != "prompts"
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the rows that were cut."""
+        return (self.num_truncated or 0) / max(1, self.num_rows or 0)
+
+
+def is_vision(name: str) -> bool:
+    """Return whether a tensor belongs to a vision tower or its projector."""
+    return "vision_tower" in name or "multi_modal_projector" in name
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a weight is an embedding table."""
+    return _is_vocabulary(name) and not is_head(name)
+
+
+def is_head(name: str) -> bool:
+    """Return whether a weight is that of a head of its own."""
+    return _leaf(name) in {"embed_out", "lm_head", "output"}
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+    if _leaf(name) in {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}:
+        return (-(-shape[0] // tp_size), *shape[1:])
+    if _leaf(name) in {"o_proj", "down_proj"}:
+        return (*shape[:-1], -(-shape[-1] // tp_size))
+    return shape
+
+
+def _ends_in(module: str, ending: str) -> bool:
+    return module == ending or module.endswith("." + ending)
+
+
+def _is_vocabulary(name: str) -> bool:
+    """Return whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
+    return is_head(name) or _leaf(name) in {
+        "embed_tokens",
+        "wte",
+        "wpe",
+        "embed_in",
+        "word_embeddings",
+        "position_embedding",
+    }
+
+
+def _is_router(name: str) -> bool:
+    """Return whether a weight is a router's. In transformers 5 only llama4 and phimoe have linear modules for that."""
+    return _leaf(name) in {"gate", "router"}
+
+
+def _leaf(name: str) -> str:
+    """The last name of the module that a weight belongs to."""
+    return name.removesuffix(".weight").rpartition(".")[2]

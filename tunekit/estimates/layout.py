@@ -1,0 +1,113 @@
+"""Distribution of a run over devices, in the terms of Accelerate's plugins and `ParallelismConfig`."""
+
+from tunekit.estimates.facts import Facts
+from tunekit.estimates.memory.states import Dtype
+from tunekit.recipe.sections.train import OffloadDevice, Strategy
+
+
+class Layout(Facts):
+    """A way to spread a run: how many processes there are, what they share, and what leaves the device."""
+
+    strategy: Strategy = "single"
+    dp_replicate_size: int = 1
+    """Groups of devices that hold a copy of everything each, and sum their gradients."""
+    dp_shard_size: int = 1
+    """Devices in such a group that see different rows and divide weights, gradients or optimizer states."""
+    tp_size: int = 1
+    """Devices that divide each layer's products (tensor parallel). Norms and residual stream are whole on each."""
+    cp_size: int = 1
+    """Devices that divide one sequence and pass keys and values around a ring (context parallel)."""
+    sp_size: int = 1
+    """Devices that divide one sequence and exchange heads for it (DeepSpeed's Ulysses sequence parallel)."""
+    reshard_after_forward: bool = True
+    """FSDP2: whether a layer's weights are freed after its forward pass and gathered again for the backward pass."""
+    sync_each_batch: bool = False
+    """FSDP2: whether gradients are reduced in every micro-batch, so that they are never there whole."""
+    offload_param_device: OffloadDevice = "none"
+    offload_optimizer_device: OffloadDevice = "none"
+
+    @property
+    def num_processes(self) -> int:
+        """Devices in use, one process each."""
+        return self.num_batches * self.devices_per_sequence
+
+    @property
+    def why_not_resumed(self) -> str | None:
+        """Reason that a run in this layout cannot resume, so that it writes no checkpoints; None where it can."""
+        if self.tp_size > 1:
+            return "transformers resumes no model whose layers were divided when it was loaded"
+        if self.sp_size > 1:
+            return "transformers cannot skip rows that Ulysses divides"
+        return None
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches that are computed at the same time, of different rows each."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def devices_per_sequence(self) -> int:
+        """Devices that compute one micro-batch together."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def num_shards(self) -> int:
+        """Parts into which weights, gradients and optimizer states are divided, tensor parallel aside.
+
+        Accelerate shards over the context-parallel devices too, DeepSpeed over those of Ulysses.
+        """
+        return self.dp_shard_size * self.cp_size * self.sp_size
+
+    @property
+    def offloads(self) -> bool:
+        """True if anything is offloaded from the devices."""
+        return self.offload_param_device != "none" or self.offload_optimizer_device != "none"
+
+    def reduces_in(self, dtype: Dtype) -> Dtype:
+        """Type in which gradients are summed over devices, where products are computed in `dtype`.
+
+        DDP sums what the optimizer takes. FSDP2 through Accelerate and DeepSpeed sum what the backward pass gives;
+        the first keeps the sums in float32. Through transformers, which divides layers besides, FSDP2 sums in float32.
+        """
+        return "float32" if self.strategy in ("single", "ddp") or self.tp_size > 1 else dtype
+
+    @property
+    def name(self) -> str:
+        """The layout in words: `FSDP2, hybrid shard`."""
+        words = [_ENGINES[self.strategy]]
+        if self.strategy == "fsdp2":
+            words.append(f"hybrid shard of {self.num_shards}" if self.dp_replicate_size > 1 else "full shard")
+            if not self.reshard_after_forward:
+                words.append("no reshard")
+        words += [f"{name} {size}" for name, size in self._sequence_sizes() if size > 1]
+        offloaded = _OFFLOADS[self.offload_param_device, self.offload_optimizer_device]
+        return ", ".join([*words, offloaded] if offloaded else words)
+
+    def _sequence_sizes(self) -> tuple[tuple[str, int], ...]:
+        return (
+            ("tensor parallel", self.tp_size),
+            ("context parallel", self.cp_size),
+            ("Ulysses", self.sp_size),
+        )
+
+
+_ENGINES: dict[Strategy, str] = {
+    "single": "single device",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+}
+
+_OFFLOADS: dict[tuple[OffloadDevice, OffloadDevice], str] = {
+    ("none", "none"): "",
+    ("none", "cpu"): "optimizer on the CPU",
+    ("none", "nvme"): "optimizer on NVMe",
+    ("cpu", "none"): "weights on the CPU",
+    ("cpu", "cpu"): "CPU offload",
+    ("cpu", "nvme"): "weights on the CPU, optimizer on NVMe",
+    ("nvme", "none"): "weights on NVMe",
+    ("nvme", "cpu"): "weights on NVMe, optimizer on the CPU",
+    ("nvme", "nvme"): "NVMe offload",
+}

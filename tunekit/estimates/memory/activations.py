@@ -1,0 +1,645 @@
+"""Bytes of activations in a training step on one device: those of the decoder layers, and of the head.
+
+Closed forms for Llama-like decoders. The counts are exact for Hugging Face's modules with SDPA: they equal the bytes
+that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
+
+Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
+compute type, T tokens of a micro-batch.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tunekit.estimates.facts import ModelFacts
+from tunekit.estimates.memory.experts import ROUTERS, Trained, sparse_mlp, trained_experts
+from tunekit.estimates.memory.states import BYTES, Dora, Dtype, dora_of, num_trainable_params, trained_tables
+from tunekit.kernels.chunks import chunk_rows, row_columns
+from tunekit.recipe.methods.spec import HeadKind
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+
+HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
+"""Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
+
+
+def activation_bytes_per_layer(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    *,
+    mask_length: int | None,
+    scores_length: int | None = None,
+    device: Literal["cpu", "cuda", "mps"] = "cuda",
+    autocast: bool = True,
+) -> int:
+    """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
+
+    `scores_length` is that of a row of scores where all of them are kept, as eager attention does, and None elsewhere.
+    `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
+    FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
+
+    Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
+    input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
+    intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
+    """
+    products = _products(model, adapter, BYTES[dtype], device, autocast=autocast)
+    return _attention_bytes(model, products, mask_length, scores_length) + _mlp_bytes(products, model.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Bytes that eager attention has for each score of a head: for each pair of tokens, seen or not.
+
+    Attributes:
+        kept: For the backward pass.
+        forward: At the most while the layer's forward pass computes them.
+        backward: At the most in its backward pass, beyond what is kept.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+SQUEEZES_SCORES = frozenset({"gemma2", "vaultgemma"})
+"""Types whose scores go through a tanh, which keeps them once more."""
+
+
+def scores_of(model_type: str, compute_bytes: int, *, wide: bool) -> Scores:
+    """Return what transformers' `eager_attention_forward` has of a score, by the type's code (transformers 5.23).
+
+    A softmax in float32 of a copy in float32, and its result in the compute type, which the product with the values
+    keeps; in the backward pass that softmax, its gradient and what it makes of it. GPT-OSS has all in the compute type,
+    and three copies of it while it puts its sinks beside the scores; in float32 where the residual stream, and so the
+    mask that is added to them, is `wide`.
+    """
+    e = compute_bytes
+    if model_type == "gpt_oss":
+        s = 4 if wide else e
+        return Scores(kept=s + (e if s > e else 0), forward=3 * s, backward=2 * e)
+    squeezed = e if model_type in SQUEEZES_SCORES else 0
+    if e == 4:
+        return Scores(kept=4 + squeezed, forward=8 + squeezed, backward=8)
+    return Scores(kept=4 + e + squeezed, forward=8 + e + squeezed, backward=6)
+
+
+_FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
+_TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of a decoder layer: which are trained, and in which types.
+
+    Attributes:
+        h: Hidden size.
+        e: Bytes of the compute type.
+        rank: Of the adapters; 0 where the model is trained whole.
+        casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
+        casts_inputs: Whether adapters read float32 copies; PEFT leaves that to autocast on CUDA for a 4-bit base.
+        mask: Bytes of a mask of dropout for each value that an adapter reads; 0 without dropout.
+        reads_trained: Whether the embedding is trained, so that the first layer has gradients to give to it.
+        wide_norms: Whether trained norms keep their normalised values in float32.
+        attention: Names of the linear layers of attention that have an adapter or are trained.
+        mlp: Those of the MLP.
+        experts: Parts of the experts that are.
+        dora: What DoRA adds; None without it.
+    """
+
+    h: int
+    e: int
+    rank: int
+    casted: bool
+    casts_inputs: bool
+    mask: int
+    reads_trained: bool
+    wide_norms: bool
+    attention: frozenset[str]
+    mlp: frozenset[str]
+    experts: Trained
+    dora: Dora | None
+
+    @property
+    def full(self) -> bool:
+        """True if all weights are trained."""
+        return not self.rank
+
+    @property
+    def wide(self) -> bool:
+        """True if autocast casts a float32 residual stream: rows of a trained embedding are float32."""
+        return self.casted and self.reads_trained
+
+    @property
+    def num_attention_readers(self) -> int:
+        """Linear layers that read the norm before attention, and have an adapter or are trained."""
+        return len(self.attention - {_FROM_ATTENTION})
+
+    def read_bytes(self, width: int, num_readers: int, *, is_kept: bool = False) -> int:
+        """Bytes per token that `num_readers` layers keep of an input that they share; `is_kept`: that is there anyway.
+
+        Each keeps its own where autocast casts it, or where it keeps what its dropout lets through, and a mask.
+        """
+        if self.casts_inputs or self.mask:
+            return (self.e + self.mask) * width * num_readers
+        return 0 if is_kept else self.e * width * (num_readers > 0)
+
+
+def _products(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    e: int,
+    device: Literal["cpu", "cuda", "mps"],
+    *,
+    autocast: bool,
+) -> _Products:
+    full = isinstance(adapter, FullAdapter)
+    names = (model.all_linears if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules)).kinds
+    leaves = frozenset(
+        name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
+    )
+    mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
+    # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
+    mask = 1 if device == "cuda" else 4 if casted else e
+    dora = None
+    if not isinstance(adapter, FullAdapter) and adapter.use_dora:
+        dora = dora_of(model, adapter, e, casted=casted, last=_FROM_MLP)
+    return _Products(
+        h=model.hidden_size,
+        e=e,
+        rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
+        casted=casted,
+        casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
+        mask=mask if not isinstance(adapter, FullAdapter) and adapter.dropout else 0,
+        reads_trained=trained_tables(model, adapter).embedding,
+        # Gemma multiplies by a norm's weight in float32; the others cast first.
+        wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
+        attention=leaves - mlp - ROUTERS,
+        mlp=mlp,
+        experts=trained_experts(None if full else names),
+        dora=dora,
+    )
+
+
+def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | None, scores_length: int | None) -> int:
+    """Bytes per token of a layer's attention and the norm before it, and of norms behind, where there are any."""
+    h, e, n, q, kv = products.h, products.e, model.num_heads, *_widths(model)
+    if scores_length is None:
+        attention = 2 * e * q + 2 * e * kv + 4 * n
+    else:
+        # Queries, and keys and values repeated for every head; what the output layer reads is a copy.
+        is_read = products.full or (_FROM_ATTENTION in products.attention and not products.casts_inputs)
+        attention = (3 + is_read) * e * q + scores_of(model.model_type, e, wide=products.wide).kept * n * scores_length
+    attention += _query_norm_bytes(model, full=products.full, e=e)
+    if any(name.endswith("qkv_proj") for name in model.all_linears.kinds):
+        # Values are a part of one tensor with queries and keys as they were before they were rotated.
+        attention += e * (q + kv)
+    # A single key-value head is repeated without a copy.
+    repeated = 2 * (q - kv) if model.num_kv_heads > 1 else 0
+    mask = 0 if mask_length is None or scores_length is not None else e * (repeated + mask_length)
+    # Norms behind attention and MLP, where there are any, keep their input in float32.
+    behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
+    latents = model.latent_widths
+    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION, *latents}))
+    for reader, width in latents.items():
+        # A norm as above, but its input is in the compute type also where the stream is not.
+        inputs += 4 + (4 + e * products.full + e * (reader in products.attention)) * width
+    if not products.full:
+        read = products.read_bytes(model.attended_width, 1, is_kept=True)
+        inputs += read if _FROM_ATTENTION in products.attention else 0
+        inputs += e * products.rank * len(products.attention)
+        inputs += products.dora.kept if products.dora else 0
+    return attention + mask + behind + inputs
+
+
+def _mlp_bytes(products: _Products, width: int) -> int:
+    """Bytes per token of a dense MLP of a width and the norm before it."""
+    inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.rank * len(products.mlp)
+    return inputs + 3 * products.e * width + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
+
+
+def _input_bytes(products: _Products, num_readers: int) -> int:
+    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it."""
+    h = products.h
+    norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
+    return norm + products.read_bytes(h, num_readers)
+
+
+def _widths(model: ModelFacts) -> tuple[int, int]:
+    """Width of all queries, and of all keys."""
+    return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+
+
+def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
+    """Bytes per token that norms of queries and keys keep, where a model has them (Qwen 3, Gemma 3)."""
+    if not model.has_query_norms:
+        return 0
+    heads = model.num_heads + model.num_kv_heads
+    # Gemma multiplies by its weight in float32; the others cast first.
+    normed = 0 if not full else 4 if model.model_type.startswith("gemma") else e
+    return heads * (model.head_dim * (4 + normed) + 4)
+
+
+TRACED = frozenset(
+    {
+        "deepseek_v3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Types whose peak is within 3 % of a trace of their modules, which a test compares: with sdpa, or with eager attention
+where transformers has no sdpa."""
+
+
+def is_traced(model: ModelFacts) -> bool:
+    """Return whether the closed forms were derived for this kind of model; others use those of a Llama of its sizes."""
+    return model.model_type in TRACED
+
+
+def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+    """Bytes of the copies in the compute type that autocast keeps of float32 weights for the backward pass."""
+    if dtype == "float32":
+        return 0
+    if isinstance(adapter, FullAdapter):
+        return 2 * model.num_linear_params
+    tables = model.vocab_size * model.hidden_size * trained_tables(model, adapter).num
+    return 2 * (num_trainable_params(model, adapter) - tables)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Bytes of the decoder layers in a step."""
+
+    stream: int
+    """The residual stream, and so its gradient."""
+    kept: int
+    """Of all layers, kept for the backward pass."""
+    forward_only: int
+    """Besides, until the forward pass ends."""
+    first: int
+    """Of the first layer, while its backward pass runs, recomputed where it has to be; of those with experts."""
+    leading: int
+    """Of the first layer, with all that its backward pass needs: little where it is dense before those with experts."""
+    recomputed: int
+    """Of one layer, recomputed in the backward pass."""
+    passing: int
+    """Of one layer's forward pass, beyond what it keeps, where that is much."""
+    working: int
+    """Of one layer's backward pass, beyond what was kept for it."""
+    shared: int
+    """Masks, which all layers read."""
+
+
+def layers_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    mask_length: int | None,
+    sliding_mask_length: int | None,
+    *,
+    gradient_checkpointing: bool,
+    accumulates: bool,
+    autocast: bool = True,
+    scores_length: int | None = None,
+) -> Layers:
+    """Return the activations of the decoder layers in a step; the arguments are those of `memory.estimate`."""
+    h, e = model.hidden_size, BYTES[dtype]
+    products = _products(model, adapter, e, device, autocast=autocast)
+    stream = (4 if products.wide else e) * h * num_tokens
+    casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
+    copies = products.dora.copies if products.dora else 0
+
+    def attention(length: int | None) -> int:
+        return (
+            _attention_bytes(model, products, length, scores_length) * num_tokens + casts // model.num_layers + copies
+        )
+
+    mlps = _mlps(model, products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
+    # Of the first and the last layer, the one that keeps more is what decides.
+    sliding = model.num_sliding_layers
+    one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
+    layer_bytes = one_attention + mlps.one
+    other_layers = sliding * attention(sliding_mask_length) + (model.num_layers - sliding) * attention(mask_length)
+    other_layers += mlps.others - one_attention
+    # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
+    kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
+    shared = num_tokens * sum(length or 0 for length in kinds)
+    if scores_length is not None:
+        # A causal mask of what is added to the scores, also where nothing is padded.
+        num_pairs = num_tokens * scores_length
+        shared = (4 if products.wide else e) * num_pairs * sum((sliding < model.num_layers, sliding > 0))
+        scores = scores_of(model.model_type, e, wide=products.wide)
+        mlps = mlps.beside_scores(scores, model.num_heads * num_pairs, recomputes=gradient_checkpointing)
+    working = stream + mlps.working
+    less = mlps.one + mlps.working - mlps.first
+    if gradient_checkpointing:
+        # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
+        again = layer_bytes - (stream if e == 4 or products.wide else 0)
+        first, kept_bytes = stream + again, model.num_layers * stream + mlps.logits
+        return Layers(stream, kept_bytes, casts, first, first + working - less, again, mlps.passing, working, shared)
+    # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
+    nothing = 0 if products.reads_trained else (4 + products.mask * products.num_attention_readers) * h * num_tokens
+    first = layer_bytes - nothing
+    return Layers(stream, first + other_layers, 0, first, first + working - less, 0, mlps.passing, working, shared)
+
+
+@dataclass(frozen=True)
+class _Mlps:
+    """Bytes of the MLPs of all layers, or of their experts."""
+
+    one: int
+    """Kept of the one that keeps the most."""
+    others: int
+    """Kept of all others."""
+    first: int
+    """Of the first layer, with what its backward pass needs."""
+    passing: int
+    working: int
+    logits: int = 0
+    """Of all routers, kept also where layers are computed again."""
+
+    def beside_scores(self, scores: Scores, num_scores: int, *, recomputes: bool) -> "_Mlps":
+        """The same where attention needs more: before the MLP is computed, and when its own backward pass is over."""
+        kept_scores = 0 if recomputes else scores.kept
+        passing = max(self.passing, (scores.forward - kept_scores) * num_scores - (0 if recomputes else self.one))
+        working = max(self.working, scores.backward * num_scores - self.one)
+        return replace(self, passing=passing, working=working, first=self.first + working - self.working)
+
+
+def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
+    h, i, e = model.hidden_size, model.intermediate_size, products.e
+
+    def dense_working(width: int) -> int:
+        working = _working_bytes(model, products, width, recomputes=recomputes) * num_tokens
+        return working + _weight_gradient_bytes(products, width, accumulates=accumulates)
+
+    mixture = model.mixture
+    if mixture is None:
+        layer_bytes, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
+        passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products, i) * num_tokens
+        if products.dora is not None:
+            end = _dora_end_bytes(model, products, products.dora, num_tokens)
+            # A layer is computed again when the gradient of its output has been scaled; under autocast, and cast.
+            gradients = (2 * 4 if products.casted else e) * h * num_tokens
+            working = max(working, end + gradients if recomputes else 0)
+            passing = 0 if recomputes else end
+        return _Mlps(layer_bytes, (model.num_layers - 1) * layer_bytes, layer_bytes + working, passing, working)
+    beside = _beside_experts_bytes(products, mixture.shared)
+    # The forward pass goes through that MLP last, and the backward pass first: it leaves the gradient of what it read.
+    freed = 0
+    if mixture.shared:
+        freed = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
+        freed -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
+    experts = sparse_mlp(
+        mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
+        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed,
+    )  # fmt: skip
+    layer_bytes = experts.kept + beside * num_tokens
+    dense = _mlp_bytes(products, mixture.dense) * num_tokens
+    remaining = (mixture.num_layers - 1) * layer_bytes + (model.num_layers - mixture.num_layers) * dense
+    working = max(experts.working, 2 * e * mixture.shared * num_tokens)
+    first = dense + dense_working(mixture.dense) if mixture.dense else layer_bytes + working
+    return _Mlps(layer_bytes, remaining, first, experts.passing, working, mixture.num_layers * experts.logits)
+
+
+def _weight_gradient_bytes(products: _Products, width: int, *, accumulates: bool) -> int:
+    """Bytes of the gradient of an MLP's weight, less those of its cast copy, which is not there any more."""
+    if not products.full:
+        return 0
+    each = 0 if accumulates else 4 if products.casted else products.e
+    return (each - (2 if products.casted else 0)) * products.h * width
+
+
+def _beside_experts_bytes(products: _Products, shared: int) -> int:
+    """Bytes per token of the norm before the experts, and of the MLP that every token goes through."""
+    # The router reads the norm, and so do gate and up of the MLP; where adapters are, only they read anything again.
+    if products.full:
+        readers = 1 + (2 if shared else 0)
+    else:
+        readers = len(products.mlp - {_FROM_MLP}) if shared else 0
+    last = products.full or _FROM_MLP in products.mlp
+    return _input_bytes(products, readers) + 3 * products.e * shared + (products.read_bytes(shared, 1) if last else 0)
+
+
+def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_tokens: int) -> Layers:
+    """The same in context parallel, where a layer gathers keys and values of the whole sequence, and their gradients.
+
+    So does torch's `context_parallel` by its default, all-gather.
+    """
+    gathered = 4 * BYTES[dtype] * model.num_kv_heads * model.head_dim * num_tokens
+    return replace(layers, working=layers.working + gathered, leading=layers.leading + gathered)
+
+
+def _working_bytes(model: ModelFacts, products: _Products, i: int, *, recomputes: bool) -> int:
+    """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
+    h, full = model.hidden_size, products.full
+    sandwich = model.num_stream_norms > 2
+    # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone where
+    # there was one. So is what DoRA and the norm behind it kept.
+    behind = 0 if not sandwich else 8 * h if full else 4 * h
+    adapted = _FROM_MLP in products.mlp
+    if adapted and products.dora is not None:
+        behind += 2 * products.e * h
+    moments = [(2 if adapted else 3) * products.e * i - behind]
+    if products.mask and products.casts_inputs and adapted:
+        # The gradients of dropout's input and output, in float32; what it let through is gone.
+        moments.append((8 - products.e) * i - behind)
+    if sandwich:
+        # That norm itself, in float32: its gradient, product, quotient and power.
+        moments.append(4 * 4 * h if full else 5 * 4 * h)
+    if products.dora is not None and products.casted and adapted:
+        # Gradients of what DoRA scales and adds, in float32; what the last product kept is gone.
+        moments.append(14 * i - behind)
+    if recomputes and not full:
+        moments.append(_adapter_copy_bytes(model, products, i))
+    return max(moments)
+
+
+def _adapter_copy_bytes(model: ModelFacts, products: _Products, i: int) -> int:
+    """Bytes per token at the end of a layer's forward pass, beyond what it keeps, where that is much.
+
+    The MLP's product, float32 copies of it for the last adapter and of what its dropout lets through, and what the
+    layer's code still has names for.
+    """
+    adapted = _FROM_MLP in products.mlp
+    if not products.casted and not (products.mask and adapted):
+        return 0
+    e, copies = products.e, (8 if products.mask else 4) * (products.casts_inputs and adapted)
+    return (e + copies) * i + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+
+
+def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_tokens: int) -> int:
+    """Bytes at the end of a layer's forward pass with DoRA, beyond what it keeps: the most of its moments."""
+    h, i, e = model.hidden_size, model.intermediate_size, products.e
+    if _FROM_MLP not in products.mlp:
+        # Nothing of the MLP is there yet.
+        return dora.norming - _mlp_bytes(products, i) * num_tokens
+    there = _adapter_copy_bytes(model, products, i) if products.casted else (e * i + 2 * e * h) * (products.mask > 0)
+    # Neither the adapter's input nor its output is there when the norm is computed.
+    before = there - e * i - e * h
+    # The scaled result; or the input of the base layer in the compute type, which dropout makes another.
+    after = there + (max(4 * h, e * i if products.mask else 0) if products.casted else e * h)
+    return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Bytes of the final norm and of the head in a step."""
+
+    kept: int
+    """Bytes that the norm and the head keep."""
+    forward: int
+    """Besides, in the forward pass."""
+    backward: int
+    """Besides, in the backward pass, without the weight's gradient."""
+
+
+def head_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    *,
+    autocast: bool = True,
+    scored_share: float = 1.0,
+    kind: HeadKind = "tiles",
+    widens: bool = True,
+) -> Head:
+    """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
+
+    On CUDA the tile's buffer has all its columns also where the vocabulary is smaller; on a CPU what is not touched is
+    not resident, but the statistics are torch operations on float32 copies of the tile. Only there the head also goes
+    through tokens that do not count: on CUDA those that do are a copy, `scored_share` of all. Of another `kind` it is
+    the model's own; then `widens` says whether Accelerate makes float32 of what it returns.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    if kind == "score":
+        return _score_of(model, adapter, dtype, num_tokens, autocast=autocast)
+    if kind == "whole":
+        return _whole_head_of(model, adapter, device, dtype, num_tokens, autocast=autocast, widens=widens)
+    if kind in ("sums", "chunks"):
+        scored = int(scored_share * num_tokens)
+        return _chunked_head_of(
+            model, adapter, device, dtype, num_tokens, scored, autocast=autocast, sums=kind == "sums"
+        )
+    scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
+    rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
+    tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    # The norm's float32 input, the values that its trained weight was multiplied with, and what the head reads.
+    kept_bytes = (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * h * num_tokens + wide * h * scored
+    # Autocast casts a tile of a float32 weight, and of what the head reads, while the last ones are there still.
+    more_rows = scored > HEAD_TOKENS
+    casts = e * h * rows * (1 + more_rows) if casted and wide == 4 else 0
+    live = 0
+    if casted and tables.head:
+        casts += e * h * columns
+        live = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
+    # The gradient in float32, and in the type of what the head reads.
+    gradient = (4 + (wide if wide == 2 else 0)) * h * scored
+    return Head(kept_bytes, tile + casts + wide * h * num_tokens, tile + casts + e * h * live + gradient)
+
+
+def _chunked_head_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    scored: int,
+    *,
+    autocast: bool,
+    sums: bool,
+) -> Head:
+    """The head of tunekit, whose logits are those of a chunk of the tokens that count (tunekit/kernels/linear_ce.py).
+
+    It keeps the gradient of what it reads, of these tokens, in the compute type. Where it is trained, it makes its own
+    with the logits if sums are learned from: then that is there, in float32, from the forward pass on. Otherwise it
+    keeps all that it reads, and computes its logits again.
+    """
+    h, e, vocabulary = model.hidden_size, BYTES[dtype], model.vocab_size
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    rows = chunk_rows(scored, vocabulary, e)
+    # On a CPU besides: probabilities in float32, and the logits where they are not.
+    chunk = rows * (e * row_columns(vocabulary) + (0 if device == "cuda" else (4 if e == 4 else 8) * vocabulary))
+    # What a chunk reads, as it is and in the compute type, and what the one before has read; and a cast of the weight.
+    chunk += h * rows * (e * (1 + (scored > rows)) + (wide if wide != e else 0))
+    chunk += e * vocabulary * h if casted and tables.head else 0
+    norm = _norm_bytes(model, adapter, wide, num_tokens)
+    # Labels, places and weights of tokens that count; and what is said of them, there and among all tokens.
+    columns = 28 * scored + 12 * num_tokens
+    computes_again = tables.head and not sums
+    # The gradient of what was read, for each token that counts and then among all; of 16 bits by way of float32.
+    gradients = max(wide * h * (num_tokens + scored), (4 + wide) * h * scored if e == 2 else 0)
+    if computes_again:
+        return Head(norm + wide * h * num_tokens + columns, chunk, max(chunk + e * h * scored, gradients))
+    of_weight = 4 * vocabulary * h if tables.head else 0
+    return Head(norm + e * h * scored + columns, chunk + of_weight + wide * h * num_tokens, gradients)
+
+
+def _norm_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, wide: int, num_tokens: int) -> int:
+    """Return the bytes that the final norm keeps: its float32 input, and the values that its trained weight was
+    multiplied with.
+    """
+    return (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * model.hidden_size * num_tokens
+
+
+def _score_of(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, num_tokens: int, *, autocast: bool
+) -> Head:
+    """A score of each token, of which one of each text is read."""
+    h, e = model.hidden_size, BYTES[dtype]
+    casted = autocast and e == 2
+    wide = 4 if casted and trained_tables(model, adapter).embedding else e
+    # The score is trained, so that what it reads is kept, in the type of its product, until the norm's own backward
+    # pass: in float32 its gradient, product, quotient and power, and of a frozen weight one more.
+    kept_bytes = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens
+    norm = (16 if isinstance(adapter, FullAdapter) else 20) - e
+    return Head(kept_bytes, wide * h * num_tokens, norm * h * num_tokens)
+
+
+def _whole_head_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    *,
+    autocast: bool,
+    widens: bool,
+) -> Head:
+    """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
+
+    Accelerate makes float32 of them (`widens`), and DeepSpeed does not. The likelihood takes a copy of those of the
+    better answers, and their softmax. In the backward pass there are they, that softmax, and its gradient in two
+    shapes; without Triton also those of the words' own logits and of their sums.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    logits = (4 if widens else e) * model.vocab_size * num_tokens
+    cast = e * model.vocab_size * h if casted and tables.head else 0
+    # Its weight has no gradient yet, which is counted beside.
+    gradient = 4 * model.vocab_size * h if tables.head else 0
+    kept_bytes = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
+    times = 3 if device == "cuda" else 4.5
+    return Head(kept_bytes, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))

@@ -1,0 +1,481 @@
+"""Bytes of a training step on one device, and of the files that a run writes.
+
+Bytes that a training step needs on one device, by phase and by part.
+
+A step goes through phases, and what it needs is the most that any of them needs: at the end of the forward pass all
+that is kept for the backward pass is there but few gradients, at its end the gradients but few activations. Closed
+forms for Llama-like decoders. The activation counts are exact for Hugging Face's modules with SDPA: they equal the
+bytes that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
+`benchmarks/planner.py` compares the phases with a trace of the real modules.
+
+Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
+compute type, T tokens of a micro-batch.
+
+Files that a run writes: checkpoints, of which the newest and the best are kept, and its result.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from tunekit.errors import PlanError
+from tunekit.estimates.facts import DataFacts, Facts, ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, with_gathered_keys
+from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
+from tunekit.estimates.memory.states import (
+    BYTES,
+    OPTIMIZER_BYTES,
+    PHASE_WORDS,
+    Dtype,
+    Kept,
+    Need,
+    Phase,
+    dequantised_bytes,
+    num_trainable_params,
+    quantised_bytes,
+    trained_bytes,
+    trained_tables,
+    unties_head,
+    weights_bytes,
+)
+from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
+from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.train import Optim
+
+CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
+"""Bytes of a process besides these parts. On a CPU: the libraries, the tokenized rows and the allocator's cache, 0.5
+GiB resident after the imports and 0.8 GiB at the end of a small run (torch 2.13, transformers 5.23). On CUDA: the
+context with its libraries, an upper bound of published figures (0.5 to 1.4 GB)."""
+
+FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
+"""Optimizers that take all parameters at once on CUDA, with a temporary value for each (torch.optim, `foreach`)."""
+
+Part = Literal[
+    "weights",
+    "adapters",
+    "masters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "gathered",
+    "reference",
+    "kv cache",
+    "vllm",
+    "context",
+    "reserve",
+]
+"""Purpose of memory. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
+gradients of layers that are there whole for a moment, and buffers for it; `reference`: a second model, one to compare
+with or to learn from; `vllm`: the share of vLLM; `context`: the process besides tensors, libraries or the CUDA context;
+`reserve`: memory that the allocator takes and no tensor uses."""
+
+Confidence = Literal["traced", "closed form", "outside the model"]
+"""Reliability of an estimate: formulas compared with a trace of the real modules, formulas that were not, or formulas
+of another kind of model for want of its own."""
+
+RESERVE_SHARE = {"cpu": 0.0, "cuda": 0.03}
+"""Memory that the allocator holds beyond the tensors, as a share of them, where no recorded run says better: the lower
+end of the published 3 to 8 % with expandable segments; the rest is left by `MEMORY_SHARE`."""
+
+
+class MemoryEstimate(Facts):
+    """Bytes on each device at the peak of a step, by part."""
+
+    parts: Mapping[Part, int]
+    """Bytes at the peak by part, those that there are."""
+    phase: Phase
+    """Phase of the peak."""
+    phases: Mapping[Phase, int]
+    """Bytes of tensors at the peak of each phase."""
+    host_bytes: int = 0
+    """Main memory of each node that is needed for what the devices do not hold."""
+    nvme_bytes: int = 0
+    """Disk of each node that is needed for it."""
+    confidence: Confidence = "traced"
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors at the peak: what torch calls allocated."""
+        return self.phases[self.phase]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def peak_words(self) -> str:
+        """Phase of the peak, in words."""
+        return f"peak {PHASE_WORDS[self.phase]}"
+
+
+def estimate(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    *,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    optim: Optim,
+    num_tokens: int,
+    mask_length: int | None,
+    sliding_mask_length: int | None,
+    gradient_checkpointing: bool,
+    accumulates: bool,
+    layout: Layout,
+    devices_per_node: int,
+    reserve_share: float,
+    passes: Passes = SFT,
+    vllm_bytes: int = 0,
+    scores_length: int | None = None,
+) -> MemoryEstimate:
+    """Memory of one training step on each device.
+
+    Args:
+        model: The model.
+        adapter: What is trained.
+        device: Where.
+        dtype: Type of the products, and of frozen weights.
+        optim: Optimizer.
+        num_tokens: Tokens of a micro-batch with its padding.
+        mask_length: Length of a row of the attention mask: to which sequences are padded, or of all that lie one behind
+            the other; None without a mask.
+        sliding_mask_length: The same for layers of sliding attention, which need a mask also where others do not.
+        gradient_checkpointing: Whether only layer inputs are kept, and one layer is recomputed at a time.
+        accumulates: Whether a step has several micro-batches, so that gradients lie there from the first one on.
+        layout: How the run is spread over devices.
+        devices_per_node: How many of them share the main memory and the disk of a node.
+        reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        passes: What the method does in a step.
+        vllm_bytes: What vLLM takes of each device.
+        scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
+    """
+    shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
+    autocast = layout.strategy in ("single", "ddp")
+    mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
+    layers = layers_of(
+        shard,
+        adapter,
+        device,
+        dtype,
+        mine,
+        mask_length,
+        sliding_mask_length,
+        gradient_checkpointing=gradient_checkpointing,
+        accumulates=accumulates,
+        autocast=autocast,
+        scores_length=scores_length,
+    )
+    if layout.cp_size > 1:
+        layers = with_gathered_keys(shard, layers, dtype, num_tokens)
+    head = head_of(
+        shard,
+        adapter,
+        device,
+        dtype,
+        mine,
+        autocast=autocast,
+        scored_share=passes.max_scored_share,
+        kind=passes.head,
+        widens=not layout.strategy.startswith("zero"),
+    )
+    kept_state, needs, trained = _engine(
+        shard,
+        adapter,
+        layers,
+        head,
+        dtype,
+        optim,
+        layout=layout,
+        devices_per_node=devices_per_node,
+        accumulates=accumulates,
+    )
+    # Where the optimizer's states are offloaded, its step is not computed here.
+    copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
+    dequantised = dequantised_bytes(shard, adapter, dtype)
+    highest: dict[Phase, Need] = {}
+    for phase, need in needs:
+        more = need
+        if phase == "optimizer":
+            more = replace(need, gradients=need.gradients + copied)
+        elif phase != "load":
+            more = replace(need, gathered=need.gathered + dequantised)
+        if phase not in highest or more.total > highest[phase].total:
+            highest[phase] = more
+    kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)
+    kept_state = replace(kept_state, vllm=vllm_bytes)
+    highest |= method_needs(shard, adapter, passes, dtype, layout, layers, head, mine, highest)
+    phases = {
+        phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
+        for phase, need in highest.items()
+    }
+    phase = max(phases, key=phases.__getitem__)
+    if phase == "load":
+        kept_state = replace(kept_state, optimizer=0)
+    return MemoryEstimate(
+        parts=_parts(
+            kept_state, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))
+        ),
+        phase=phase,
+        phases=phases,
+        host_bytes=kept_state.host_bytes,
+        nvme_bytes=kept_state.nvme_bytes,
+        confidence=_confidence(model, adapter, layout, passes),
+    )
+
+
+def _engine(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    layers: Layers,
+    head: Head,
+    dtype: Dtype,
+    optim: Optim,
+    *,
+    layout: Layout,
+    devices_per_node: int,
+    accumulates: bool,
+) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
+    """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
+    device.
+    """
+    trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
+    if layout.strategy in ("single", "ddp"):
+        kept_state = _kept(model, adapter, dtype, optim)
+        return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
+    if layout.strategy == "fsdp2":
+        units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
+        kept_state = fsdp2_kept(
+            units,
+            dtype,
+            undivided=quantised_bytes(model, adapter),
+            optimizer_bytes=optimizer_bytes,
+            full=full,
+            layout=layout,
+            devices_per_node=devices_per_node,
+        )
+        tied = model.has_tied_head and not unties_head(model, adapter)
+        needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
+        return kept_state, needs, units.all.trained
+    kept_state = zero_kept(
+        model,
+        adapter,
+        dtype,
+        optimizer_bytes=optimizer_bytes,
+        layout=layout,
+        devices_per_node=devices_per_node,
+    )
+    needs = zero_needs(model, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
+    return kept_state, needs, trained // layout.num_shards
+
+
+def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:
+    """The parts that there are."""
+    parts: dict[Part, int] = {
+        "weights": kept.weights,
+        "adapters": kept.adapters,
+        "masters": kept.masters,
+        "gradients": need.gradients,
+        "optimizer": kept.optimizer,
+        "activations": need.activations,
+        "logits": need.logits,
+        "gathered": need.gathered,
+        "reference": kept.reference,
+        "kv cache": need.kv_cache,
+        "vllm": kept.vllm,
+        "context": context,
+        "reserve": reserve,
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
+    """Families and layouts that the tests trace; the activations of other attention decoders are much alike.
+
+    Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
+    """
+    if not is_traced(model):
+        return "outside the model"
+    if isinstance(adapter, QloraAdapter) or passes.teacher is not None:
+        return "closed form"
+    if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
+        # Tables that are trained beside an adapter are counted on one device only as they are traced.
+        return "closed form"
+    alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
+    traced = () if model.num_experts else ("single", "ddp")
+    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else traced)
+    return "traced" if alone and engine else "closed form"
+
+
+def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
+    """Return the bytes that a single device keeps from step to step."""
+    adapters, states = trained_bytes(model, adapter, optim)
+    return Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
+
+
+def _needs(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    layers: Layers,
+    head: Head,
+    layout: Layout,
+    *,
+    accumulates: bool,
+) -> Iterator[tuple[Phase, Need]]:
+    """Yield the needs of the phases on one device. A gradient that is added to another is there beside it.
+
+    DDP holds as many bytes again in buckets, from which gradients are reduced (`gradient_as_bucket_view` is off in
+    Accelerate).
+    """
+    trained = 4 * num_trainable_params(model, adapter)
+    table, tables = 4 * model.vocab_size * model.hidden_size, trained_tables(model, adapter)
+    vocabulary = table if tables.head else 0
+    in_layers = trained - table * tables.num
+    per_layer = in_layers // model.num_layers
+    before = trained if accumulates else 0
+    first = before or vocabulary + in_layers - per_layer
+    # Gradients of a weight with two uses wait for each other and are summed into a third tensor.
+    waiting = vocabulary if tables.is_one and accumulates else 0
+    forward = Need(before, layers.kept + layers.forward_only + layers.shared + head.kept, head.forward)
+    if layers.passing > head.kept + head.forward:
+        forward = Need(before, layers.kept + layers.shared + layers.passing)
+    needs: dict[Phase, Need] = {
+        "forward": forward,
+        "head": Need(before + vocabulary, layers.kept + layers.shared + head.kept, head.backward),
+        "last layer": Need(
+            waiting + (before or vocabulary), layers.kept + layers.recomputed + layers.working + layers.shared
+        ),
+        "first layer": Need(waiting + first, layers.first + layers.working + layers.shared),
+    }
+    if tables.embedding:
+        fresh = (2 if tables.is_one else 0) + (1 if accumulates else 0)
+        needs["embedding"] = Need(trained + fresh * table, 0 if tables.is_one else layers.stream)
+    needs["optimizer"] = Need(trained)
+    yield "load", Need()
+    buckets = trained if layout.strategy == "ddp" else 0
+    for phase, need in needs.items():
+        yield phase, replace(need, gathered=buckets)
+
+
+TOKENIZER_BYTES = 128
+"""Of a tokenizer's files for each entry of its vocabulary: 134 of Llama 3, 127 of Gemma 3, 75 of Qwen 2.5."""
+
+ROW_BYTES = 8
+"""Of the rows for each token: its id and its label."""
+
+
+class Saving(Facts):
+    """Checkpoints of a run: when and how they are written, and the measure of the best one."""
+
+    checkpoint_bytes: int | None = None
+    """Expected bytes of a checkpoint; None in plans that do not know."""
+    result_bytes: int | None = None
+    """The same of the result."""
+    run_bytes: int | None = None
+    """The same of the run at most, with the rows and the checkpoint that is being written."""
+    in_background: bool = False
+    """True if a checkpoint is written during training, from a copy in main memory."""
+    metric_for_best_model: str | None = None
+    """None without rows to evaluate on."""
+    greater_is_better: bool = False
+
+
+def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype) -> int:
+    """Return the bytes of a checkpoint: weights or adapter, the states of the optimizer, and the tokenizer.
+
+    DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
+    """
+    full = isinstance(recipe.adapter, FullAdapter)
+    trained = num_trainable_params(model, recipe.adapter)
+    adapters, states = trained_bytes(model, recipe.adapter, recipe.train.optim)
+    weights = 4 * model.num_params if full else adapters
+    if layout.strategy.startswith("zero"):
+        whole = BYTES[dtype] * trained
+        weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
+    return weights + states + _tokenizer_bytes(model)
+
+
+def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
+    """Return the bytes of the trained model or adapter."""
+    full = isinstance(recipe.adapter, FullAdapter)
+    adapters, _ = trained_bytes(model, recipe.adapter, recipe.train.optim)
+    return (4 * model.num_params if full else adapters) + _tokenizer_bytes(model)
+
+
+def _tokenizer_bytes(model: ModelFacts) -> int:
+    return TOKENIZER_BYTES * model.vocab_size
+
+
+def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
+    """By which measure of the evaluations the best is told, and whether the greatest is; None without evaluations.
+
+    Raises:
+        PlanError: The recipe names one, and there is nothing to evaluate on.
+    """
+    train = recipe.train
+    if data.num_eval is None:
+        for name in ("metric_for_best_model", "greater_is_better"):
+            if dict(train)[name] is not None:
+                raise PlanError(
+                    f"train.{name}: there are no rows to evaluate on, which would tell the best checkpoint",
+                    hint="give data.eval, or leave it out",
+                )
+        return None, False
+    metric = train.metric_for_best_model
+    if metric is None:
+        metric = "eval_reward" if is_rewarded(recipe.method) else "eval_loss"
+    greater = train.greater_is_better
+    return metric, not metric.endswith("loss") if greater is None else greater
+
+
+def saving_of(
+    recipe: Recipe, model: ModelFacts, data: DataFacts, layout: Layout, dtype: Dtype, *, spare_bytes: int | None
+) -> Saving:
+    """Plan the checkpoints of a run.
+
+    Args:
+        recipe: What is asked for.
+        model: The model.
+        data: The rows.
+        layout: How the run is spread.
+        dtype: Type of the products.
+        spare_bytes: Main memory that each process may still take; None where that is not known.
+
+    Raises:
+        PlanError: The recipe names a measure of evaluations that there are not, or of which nothing would be kept.
+    """
+    metric, greater = metric_of(recipe, data)
+    if layout.why_not_resumed is not None:
+        if recipe.train.metric_for_best_model is not None:
+            raise PlanError(
+                f"train.metric_for_best_model: {layout.name} keeps no checkpoints: {layout.why_not_resumed}",
+                hint="leave it out, or choose another layout",
+            )
+        metric, greater = None, False
+    size = checkpoint_bytes(recipe, model, layout, dtype)
+    fits = spare_bytes is not None and copied_bytes(size, layout) <= spare_bytes
+    num_kept = 0 if layout.why_not_resumed else recipe.train.save_total_limit + (metric is not None) + 1
+    result = result_bytes(recipe, model)
+    return Saving(
+        checkpoint_bytes=size,
+        result_bytes=result,
+        run_bytes=num_kept * size + result + ROW_BYTES * (data.num_train_tokens or 0),
+        in_background=divides_files(layout) and fits,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
+    )
+
+
+def divides_files(layout: Layout) -> bool:
+    """Return whether every process writes a part of a checkpoint, from states that can be copied."""
+    nvme = "nvme" in (layout.offload_param_device, layout.offload_optimizer_device)
+    return layout.why_not_resumed is None and layout.strategy not in ("single", "ddp") and not nvme
+
+
+def copied_bytes(size: int, layout: Layout) -> int:
+    """Main memory that each process takes for a copy of its part of a checkpoint of that size."""
+    return math.ceil(size / layout.num_shards)

@@ -1,0 +1,404 @@
+"""Bytes that a run keeps from step to step, by phase, with those of a reference and of DoRA.
+
+Bytes of what a run keeps from step to step: weights, adapters, gradients and the states of the optimizer.
+
+Everything is counted tensor by tensor, as transformers, PEFT, bitsandbytes and the optimizers hold it; the tests build
+the real ones and compare to the byte. Left out are buffers, tables of some KiB that a model computes with, and what a
+CUDA allocator rounds up each tensor by (512 bytes).
+
+The phases of a training step, and what each needs for a time.
+
+Reference of a trained model: its kind and its cost.
+
+A new adapter has its reference for nothing: the model without it. An adapter that is trained further has not: without
+it the model is another one than training starts from. So a frozen copy of the adapter as it was stays beside it, and
+takes its place for the reference's passes.
+
+Bytes of DoRA (arXiv 2402.09353) as PEFT computes it: beside each product its norm, and so the whole update.
+
+In each forward pass PEFT multiplies an identity matrix by both matrices of the adapter, adds the update to the weight
+and takes the norm of each row. Under autocast all of that is float32. The magnitude is learned from the base layer's
+output and from the adapter's, so both are kept; with dropout they are computed from what it lets through, by a copy of
+the weight.
+
+`e` is the number of bytes of the compute type.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head, is_vision
+from tunekit.recipe.methods.spec import MethodSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.train import Optim
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Shape = tuple[int, ...]
+
+BLOCK_4BIT, BLOCK_8BIT = 64, 256
+"""Values that share a constant in bitsandbytes: of 4-bit weights, and of 8-bit states and constants."""
+
+CODE_4BIT_BYTES, CODE_8BIT_BYTES = 4 * 16, 4 * 256
+"""Size of the float32 table of a quantised type's values."""
+
+MIN_8BIT_VALUES = 4096
+"""Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """States that an optimizer keeps of each tensor."""
+
+    values: int
+    """Values for each trained one."""
+    bits: Literal[8, 32] = 32
+    step: bool = False
+    """True if the step is counted in a float32 tensor."""
+
+
+_STATES: Mapping[Optim, _Kept] = {
+    "adamw_torch": _Kept(2, step=True),
+    "adamw_torch_fused": _Kept(2, step=True),
+    "adagrad": _Kept(1, step=True),
+    "rmsprop": _Kept(1, step=True),
+    "sgd": _Kept(0),
+    "ademamix": _Kept(3),
+    "ademamix_8bit": _Kept(3, bits=8),
+    "adamw_8bit": _Kept(2, bits=8),
+    "adamw_bnb_8bit": _Kept(2, bits=8),
+    "lion_32bit": _Kept(1),
+    "lion_8bit": _Kept(1, bits=8),
+    "paged_adamw_32bit": _Kept(2),
+    "paged_adamw_8bit": _Kept(2, bits=8),
+    "paged_ademamix_32bit": _Kept(3),
+    "paged_ademamix_8bit": _Kept(3, bits=8),
+    "paged_lion_32bit": _Kept(1),
+    "paged_lion_8bit": _Kept(1, bits=8),
+    "rmsprop_bnb": _Kept(1),
+    "rmsprop_bnb_32bit": _Kept(1),
+    "rmsprop_bnb_8bit": _Kept(1, bits=8),
+}
+"""Those of torch and bitsandbytes, as transformers makes them: SGD without momentum. Adafactor is a case of its own."""
+
+
+def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
+    """Modules that are trained wholly beside an adapter; the score of a model that judges always is, as PEFT has it."""
+    return [*(adapter.modules_to_save or []), *([SCORE.removesuffix(".weight")] if model.judges else [])]
+
+
+def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> dict[str, Shape]:
+    """Shape of every tensor that is trained, by name.
+
+    LoRA adds two of rank r to each adapted matrix (arXiv 2106.09685, section 4.1), DoRA a magnitude for each output
+    besides (arXiv 2402.09353). PEFT adapts all experts of a layer by one pair, its rank r for each of them, or 2r where
+    gate and up projection are one. Modules in `modules_to_save` are copied, and trained wholly
+    instead.
+    """
+    tensors = dict(model.tensors)
+    if isinstance(adapter, FullAdapter):
+        return tensors
+    whole = trained_whole(model, adapter)
+    trained = model.tensors_in(whole) if whole else {}
+    for name in model.adapter_linears(adapter.target_modules):
+        if whole and not set(whole).isdisjoint(name.split(".")):
+            continue
+        *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
+        rank = adapter.rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
+        trained |= {name + ".lora_A": (rank, inputs), name + ".lora_B": (outputs, rank)}
+        if adapter.use_dora:
+            trained[name + ".lora_magnitude_vector"] = (outputs,)
+    return trained
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Trained ones of the two large tables of a vocabulary."""
+
+    embedding: bool
+    head: bool
+    """Also where it is the embedding."""
+    is_one: bool
+    """True if they are the same trained tensor. PEFT copies modules that it trains whole, so that nothing is tied to
+    them."""
+
+    @property
+    def num(self) -> int:
+        """Trained tables."""
+        return 1 if self.is_one else self.embedding + self.head
+
+
+def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tables:
+    """Return which tables are trained: all, or those that are trained beside an adapter."""
+    if isinstance(adapter, FullAdapter):
+        return Tables(embedding=True, head=not model.judges, is_one=model.has_tied_head)
+    names = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else ()
+    return Tables(any(map(is_embedding, names)), any(map(is_head, names)), is_one=False)
+
+
+def unties_head(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> bool:
+    """Return whether an embedding is trained beside an adapter while the head that shares it stays as it was."""
+    return not isinstance(adapter, FullAdapter) and model.has_tied_head and trained_tables(model, adapter).embedding
+
+
+def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+    """Number of parameters that are trained."""
+    if isinstance(adapter, FullAdapter):
+        return model.num_params
+    if not trained_whole(model, adapter):
+        shapes = model.adapted(adapter.target_modules).shapes.items()
+        magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
+        return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)
+    return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
+
+
+def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+    """Bytes of the model's own weights: in float32 where they are trained, else in `dtype`, or in 4 bits.
+
+    Embeddings, norms, experts and head are not quantised.
+    """
+    if isinstance(adapter, FullAdapter):
+        return 4 * model.num_params
+    if not isinstance(adapter, QloraAdapter):
+        return BYTES[dtype] * model.num_params
+    return quantised_bytes(model, adapter) + BYTES[dtype] * (model.num_params - model.num_linear_params)
+
+
+def quantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+    """Bytes of the weights that are kept in 4 bits."""
+    if not isinstance(adapter, QloraAdapter):
+        return 0
+    return sum(
+        times * _quantised_bytes(outputs * inputs, double=adapter.double_quant)
+        for (outputs, inputs), times in model.all_linears.shapes.items()
+    )
+
+
+def _quantised_bytes(size: int, *, double: bool) -> int:
+    """Bytes of a weight in 4 bits: half a byte a value, a constant for every 64 of them, and the table of the type.
+
+    The constants are float32, or with double quantisation 8-bit values, which have a float32 constant for every 256 of
+    them, their mean and a table of their own (arXiv 2305.14314, section 3).
+    """
+    constants = math.ceil(size / BLOCK_4BIT)
+    packed = math.ceil(size / 2) + CODE_4BIT_BYTES
+    if not double:
+        return packed + 4 * constants
+    return packed + constants + 4 * math.ceil(constants / BLOCK_8BIT) + 4 + CODE_8BIT_BYTES
+
+
+def dequantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+    """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used."""
+    if not isinstance(adapter, QloraAdapter):
+        return 0
+    return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.all_linears.shapes)
+
+
+def trained_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, optim: Optim) -> tuple[int, int]:
+    """Bytes of what is trained besides the model's own weights, and of the optimizer's states; counted once of each."""
+    key = (repr(adapter), optim)
+    if key not in model.trained_bytes:
+        tensors = trained_tensors(model, adapter)
+        model.trained_bytes[key] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim)
+    return model.trained_bytes[key]
+
+
+def adapters_bytes(trained: Mapping[str, Shape], adapter: FullAdapter | LoraAdapter) -> int:
+    """Bytes of what is trained besides the model's own weights, in float32."""
+    return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
+
+
+def gradients_bytes(trained: Mapping[str, Shape]) -> int:
+    """Bytes of all gradients, in float32."""
+    return sum(4 * math.prod(shape) for name, shape in trained.items() if gets_gradient(name))
+
+
+def gets_gradient(name: str) -> bool:
+    """Return whether a trained tensor is updated: text gives a vision tower no gradients."""
+    return not is_vision(name)
+
+
+def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
+    """Bytes of an optimizer's states for what is trained, after its first step.
+
+    8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861), and share a table for signed and one
+    for unsigned values. Embeddings keep float32 states (transformers asks bitsandbytes for it), and so does what is
+    small.
+    """
+    tensors = {name: shape for name, shape in trained.items() if gets_gradient(name)}
+    if optim == "adafactor":
+        return sum(_factored_bytes(shape) for shape in tensors.values())
+    states = _STATES[optim]
+    total, quantised = 0, False
+    for name, shape in tensors.items():
+        size = math.prod(shape)
+        if states.bits == 8 and size >= MIN_8BIT_VALUES and not is_embedding(name):
+            total += states.values * (size + 4 * math.ceil(size / BLOCK_8BIT))
+            quantised = True
+        else:
+            total += 4 * states.values * size + (4 if states.step else 0)
+    return total + (min(states.values, 2) * CODE_8BIT_BYTES if quantised else 0)
+
+
+def _factored_bytes(shape: Shape) -> int:
+    """Bytes that Adafactor keeps: of a matrix its rows and columns (arXiv 1804.04235), and the weight's size."""
+    if len(shape) < 2:
+        return 4 * math.prod(shape) + 4
+    *leading, rows, columns = shape
+    return 4 * math.prod(leading) * (rows + columns) + 4
+
+
+_LARGE = {"": (4096, 4096)}
+
+OPTIMIZER_BYTES: Mapping[Optim, float] = {
+    optim: round(states_bytes(_LARGE, optim) / 4096**2, 3) for optim in (*_STATES, "adafactor")
+}
+"""Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
+
+
+Phase = Literal[
+    "load",
+    "generation",
+    "forward",
+    "reference",
+    "head",
+    "last layer",
+    "middle layers",
+    "first layer",
+    "embedding",
+    "optimizer",
+]
+"""Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, at the
+end of the forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of
+those between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly
+from layer to layer, so the layers between are never the peak there."""
+
+PHASE_WORDS: dict[Phase, str] = {
+    "load": "while the model is loaded",
+    "generation": "while answers are generated",
+    "forward": "at the end of the forward pass",
+    "reference": "in the forward pass of the reference",
+    "head": "in the backward of the head",
+    "last layer": "in the backward of the last layer",
+    "middle layers": "in the backward of the layers",
+    "first layer": "in the backward of the first layer",
+    "embedding": "in the backward of the embedding",
+    "optimizer": "in the optimizer's step",
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a phase needs besides what a run keeps from step to step."""
+
+    gradients: int = 0
+    activations: int = 0
+    logits: int = 0
+    gathered: int = 0
+    kv_cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.gradients + self.activations + self.logits + self.gathered + self.kv_cache
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a run keeps from step to step: on each device, and on each node for its devices together."""
+
+    weights: int
+    adapters: int = 0
+    masters: int = 0
+    reference: int = 0
+    vllm: int = 0
+    optimizer: int = 0
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """On a device."""
+        return self.loaded + self.optimizer
+
+    @property
+    def loaded(self) -> int:
+        """On a device before the first step: an optimizer makes its states then."""
+        return self.weights + self.adapters + self.masters + self.reference + self.vllm
+
+
+Reference = Literal["none", "without adapter", "copied adapter", "second model", "beforehand"]
+"""Reference of a run: none; the model without its adapter; the adapter as it was, kept frozen beside the trained one; a
+second model; or log-probabilities that were computed before training."""
+
+
+def reference_of(method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None) -> Reference:
+    """Return the reference of a run."""
+    if method.reference_use != "model":
+        return method.reference_use
+    if isinstance(adapter, FullAdapter):
+        return "second model"
+    return "without adapter" if continued_adapter(origin, adapter) is None else "copied adapter"
+
+
+def reference_words(reference: Reference, origin: Origin | None) -> str:
+    """Describe the reference of a run."""
+    match reference:
+        case "none":
+            return "no reference"
+        case "without adapter":
+            return "the reference is the model without its adapters"
+        case "beforehand":
+            return "log-probabilities of the reference are computed before training"
+        case "second model":
+            merged = origin is not None and origin.adapter is not None
+            return "the reference is a second model" + (f", {origin.name} merged" if merged and origin else "")
+        case "copied adapter":
+            assert origin is not None
+            return f"the reference is the adapter of {origin.name} as it was"
+        case _:
+            assert_never(reference)
+
+
+@dataclass(frozen=True)
+class Dora:
+    """Bytes of the layers of a model with such adapters, besides those of plain ones."""
+
+    kept: int
+    """Bytes per token that a layer keeps."""
+    copies: int
+    """Bytes of weights that a layer keeps."""
+    norming: int
+    """Most bytes of weights while the norm of one is computed: of the last in a layer, where it has an adapter."""
+    applying: int
+    """Bytes of weights that are there still when its result is used."""
+
+
+def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
+    """Return these bytes; `last` names the last linear layer of a decoder layer."""
+    adapted = model.adapter_linears(adapter.target_modules)
+    linears = {name: sizes for name, sizes in adapted.items() if not is_vision(name)}
+    outputs = sum(outputs for outputs, _ in linears.values()) // model.num_layers
+    params = sum(outputs * inputs for outputs, inputs in linears.values()) // model.num_layers
+    lasts = {sizes for name, sizes in linears.items() if name.endswith(last)}
+    moments = (_moments(*sizes, e, casted=casted) for sizes in lasts or set(linears.values()))
+    norming, applying = max(moments, default=(0, 0))
+    copies = e * params if casted and adapter.dropout else 0
+    return Dora(2 * e * outputs, copies, norming, applying)
+
+
+def _moments(outputs: int, inputs: int, e: int, *, casted: bool) -> tuple[int, int]:
+    """Bytes around a weight when its norm is computed, and when the result is used.
+
+    The identity matrix in the compute type is kept with the update until its layer has been computed. Under autocast
+    weight and update are float32, and the scaled update and the sum too; else the weight is what it was.
+    """
+    weight, identity = outputs * inputs, e * inputs**2
+    if casted:
+        # Before: both identity matrices, and the update in the compute type.
+        return max(16 * weight + identity, 4 * inputs**2 + identity + e * weight), 8 * weight + identity
+    return 3 * e * weight + identity, e * weight + identity

@@ -1,0 +1,338 @@
+"""Passes of a training method besides one forward and one backward pass, and their memory.
+
+What a method does in a step stands with its section (`tunekit.recipe.methods.spec`).
+
+Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
+
+Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
+compute type.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypedDict, assert_never
+
+from tunekit.errors import PlanError
+from tunekit.estimates.facts import ModelFacts, Origin
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.activations import Head, Layers, cast_weights_bytes
+from tunekit.estimates.memory.states import (
+    BYTES,
+    Dtype,
+    Kept,
+    Need,
+    Phase,
+    reference_of,
+    reference_words,
+    weights_bytes,
+)
+from tunekit.estimates.memory.teacher import teacher_needs
+from tunekit.recipe.methods import generates
+from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+
+
+@dataclass(frozen=True)
+class Passes(MethodPasses):
+    """Passes of a method in an optimizer step of a plan."""
+
+    copies_adapter: bool = False
+    """True if the reference is a copy of the adapter, kept besides the trained one."""
+    teacher: ModelFacts | None = None
+    """The model that another one learns from, which goes through each micro-batch too."""
+
+
+SFT = Passes()
+
+
+def passes_of(
+    method: MethodSection,
+    adapter: FullAdapter | LoraAdapter,
+    data: DataSection,
+    *,
+    global_batch_size: int,
+    teacher: ModelFacts | None = None,
+    by_vllm: bool = False,
+) -> Passes:
+    """Return the passes of a method in a step.
+
+    Args:
+        method: The method.
+        adapter: What is trained.
+        data: How long sequences are.
+        global_batch_size: Rows, pairs or answers of an optimizer step.
+        teacher: The model to learn from, for distillation.
+        by_vllm: Whether vLLM generates answers.
+    """
+    inputs = PassInputs(isinstance(adapter, FullAdapter), data.max_length, global_batch_size, by_vllm)
+    return Passes(**vars(method.passes(inputs)), teacher=teacher)
+
+
+def method_words(
+    method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None
+) -> tuple[str, str] | None:
+    """Return a method and what it does in a step, in words: the choice and the reason of a plan; None for sft."""
+    return method.summary(reference_words(reference_of(method, adapter, origin), origin))
+
+
+def steps_per_epoch(method: MethodSection, num_rows: int, global_batch_size: int) -> int:
+    """Optimizer steps in which every row is used once. Prompts that fill no step are left out (TRL's `RepeatSampler`).
+
+    Raises:
+        PlanError: There are too few prompts for a single step.
+    """
+    if not generates(method):
+        return -(-num_rows // global_batch_size)
+    num_generations = method.answers_per_prompt
+    prompts = global_batch_size // num_generations
+    if num_rows < prompts:
+        raise PlanError(
+            f"train.global_batch_size: {global_batch_size} answers, {num_generations} to each prompt, need "
+            f"{prompts} prompts, and data.train has {num_rows}",
+            hint=f"set it to {num_rows * num_generations} or less",
+        )
+    return num_rows // prompts * method.steps_per_generation
+
+
+def with_reference(
+    kept: Kept, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, devices_per_node: int
+) -> Kept:
+    """Return the bytes kept from step to step, with a second model: a reference, or a teacher.
+
+    A reference has weights in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides
+    them; DeepSpeed casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed
+    after the forward pass it stays gathered whole. A teacher is loaded in the type of the products, and ZeRO-3 alone
+    divides it. What is divided lies where the model's weights do. A copy of an adapter lies as the adapter does.
+    """
+    if passes.copies_adapter:
+        return replace(kept, reference=kept.adapters)
+    by_zero = layout.strategy.startswith("zero")
+    if passes.teacher is not None:
+        whole = BYTES[dtype] * passes.teacher.num_params
+        is_divided, stays = layout.strategy == "zero3", False
+    elif passes.keeps_reference:
+        whole = (BYTES[dtype] if by_zero else 4) * model.num_params
+        is_divided = layout.strategy in ("fsdp2", "zero3")
+        stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
+    else:
+        return kept
+    share = -(-whole // (layout.num_shards if is_divided else 1))
+    gathered = BYTES[dtype] * model.num_params if stays else 0
+    match layout.offload_param_device if is_divided else "none":
+        case "none":
+            return replace(kept, reference=share + gathered)
+        case "cpu":
+            return replace(kept, reference=gathered, host_bytes=kept.host_bytes + devices_per_node * share)
+        case "nvme":
+            return replace(kept, reference=gathered, nvme_bytes=kept.nvme_bytes + devices_per_node * share)
+        case place:
+            assert_never(place)
+
+
+def method_needs(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    layers: Layers,
+    head: Head,
+    num_tokens: int,
+    needs: Mapping[Phase, Need],
+) -> Iterator[tuple[Phase, Need]]:
+    """Yield the needs of the phases that supervised fine-tuning does not have.
+
+    GRPO's passes without gradients need no phase: they are those of a micro-batch, at a time when nothing is kept for a
+    backward pass.
+
+    Args:
+        model: The model.
+        adapter: What is trained.
+        passes: What the method does.
+        dtype: Type of the products.
+        layout: How the run is spread.
+        layers: What the decoder layers hold.
+        head: What the final norm and the head hold.
+        num_tokens: Tokens of a micro-batch on a device, with its padding.
+        needs: What the other phases need.
+    """
+    if passes.teacher is not None:
+        scored = int(passes.max_scored_share * num_tokens)
+        yield from teacher_needs(passes.teacher, dtype, layout, layers, head, num_tokens, scored, needs)
+    if passes.refers_in_micro_batch:
+        reference_need = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
+        yield (
+            "reference",
+            replace(
+                reference_need,
+                gradients=needs["forward"].gradients,
+                activations=layers.kept + layers.shared + head.kept + reference_need.activations,
+                gathered=needs["forward"].gathered + reference_need.gathered,
+            ),
+        )
+    if passes.generation is not None and not passes.generation.by_vllm:
+        reference_need = _generation(model, adapter, passes.generation, dtype, layout)
+        # Gradients are gone after the optimizer's step; the buckets of DDP are not.
+        yield "generation", replace(reference_need, gathered=needs["optimizer"].gathered + reference_need.gathered)
+
+
+def reference_pass(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    head: Head,
+    num_tokens: int,
+) -> Need:
+    """Return the need of the reference's forward pass: at its end, in the head, or in a layer.
+
+    Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model, and
+    keeps the buffer in which it arrived beside the weights until it gathers again.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    casts = _casts_bytes(model, adapter, dtype, layout)
+    stream = 4 if casts else e
+    layer = (3 * e * model.intermediate_size + (3 * stream + e) * h) * num_tokens
+    gathered = 0
+    if passes.keeps_reference and layout.strategy == "fsdp2":
+        gathered = e * model.num_params * (2 if layout.reshard_after_forward else 1)
+    copies = stream * h * int(passes.max_scored_share * num_tokens)
+    if layer > copies + head.forward:
+        return Need(activations=casts + layer, gathered=gathered)
+    return Need(activations=casts + copies, logits=head.forward, gathered=gathered)
+
+
+def kv_cache_bytes(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    layout: Layout,
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    windows: bool = True,
+) -> int:
+    """Bytes of the keys and values of sequences, as transformers' DynamicCache keeps them.
+
+    Layers of sliding attention keep those of their window alone, but for the first token behind the prompt, when
+    `windows` are views of all. Where weights are float32 under autocast, so are keys, since rotating them is no
+    product; values are in the type of the products (transformers 5.24).
+    """
+    pair_bytes = _key_bytes(model, adapter, dtype, layout) + BYTES[dtype]
+    sliding = model.num_sliding_layers if windows else 0
+    tokens = (model.num_layers - sliding) * num_tokens + sliding * min(num_tokens, model.sliding_window or num_tokens)
+    return pair_bytes * model.num_kv_heads * model.head_dim * tokens * num_sequences
+
+
+def _key_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
+    return 4 if _casts_bytes(model, adapter, dtype, layout) else BYTES[dtype]
+
+
+def _generation(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, generation: Generation, dtype: Dtype, layout: Layout
+) -> Need:
+    """Return the need of generating the answers of a step, which TRL does for all of them at once.
+
+    The most is there either while the prompts are read, in one layer, or at the last token: the cache, the copies that
+    autocast makes of all weights, and logits of one token of each sequence with their copy and their probabilities.
+    """
+    num_sequences = -(-generation.num_sequences // layout.num_batches)
+    prompt_tokens, length = generation.prompt_tokens, generation.prompt_tokens + generation.completion_tokens
+    casts = _casts_bytes(model, adapter, dtype, layout)
+    how: _Sequences = {"layout": layout, "num_sequences": num_sequences}
+    cache = kv_cache_bytes(model, adapter, dtype, **how, num_tokens=length)
+    logits = 12 * model.vocab_size * num_sequences
+    # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
+    key_bytes = _key_bytes(model, adapter, dtype, layout)
+    keys = cache // model.num_layers * key_bytes // (key_bytes + BYTES[dtype])
+    last = Need(
+        activations=casts + max(2 * model.vocab_size * model.hidden_size if casts else 0, keys),
+        logits=logits,
+        gathered=_gathered_for_generation(model, dtype, layout),
+        kv_cache=cache,
+    )
+    reading = _reading_bytes(model, adapter, dtype, prompt_tokens, casts=casts > 0) * num_sequences * prompt_tokens
+    first = Need(
+        activations=casts + reading,
+        gathered=last.gathered,
+        kv_cache=kv_cache_bytes(model, adapter, dtype, **how, num_tokens=prompt_tokens, windows=False),
+    )
+    return max(first, last, key=lambda need: need.total)
+
+
+class _Sequences(TypedDict):
+    """Common part of the caches of prompts and of whole sequences."""
+
+    layout: Layout
+    num_sequences: int
+
+
+def _casts_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
+    """Bytes of the copies that autocast makes of all layers' weights; FSDP2 and DeepSpeed hand them over cast."""
+    if dtype == "float32" or not isinstance(adapter, FullAdapter) or layout.strategy not in ("single", "ddp"):
+        return 0
+    return cast_weights_bytes(model, adapter, dtype)
+
+
+def _reading_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, prompt_tokens: int, *, casts: bool
+) -> int:
+    """Bytes per token of a prompt that a layer holds without gradients, in its MLP or in its attention.
+
+    Where prompts are padded, SDPA has a mask and repeats keys and values for all heads.
+    """
+    h, i, q = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    e = BYTES[dtype]
+    if not isinstance(adapter, FullAdapter):
+        # An adapter of float32 beside what it is added to.
+        mlp, attention = (12 * i + 12 * h, 4 * e * q + 12 * h) if e == 2 else (16 * i + 16 * h, 16 * q + 12 * h)
+    elif casts:
+        mlp, attention = 3 * e * i + 14 * h, 20 * q + 12 * h
+    else:
+        mlp, attention = 3 * e * i + 4 * e * h, 4 * e * q + 3 * e * h
+    return max(mlp, attention) + prompt_tokens
+
+
+def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) -> int:
+    """Bytes of weights that are there whole while tokens are generated.
+
+    TRL gathers all of them at once from ZeRO-3 (`ds3_gather_for_generation`); FSDP2 gathers layer after layer, with
+    the next one on its way, and keeps the head, or all of them where they are not freed after a forward pass.
+    """
+    e, vocabulary = BYTES[dtype], model.vocab_size * model.hidden_size
+    match layout.strategy:
+        case "fsdp2" if not layout.reshard_after_forward:
+            return e * model.num_params
+        case "zero3":
+            return e * model.num_params
+        case "fsdp2":
+            return e * (2 * (model.num_params // model.num_layers) + vocabulary)
+        case "single" | "ddp" | "zero1" | "zero2":
+            return 0
+        case _:
+            assert_never(layout.strategy)
+
+
+def generation_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, passes: Passes, dtype: Dtype, layout: Layout
+) -> float:
+    """Bytes of memory that a device reads and writes to generate the answers of an optimizer step.
+
+    Each new token reads all weights, for all sequences together, and the keys and values of all tokens before it.
+    Autocast reads float32 weights, writes their copies and reads those.
+    """
+    generation = passes.generation
+    if generation is None:
+        return 0.0
+    weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(model, adapter, dtype, layout)
+    cache = kv_cache_bytes(
+        model,
+        adapter,
+        dtype,
+        layout,
+        num_sequences=-(-generation.num_sequences // layout.num_batches),
+        num_tokens=generation.prompt_tokens + generation.completion_tokens // 2,
+    )
+    return generation.completion_tokens * (weights + cache) / generation.num_steps
