@@ -1,10 +1,11 @@
 """One source or a list of them: what the data code is given, and how a list is written down."""
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.reading.parse import dotted, to_inline_yaml, undotted
+from tunekit.recipe.reading.parse import dotted, to_inline_yaml, to_yaml, undotted
 from tunekit.recipe.sections.data import CompleteSource, DataSection
 
 MIXED = {"train": [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}]}
@@ -71,6 +72,13 @@ def test_a_list_is_written_on_one_line_as_an_override_takes_it() -> None:
     assert line == "[{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]"
     recipe = load_recipe({"model": "pico", "data": {"train": "x.jsonl"}}, [f"data.train={line}"])
     assert recipe.data == DataSection(**MIXED)
+
+
+@pytest.mark.parametrize("end", ["\r", "\x85", "\u2028", "\u2029"])
+def test_an_end_of_line_that_readers_disagree_about_is_written_as_an_escape(end: str) -> None:
+    text = to_yaml({"system": f"be brief{end}and kind"})
+    assert end not in text
+    assert yaml.safe_load(text) == {"system": f"be brief{end}and kind"}
 
 
 @pytest.mark.parametrize("text", ["adapter.rank", "data.train[0]", "data.train[12].columns.prompt", "a[0][1].b"])
