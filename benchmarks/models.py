@@ -1,0 +1,361 @@
+"""Which causal language models train, and whether on their own loss: every type of the installed transformers, tiny.
+
+    python -m benchmarks.models [MODEL_TYPE ...] [--only NAME ...] [--jobs N] [--seconds N] [--save]
+
+A model of random weights is saved for each type (`benchmarks/tiny_models.py`), and each of these is a run of tunekit on
+it, of one step of plain gradient descent in float32:
+
+- `lora`: SFT of adapters of all linear layers, whose first loss and gradients are compared with those of transformers'
+  and PEFT's own model on the same rows;
+- `full`: all weights, rows packed behind one another, compared with transformers' model on each row alone;
+- `dpo`: preferences, compared with the formula on log-probabilities of transformers' model;
+- `ddp`, `fsdp2`: the run of `lora` in two processes, compared with the one of a single process.
+
+Gradients are taken from outside: what a step of gradient descent added to the saved weights, divided by the rate. What
+comes out is one word (`same`, `other loss`, `other gradients`, `refused`, `crash`, `timeout`) and the figures or the
+message behind it. A type that transformers cannot compute a loss of at these sizes is `not built`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.circumstances import circumstances, in_words
+from benchmarks.tiny_models import tiny_model
+from tests.processes import in_processes
+from tests.tiny import make_tokenizer
+
+RESULTS = Path(__file__).parent / "results" / "models.json"
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+RATE = 0.5
+"""Learning rate of the one step."""
+
+LOSS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
+"""Largest difference of a tensor's gradient, as a share of the largest gradient of that tensor or, where that is more,
+of a thousandth of the largest of all: a weight minus a weight has no more digits."""
+
+CHATS = [
+    ("What is two and two?", "Four."),
+    ("Name a colour of the sky.", "It is blue at noon and red at night."),
+    ("Say hello", "Hello there!"),
+    ("Who wrote Faust?", "Goethe did"),
+]
+WORSE = ["Five, I believe.", "Green", "No", "It was somebody else, long ago"]
+
+Row = tuple[list[int], list[int]]
+"""Token ids of a row, and its labels."""
+
+
+class Other(Exception):
+    """A run that came to its end and computed something else."""
+
+
+def main() -> None:
+    """Check, print a line for each type and run, and with `--save` keep them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="*", help="types to check (all)")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="runs to make (all)")
+    parser.add_argument("--jobs", type=int, default=2, help="types at a time")
+    parser.add_argument("--seconds", type=float, default=300, help="limit of one run")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    args = parser.parse_args()
+    names = args.model_type or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for name, results in zip(
+            names, pool.map(lambda name: checked(name, args.only, args.seconds), names), strict=True
+        ):
+            table[name] = results
+            for run, result in results.items():
+                print(f"{name:26} {run:6} {result['verdict']:16} {result['detail'][:200]}", flush=True)
+    for run in args.only:
+        print(f"{run:6}", dict(Counter(results[run]["verdict"] for results in table.values() if run in results)))
+    print(in_words(PACKAGES))
+    if args.save:
+        RESULTS.write_text(json.dumps(circumstances(PACKAGES) | {"types": table}, indent=1) + "\n", encoding="utf-8")
+
+
+def checked(model_type: str, only: list[str], seconds: float) -> dict[str, dict[str, Any]]:
+    """Check a type in a process of its own, so that a crash or a hang costs that type alone.
+
+    Args:
+        model_type: The type.
+        only: Names of `RUNS`.
+        seconds: What each may take.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.models", "tunekit.training.build_trainer", "trl", "peft"])
+    answers = context.Queue()
+    process = context.Process(target=_check, args=(model_type, only, answers))
+    process.start()
+    results: dict[str, dict[str, Any]] = {}
+    for run in only:
+        try:
+            verdict, detail = answers.get(timeout=seconds)
+        except queue.Empty:
+            verdict, detail = ("timeout", "") if process.is_alive() else ("crash", f"exit {process.exitcode}")
+        results[run] = {"verdict": verdict, "detail": detail}
+        if verdict in ("timeout", "not built"):
+            break
+    process.kill()
+    process.join()
+    return results
+
+
+def _check(model_type: str, only: list[str], answers: Any) -> None:
+    """Check a type and put a verdict for each run."""
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            _save(model_type)
+        except Exception as error:  # noqa: BLE001
+            answers.put(("not built", _words(error)))
+            return
+        for run in only:
+            answers.put(_verdict(RUNS[run]))
+
+
+def _verdict(run: Callable[[], str]) -> tuple[str, str]:
+    from tunekit.errors import TunekitError
+
+    try:
+        return "same", run()
+    except Other as error:
+        return str(error.args[0]), str(error.args[1])
+    except TunekitError as error:
+        return "refused", _words(error)
+    except Exception as error:  # noqa: BLE001
+        return "crash", _words(error)
+
+
+def _words(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({Path(place.filename).name}:{place.lineno})"
+
+
+def _save(model_type: str) -> None:
+    """Save the model, its tokenizer and rows into the working directory, once the model itself has given a loss."""
+    model = tiny_model(model_type)
+    ids = torch.arange(3, 20)[None]
+    if not torch.isfinite(model(input_ids=ids, labels=ids).loss):
+        raise ValueError("its loss is not a number")
+    model.save_pretrained("model")
+    make_tokenizer().save_pretrained("model")
+    chats = [{"messages": _messages(question, answer)} for question, answer in CHATS]
+    pairs = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": answer}],
+            "rejected": [{"role": "assistant", "content": worse}],
+        }
+        for (question, answer), worse in zip(CHATS, WORSE, strict=True)
+    ]
+    for name, rows in (("chats", chats), ("pairs", pairs)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _messages(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def recipe(name: str, rows: str = "chats.jsonl", **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe of a run of one step of gradient descent, into the folder of its name."""
+    train = {
+        "max_steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "optim": "sgd", "learning_rate": RATE,
+        "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e9, "gradient_checkpointing": False,
+    }  # fmt: skip
+    data = {"train": rows, "max_length": 128, **sections.pop("data", {})}
+    output = {"dir": name, "sample_prompts": []}
+    return {"model": "model", "data": data, "train": train, "output": output, **sections}
+
+
+LORA = {"type": "lora", "rank": 4, "alpha": 4, "dropout": 0.0}
+
+
+def _lora() -> str:
+    import tunekit
+
+    run = tunekit.train(recipe("lora", adapter=LORA))
+    losses, gradients = _reference_lora(Path("lora") / "model")
+    after = _tensors(Path("lora") / "model")
+    return _compared(_first_loss(run), losses, {name: -after[name] / RATE for name in gradients}, gradients)
+
+
+def _reference_lora(adapter: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the adapter's B matrices where these are zero, by PEFT and transformers alone."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(_model(), adapter, is_trainable=True)
+    moved = {name: parameter for name, parameter in model.named_parameters() if _is_b(name)}
+    for parameter in moved.values():
+        parameter.data.zero_()
+    loss = _mean_loss(model)
+    loss.backward()
+    return loss.item(), {
+        name.replace(".default", ""): parameter.grad for name, parameter in moved.items() if parameter.grad is not None
+    }
+
+
+def _is_b(name: str) -> bool:
+    return "lora_B" in name or "lora_embedding_B" in name
+
+
+def _full() -> str:
+    import tunekit
+
+    run = tunekit.train(recipe("full", adapter={"type": "full"}, data={"packing": True}))
+    model = _model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    loss = _mean_loss(model)
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    trained = dict(_model(Path("full") / "model").named_parameters())
+    moved = {name: (before[name] - trained[name]) / RATE for name in gradients}
+    return _compared(_first_loss(run), loss.item(), moved, gradients)
+
+
+def _dpo() -> str:
+    import tunekit
+
+    run = tunekit.train(recipe("dpo", "pairs.jsonl", adapter=LORA, method={"type": "dpo"}))
+    from peft import PeftModel
+
+    adapter = Path("dpo") / "model"
+    model = PeftModel.from_pretrained(_model(), adapter, is_trainable=True)
+    moved = {name: parameter for name, parameter in model.named_parameters() if _is_b(name)}
+    for parameter in moved.values():
+        parameter.data.zero_()
+    losses = []
+    for (question, answer), worse in zip(CHATS, WORSE, strict=True):
+        chosen, rejected = (-_token_losses(model, _pair_row(question, text)).sum() for text in (answer, worse))
+        margin = 0.1 * ((chosen - chosen.detach()) - (rejected - rejected.detach()))
+        losses.append(-F.logsigmoid(margin))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    gradients = {n.replace(".default", ""): p.grad for n, p in moved.items() if p.grad is not None}
+    after = _tensors(adapter)
+    return _compared(_first_loss(run), loss.item(), {name: -after[name] / RATE for name in gradients}, gradients)
+
+
+def _in_two(strategy: str) -> Callable[[], str]:
+    def run() -> str:
+        from tests.training.engines import worked
+        from tunekit.api import verbs
+        from tunekit.runs.run import Run
+
+        if not (Path("lora") / "model").exists():
+            raise Other("not compared", "the run in one process did not train")
+        made = verbs.make_run(recipe(strategy, adapter=LORA, parallel={"num_processes": 2, "strategy": strategy}))
+        in_processes(2, worked, made.path.resolve(), None)
+        one, two = (_tensors(Path(name) / "model") for name in ("lora", strategy))
+        gradients = {name: -value / RATE for name, value in one.items() if _is_b(name)}
+        moved = {name: -two[name] / RATE for name in gradients}
+        return _compared(_first_loss(made), _first_loss(Run("lora")), moved, gradients)
+
+    return run
+
+
+RUNS: dict[str, Callable[[], str]] = {
+    "lora": _lora,
+    "full": _full,
+    "dpo": _dpo,
+    "ddp": _in_two("ddp"),
+    "fsdp2": _in_two("fsdp2"),
+}
+
+
+def _model(folder: Path = Path("model")) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def _first_loss(run: Any) -> float:
+    return float(next(event["loss"] for event in run.events() if event["event"] == "log" and "loss" in event))
+
+
+def _tokenizer() -> PreTrainedTokenizerBase:
+    return make_tokenizer()
+
+
+def _row(question: str, answer: str) -> Row:
+    """Token ids of an exchange and labels of its answer, by the tokenizer's own template."""
+    encoded = _tokenizer().apply_chat_template(
+        _messages(question, answer), return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+    return ids, [token if learned else -100 for token, learned in zip(ids, mask, strict=True)]
+
+
+def _pair_row(question: str, answer: str) -> Row:
+    """Token ids of an exchange and labels of all that stands behind its prompt, as preferences count it."""
+    tokenizer = _tokenizer()
+    ids = tokenizer.apply_chat_template(_messages(question, answer), return_dict=False)
+    asked = _messages(question, answer)[:1]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    return ids, [-100] * len(prompt) + ids[len(prompt) :]
+
+
+def _token_losses(model: torch.nn.Module, row: Row) -> torch.Tensor:
+    """Cross-entropy of the learned tokens of a row by the logits of the model: `(learned tokens,)`."""
+    ids, labels = (torch.tensor([values]) for values in row)
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1].float()
+    losses = F.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="none")
+    return losses[labels[0, 1:] != -100]
+
+
+def _mean_loss(model: torch.nn.Module) -> torch.Tensor:
+    """Mean over the learned tokens of all rows, each row alone."""
+    return torch.cat([_token_losses(model, _row(question, answer)) for question, answer in CHATS]).mean()
+
+
+def _compared(
+    loss: float, wanted: float, gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> str:
+    """Words on how near a run came.
+
+    Raises:
+        Other: It is not near enough.
+    """
+    if not abs(loss - wanted) <= LOSS_TOLERANCE * max(1.0, abs(wanted)):
+        raise Other("other loss", f"{loss:.6f} instead of {wanted:.6f}")
+    largest = max((float(value.abs().max()) for value in expected.values()), default=0.0)
+    worst, where = 0.0, ""
+    for name, value in expected.items():
+        scale = max(float(value.abs().max()), 1e-3 * largest)
+        share = float((gradients[name] - value).abs().max()) / scale if scale else 0.0
+        if not share <= worst:
+            worst, where = share, name
+    if not worst <= GRADIENT_TOLERANCE:
+        raise Other("other gradients", f"{worst:.1e} of {where}")
+    return f"loss {loss:.4f}, {abs(loss - wanted):.0e}; {len(expected)} gradients, {worst:.0e}"
+
+
+if __name__ == "__main__":
+    main()
