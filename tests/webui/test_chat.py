@@ -145,7 +145,7 @@ def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trai
     assert page.locator("#chat-left .md img, #chat-left .md strong").count() == 0
     assert not [url for url in requested if url.endswith("/x")], "nothing in a message is loaded"
     page.locator("#chat-unload").click()
-    page.get_by_text("its memory free").wait_for()
+    page.get_by_text("its memory is free").wait_for()
     assert not first.is_running() and holders(server) == []
     page.locator("#chat-load").click()
     page.locator(".chat-loaded").wait_for()

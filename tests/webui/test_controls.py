@@ -67,14 +67,14 @@ def test_what_becomes_of_each_edit_stands_in_a_table_before_anything_is_done(sit
     assert lines_of(edits) == ["train.max_steps=12", "adapter.rank=4", "train.learning_rate=1e-5"]
     table = effects_table(site, EN, trained_run.name, "", edits, weights_only=False)
     rows = {row.split("</code>")[0].split("<code>")[1]: unescape(row) for row in table.split("<tr>")[2:]}
-    assert "✓ takes effect" in rows["train.max_steps"]
+    assert "✓ applied" in rows["train.max_steps"]
     assert "✗ refused" in rows["adapter.rank"] and "another adapter" in rows["adapter.rank"]
-    assert "△ only with the weights alone" in rows["train.learning_rate"]
+    assert "△ requires “Weights only”" in rows["train.learning_rate"]
     alone = effects_table(site, EN, trained_run.name, "", "train.learning_rate=1e-5", weights_only=True)
-    assert "✓ takes effect" in alone
+    assert "✓ applied" in alone
     assert (
         effects_table(site, EN, trained_run.name, "", "", weights_only=False)
-        == "<p>No edits. It goes on as it was.</p>"
+        == "<p>No edits: the run resumes unchanged.</p>"
     )
     assert (trained_run.path / "recipe.yaml").read_text() == before
 
@@ -114,7 +114,7 @@ def test_a_run_in_line_says_its_place_and_who_has_the_devices(site, workspace):
     (run.path / "events.jsonl").write_text(json.dumps(event) + "\n")
     found = situation_of(run)
     assert (found.place, found.behind, found.is_over) == (2, ("first", "second"), False)
-    assert "as number 2; before it: first, second" in line_of(EN, found)
+    assert "Number 2 in the queue; waiting for first, second" in line_of(EN, found)
 
 
 def test_a_run_that_ended_is_looked_at_again_when_it_goes_on(site, workspace):
@@ -195,13 +195,13 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     page.get_by_label("Checkpoint").first.click()
     page.get_by_role("option", name=f"step {earlier.step} ").click()
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}\ntrain.learning_rate=1")
-    expect(page.locator("#controls-effects")).to_contain_text("only with the weights alone")
+    expect(page.locator("#controls-effects")).to_contain_text("requires “Weights only”")
     page.locator("#controls-go-on").click()
     expect(page.locator("#controls-problem")).to_contain_text("cannot go on with these edits")
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}")
     expect(page.locator("#controls-effects tr")).to_have_count(2)
     page.locator("#controls-go-on").click()
-    expect(page.locator("#controls-problem")).to_contain_text("It goes on from here.")
+    expect(page.locator("#controls-problem")).to_contain_text("Resumed.")
     expect(head).to_contain_text(f"step {earlier.step + 3} of {earlier.step + 3}")
     expect(head).to_contain_text("finished")
     assert run.state == "finished"
@@ -212,7 +212,7 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     page.get_by_label("Edits").fill("train.max_steps=90000\ntrain.learning_rate=1e-4")
     page.locator("#controls-weights-only input").check()
     page.locator("#controls-queue input").check()
-    expect(page.locator("#controls-effects")).not_to_contain_text("only with the weights alone")
+    expect(page.locator("#controls-effects")).not_to_contain_text("requires “Weights only”")
     page.locator("#controls-go-on").click()
     expect(head).to_contain_text(re.compile(r"step [1-9]\d* of 90,?000"))
     page.locator("#controls-stop-now").click()
@@ -251,5 +251,5 @@ def test_a_wall_screen_has_no_button(trained_run, workspace, serve, open_page):
     from playwright.sync_api import expect
 
     page = open_page(f"{serve(workspace, '--read-only').url}runs?run={trained_run.name}")
-    expect(page.locator("#controls-line")).to_contain_text("These pages only show.")
+    expect(page.locator("#controls-line")).to_contain_text("This server is read-only.")
     assert page.locator("[id^=controls-] button").count() == 0

@@ -36,7 +36,7 @@ def test_a_finished_run_offers_its_result_and_its_checkpoints(site, trained_run)
     found = look(site, Words("en"), trained_run.name, "")
     assert [value for _, value in found[CHECKPOINT].choices] == ["", "8", "4"]
     assert found[START].interactive and found[STATUS] == ""
-    assert "Nothing was exported yet" in found[SHOWN]
+    assert "Nothing exported yet" in found[SHOWN]
     assert f"/report?run={trained_run.name}" in found[LINKS] and f"/chat?run={trained_run.name}" in found[LINKS]
     again = look(site, Words("en"), trained_run.name, found[SEEN])
     assert again == [gr.skip()] * len(again), "nothing has changed"
@@ -49,17 +49,17 @@ def test_a_run_without_result_and_checkpoint_says_why_nothing_can_be_done(site, 
     for folder in (trained_run.path / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
     found = look(site, Words("en"), trained_run.name, "")
-    assert not found[START].interactive and "nothing to export yet" in found[STATUS]
+    assert not found[START].interactive and "Nothing to export yet" in found[STATUS]
 
 
 @pytest.mark.slow
 def test_an_export_is_made_and_its_check_is_told_to_every_browser(site, trained_run):
-    assert "about to begin" in begin(site, Words("en"), trained_run.name, **wanted(dest="taken/away"))
+    assert "Starting" in begin(site, Words("en"), trained_run.name, **wanted(dest="taken/away"))
     assert "is being exported already" in begin(site, Words("en"), trained_run.name, **wanted())
     busy = look(site, Words("en"), trained_run.name, "")
     assert not busy[START].interactive
     until_over(trained_run)
-    for language, words in (("en", "greedy tokens are the same"), ("zh", "贪心词元")):
+    for language, words in (("en", "greedy tokens match"), ("zh", "贪心词元")):
         found = look(site, Words(language), trained_run.name, busy[SEEN])
         assert "taken/away" in found[SHOWN] and words in found[SHOWN] and found[START].interactive
     assert json.loads((site.root / "taken" / "away" / "export.json").read_text())["kind"] == "merged"
@@ -86,7 +86,7 @@ def test_what_an_export_says_of_itself_is_text(site, trained_run):
     shown = look(site, Words("en"), trained_run.name, "")[SHOWN]
     assert "<script>" not in shown and "<i>" not in shown and "<b>" not in shown and "&lt;script&gt;" in shown
     (folder / "export.json").write_text("{broken")
-    assert "Nothing was exported yet" in look(site, Words("en"), trained_run.name, "")[SHOWN]
+    assert "Nothing exported yet" in look(site, Words("en"), trained_run.name, "")[SHOWN]
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_ser
 def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
     with httpx.Client(base_url=locked_server, timeout=LIMIT_SECONDS) as client:
         wrong = client.post("/login?next=%2Fruns", data={"password": PASSWORD + "s"})
-        assert wrong.status_code == 401 and "not the password" in wrong.text
+        assert wrong.status_code == 401 and "Wrong password" in wrong.text
         assert client.get("/config").status_code == 401
         right = client.post("/login?next=%2Fruns", data={"password": PASSWORD})
         assert right.status_code == 303 and right.headers["location"] == "/runs"

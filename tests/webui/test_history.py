@@ -71,7 +71,7 @@ def test_until_all_is_read_a_page_says_how_far_it_is(long_run):
     site, no_curves, first = site_of(long_run), 3, 4
     answer = looked(site, long_run.name)
     while "runs-reading" in str(answer[no_curves]):
-        assert "Reading what happened so far" in answer[no_curves].value and "step 8" in answer[1]
+        assert "Reading events" in answer[no_curves].value and "step 8" in answer[1]
         answer = looked(site, long_run.name, answer[0])
     charts = [plot for plot in answer[first : first + run_view.NUM_CHARTS] if plot.value is not None]
     (loss,) = [chart.value["plot"] for chart in charts if '"title":{"text":"Loss"' in chart.value["plot"]]

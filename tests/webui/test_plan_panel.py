@@ -83,7 +83,7 @@ def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_s
     text = DRAFT.replace("max_length: 128", "max_length: 4096")
     brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
     assert "1024 positions" in view and not start.interactive and reason
-    assert "Does not run: This machine" in brief and "1024 positions" in brief
+    assert "Does not fit: This machine" in brief and "1024 positions" in brief
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -103,8 +103,8 @@ def test_a_plan_for_another_machine_starts_nothing_here(site, language):
     ("text", "words"),
     [
         ("", "Choose a recipe"),
-        ("model: pico\ndata: {train: chats.jsonl}\nadapter: {type: lora, rnak: 2}", "has mistakes"),
-        ("model: [", "has mistakes"),
+        ("model: pico\ndata: {train: chats.jsonl}\nadapter: {type: lora, rnak: 2}", "has errors"),
+        ("model: [", "has errors"),
         ("model: pico\ndata: {train: /etc/passwd}", "leads out of the workspace"),
         ("model: {path: pico, trust_remote_code: true}\ndata: {train: chats.jsonl}", "trust_remote_code"),
     ],
@@ -171,7 +171,7 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
     mend.click()
     plan.get_by_text("fits H100", exact=False).first.wait_for()
     bar = plan.locator(".plan-bar").get_attribute("aria-label")
-    assert "weights" in bar and "may be used" in bar
+    assert "weights" in bar and "limit" in bar
 
     page = open_page(f"{served.url}new?from=file:drafted.yaml")
     page.locator("#plan-plan").get_by_text("lora on pico fits", exact=False).wait_for()

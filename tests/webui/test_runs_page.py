@@ -191,7 +191,7 @@ def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
     assert "train.seed 42 7" in text_of(recipes) and "max_steps" not in recipes
     assert "Peak memory" in results and answers.count("<tr>") > 1
     assert all(part == SKIP for part in compare.look(site, WORDS, names, "loss", View(), seen))
-    assert "Choose two runs" in compare.look(site, WORDS, names[:1], None, View(), seen)[0]
+    assert "Choose at least two runs" in compare.look(site, WORDS, names[:1], None, View(), seen)[0]
     assert "role='alert'" in compare.look(site, WORDS, ["other", "gone"], None, View(), seen)[0]
 
 
@@ -213,7 +213,7 @@ def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_
     page.locator(f"#runs-list a:text-is('{name}')").wait_for(state="detached")
     page.get_by_label("Search").fill("")
     page.get_by_label(f"Compare {name}").check()
-    button = page.get_by_role("button", name="Compare the chosen runs")
+    button = page.get_by_role("button", name="Compare selected runs")
     assert button.is_disabled()
     page.get_by_label("Compare second").check()
     button.click()
@@ -228,8 +228,8 @@ def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_
     assert curve is not None and curve.count("L") == 7, "eight steps are eight points"
     page.get_by_role("tab", name="Log").click()
     page.locator("#log-lines .log-text").wait_for()
-    page.get_by_label("Only lines with").fill("no line is like this")
-    page.get_by_text("No line among the last ones is like this.").wait_for()
+    page.get_by_label("Filter").fill("no line is like this")
+    page.get_by_text("No recent line matches.").wait_for()
     page.get_by_role("tab", name="Recipe and plan").click()
     page.locator("#runs-recipe").get_by_text("chats.jsonl").first.wait_for()
 

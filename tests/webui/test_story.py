@@ -109,11 +109,11 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     # It is stopped with a checkpoint, and continued for a few steps.
     step = stop(page, run)
     page.locator("#controls-manage > button").click()
-    expect(page.locator("#controls-effects")).to_contain_text("No edits. It goes on as it was.")
+    expect(page.locator("#controls-effects")).to_contain_text("No edits: the run resumes unchanged.")
     page.get_by_label("Edits").fill(f"train.max_steps={step + 4}")
-    expect(page.locator("#controls-effects")).to_contain_text("takes effect")
+    expect(page.locator("#controls-effects")).to_contain_text("applied")
     page.locator("#controls-go-on").click()
-    expect(page.locator("#controls-problem")).to_contain_text("It goes on from here.")
+    expect(page.locator("#controls-problem")).to_contain_text("Resumed.")
     expect(page.locator("#runs-head")).to_contain_text(f"step {step + 4} of {step + 4}")
     expect(page.locator("#controls-stop")).to_be_hidden()
     assert run.state == "finished"
@@ -139,5 +139,5 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     page.goto(f"{server.url}runs?run={run.name}")
     page.get_by_role("tab", name="Export").click()
     page.locator("#export-start:enabled").click()
-    expect(page.locator("#export-shown")).to_contain_text("greedy tokens are the same")
+    expect(page.locator("#export-shown")).to_contain_text("greedy tokens match")
     assert list((run.path / "export").rglob("*.safetensors"))
