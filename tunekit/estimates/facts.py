@@ -20,13 +20,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunekit.estimates.memory.experts import (
-    FORMER_LINEARS,
     Mixture,
     adapted_experts,
     expert_adapters,
     is_former_linear,
     mixture_of,
 )
+from tunekit.estimates.models.model_config import model_types
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -567,7 +567,7 @@ class ModelFacts(Facts):
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        former = FORMER_LINEARS.get(self.model_type) if self.num_experts else None
+        former = model_types().former_linears.get(self.model_type) if self.num_experts else None
         targets = None if target_modules == "all-linear" else target_modules
         matched = {
             name: sizes

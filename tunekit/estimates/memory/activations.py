@@ -13,6 +13,7 @@ from typing import Literal
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.memory.experts import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.estimates.memory.states import BYTES, Dora, Dtype, dora_of, num_trainable_params, trained_tables
+from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
@@ -238,36 +239,9 @@ def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
     return heads * (model.head_dim * (4 + normed) + 4)
 
 
-TRACED = frozenset(
-    {
-        "deepseek_v3",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "gpt_oss",
-        "granite",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    }
-)
-"""Types whose peak is within 3 % of a trace of their modules, which a test compares: with sdpa, or with eager attention
-where transformers has no sdpa."""
-
-
 def is_traced(model: ModelFacts) -> bool:
     """Return whether the closed forms were derived for this kind of model; others use those of a Llama of its sizes."""
-    return model.model_type in TRACED
+    return model.model_type in model_types().traced
 
 
 def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:

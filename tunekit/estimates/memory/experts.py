@@ -28,40 +28,6 @@ from dataclasses import dataclass
 Sizes = dict[str, tuple[int, int]]
 """Outputs and inputs by name: what an adapter of rank r adds is r x (outputs + inputs)."""
 
-_LIKE_MIXTRAL = {"gate": "gate", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
-_LIKE_QWEN2_MOE = {"gate": "gate", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-
-FORMER_LINEARS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _LIKE_MIXTRAL),
-    **dict.fromkeys(
-        (
-            "afmoe",
-            "beam",
-            "cohere2_moe",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "dots1",
-            "ernie4_5_moe",
-            "exaone_moe",
-            "flex_olmo",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "hunyuan_v1_moe",
-            "longcat_flash",
-            "mellum",
-            "olmoe",
-            "qwen3_moe",
-            "qwen3_next",
-            "sarvam_mla",
-            "solar_open",
-        ),
-        _LIKE_QWEN2_MOE,
-    ),
-}
-"""Of each type that PEFT treats so: what became of the former linear layers of its experts, by their last names."""
-
 
 def fused_experts(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Shapes by name, with the experts that files store one by one as the two tensors for all of them."""

@@ -19,43 +19,6 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 """Names in a configuration's `layer_types` of layers that see other tokens through masked attention alone."""
 
-CARRY_STATE = frozenset(
-    {
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "inkling2_loop_text",
-        "inkling2_text",
-        "inkling_text",
-        "jamba",
-        "kimi_linear",
-        "lara_mini",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-        "zaya",
-    }
-)
-"""Types with state-space, recurrent, linear-attention or short-convolution layers, unless `layer_types` names none.
-
-Some of them would take the boundaries with the packages `causal_conv1d` and `fla`; transformers refuses them without,
-and with them they are not measured."""
-
 
 @dataclass(frozen=True)
 class Family:

@@ -25,7 +25,8 @@ from tunekit.estimates.facts import Device, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import trained_experts
 from tunekit.estimates.memory.states import Dtype
-from tunekit.estimates.models.architectures import ATTENTION_LAYERS, CARRY_STATE
+from tunekit.estimates.models.architectures import ATTENTION_LAYERS
+from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.throughput.communication import CPU_PARAMS_PER_SECOND, Range, Transfer
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
@@ -421,7 +422,7 @@ def is_counted(model: ModelFacts) -> bool:
         return False
     if model.layer_types:
         return set(model.layer_types) <= ATTENTION_LAYERS
-    return model.model_type not in CARRY_STATE
+    return model.model_type not in model_types().carry_state
 
 
 def flops_per_token(
