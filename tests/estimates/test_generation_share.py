@@ -20,9 +20,8 @@ from tunekit.api import verbs
 from tunekit.estimates.facts import Figures
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.passes import kv_cache_bytes, passes_of
-from tunekit.estimates.throughput.communication import Range
 from tunekit.estimates.throughput.speed import step_of
-from tunekit.estimates.throughput.step import Step, generating
+from tunekit.estimates.throughput.step import Range, Step, generating
 from tunekit.kernels import linear_ce
 from tunekit.planner.decisions.kernels import head_kind
 from tunekit.probe.model import probe_model

@@ -8,7 +8,7 @@ from tests.estimates.oracle_methods import MethodStep, estimate_of, generate, tr
 from tests.estimates.shapes import LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import head_of
+from tunekit.estimates.memory.activations import head_of, products_of
 from tunekit.estimates.memory.states import Kept, Tables, num_trainable_params, trained_tables
 from tunekit.estimates.passes import (
     Passes,
@@ -216,7 +216,7 @@ def test_fsdp2_gathers_the_whole_reference_model_at_once():
     sizes = {**SIZES, "num_hidden_layers": 12}
     one = Step("llama", tuple(sizes.items()), FullAdapter(), 2, 256, checkpointing=False)
     facts = facts_of(one)
-    head = head_of(facts, FullAdapter(), "cuda", dtype, 512, autocast=False)
+    head = head_of(products_of(facts, FullAdapter(), dtype, autocast=False), 512)
     found = reference_pass(facts, FullAdapter(), WITH_REFERENCE, dtype, layout, head, num_tokens=512)
     assert found.gathered == 2 * 2 * facts.num_params
     assert found.total == pytest.approx(trace_reference(one, layout), rel=0.01)

@@ -153,11 +153,14 @@ class Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+DeviceKind = Literal["cpu", "cuda", "mps"]
+"""Kind of a device as torch names it; its ROCm builds say `cuda` too."""
+
+
 class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
-    kind: Literal["cpu", "cuda", "mps"]
-    """As torch names it; its ROCm builds say `cuda` too."""
+    kind: DeviceKind
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
@@ -426,6 +429,8 @@ class ModelFacts(Facts):
     @cached_property
     def mixture(self) -> Mixture | None:
         """The sizes of its experts; None where there are none."""
+        if not self.num_experts:
+            return None
         return mixture_of(self.tensors, self.num_experts, self.num_experts_per_token, self.hidden_size)
 
     @property

@@ -6,6 +6,10 @@ Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of tra
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type.
+
+Memory of a teacher, a second, frozen model: its forward pass, and the comparison with it.
+
+A closed form; a test compares its peak with a trace of TRL's loss.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +19,7 @@ from typing import TypedDict, assert_never
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import ModelFacts, Origin
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import Head, Layers, cast_weights_bytes
+from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, Head, Layers, cast_weights_bytes
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
@@ -26,11 +30,64 @@ from tunekit.estimates.memory.states import (
     reference_words,
     weights_bytes,
 )
-from tunekit.estimates.memory.teacher import teacher_needs
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+
+
+def teacher_needs(
+    teacher: ModelFacts,
+    dtype: Dtype,
+    layout: Layout,
+    layers: Layers,
+    head: Head,
+    num_tokens: int,
+    num_scored: int,
+    needs: Mapping[Phase, Need],
+) -> Iterator[tuple[Phase, Need]]:
+    """Yield the needs of the phases where a teacher scores each token.
+
+    Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles of float32,
+    one of each model's, both in the forward and in the backward pass (trl/kernels/chunked_divergence.py).
+
+    Args:
+        teacher: The teacher.
+        dtype: Type of the products, and of its weights.
+        layout: How the run is spread.
+        layers: What the decoder layers of the model that learns hold.
+        head: What its final norm and head hold.
+        num_tokens: Tokens of a micro-batch on a device, with its padding.
+        num_scored: Those of them that are compared.
+        needs: What the phases need without a teacher.
+    """
+    e, forward, backward = BYTES[dtype], needs["forward"], needs["head"]
+    layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
+    rows = min(num_scored, HEAD_TOKENS)
+    # The tile of the model alone is in its head already.
+    kept_bytes, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
+    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
+    gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
+    passing = replace(
+        forward,
+        activations=layers.kept + layers.shared + head.kept + layer * num_tokens,
+        logits=0,
+        gathered=gathered,
+    )
+    comparing = replace(
+        forward, activations=forward.activations + kept_bytes, logits=head.forward + more, gathered=gathered
+    )
+    yield "reference", max(passing, comparing, key=lambda need: need.total)
+    # Gradients of the tile are cast from float32.
+    yield (
+        "head",
+        replace(
+            backward,
+            activations=backward.activations + kept_bytes,
+            logits=max(backward.logits, head.backward) + more + cast,
+            gathered=backward.gathered + gathered - forward.gathered,
+        ),
+    )
 
 
 @dataclass(frozen=True)

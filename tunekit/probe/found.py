@@ -1,5 +1,13 @@
-"""An accelerator as the driver shows it, before it is compared with the others of its node."""
+"""An accelerator as the driver shows it, before it is compared with the others of its node.
 
+The variables that hide accelerators from programs: CUDA_VISIBLE_DEVICES and its like of ROCm.
+
+Each lists devices by index, or else by UUID or the beginning of one. What is named first is device 0. The first entry
+that names no device ends the list, so that -1 or an empty one hides all (CUDA C++ programming guide, CUDA environment
+variables).
+"""
+
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,3 +70,36 @@ def _link(used: Sequence[Found], sheet: Figures) -> float | None:
     # Drivers count line code too from NVLink 4 on: 26.6 GB/s for a link of 25.
     has_own_links = (sheet.link_bytes_per_second or 0) > (sheet.host_bytes_per_second or 0)
     return min(min(bandwidths), sheet.link_bytes_per_second or min(bandwidths)) if has_own_links else min(bandwidths)
+
+
+def visible_devices(setting: str | None, uuids: Sequence[str]) -> list[int]:
+    """Positions of the devices that a setting leaves, in its order.
+
+    Args:
+        setting: Value of the variable, None where it is not set.
+        uuids: UUID of each device, by index.
+    """
+    if setting is None:
+        return list(range(len(uuids)))
+    by_uuid = setting.startswith(("GPU-", "MIG-"))
+    devices: list[int] = []
+    for entry in setting.split(","):
+        position = _with_uuid(entry, uuids) if by_uuid else _with_index(entry.strip(), len(uuids))
+        if position is None:
+            break
+        if position in devices:
+            return []
+        devices.append(position)
+    return devices
+
+
+def _with_index(entry: str, num: int) -> int | None:
+    """The device that an entry names by a number; what follows the number does not count."""
+    index = re.match("[0-9]+", entry)
+    return int(index[0]) if index and int(index[0]) < num else None
+
+
+def _with_uuid(entry: str, uuids: Sequence[str]) -> int | None:
+    """The device whose UUID begins like an entry; None for none, or for more than one."""
+    matches = [position for position, uuid in enumerate(uuids) if uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None

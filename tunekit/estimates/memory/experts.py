@@ -79,7 +79,7 @@ def mixture_of(
         hidden: Width of the residual stream.
     """
     layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    if not layers or not num_experts:
+    if not layers:
         return None
     elements = sum(
         math.prod(shape)

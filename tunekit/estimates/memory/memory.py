@@ -20,9 +20,17 @@ from dataclasses import replace
 from typing import Literal
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import DataFacts, Facts, ModelFacts
+from tunekit.estimates.facts import DataFacts, DeviceKind, Facts, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, with_gathered_keys
+from tunekit.estimates.memory.activations import (
+    Head,
+    Layers,
+    head_of,
+    is_traced,
+    layers_of,
+    products_of,
+    with_gathered_keys,
+)
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.estimates.memory.states import (
     BYTES,
@@ -34,10 +42,8 @@ from tunekit.estimates.memory.states import (
     Phase,
     dequantised_bytes,
     num_trainable_params,
-    quantised_bytes,
     trained_bytes,
     trained_tables,
-    unties_head,
     weights_bytes,
 )
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
@@ -118,7 +124,7 @@ def estimate(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     *,
-    device: Literal["cpu", "cuda", "mps"],
+    device: DeviceKind,
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,
@@ -155,34 +161,21 @@ def estimate(
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
-    autocast = layout.strategy in ("single", "ddp")
+    products = products_of(shard, adapter, dtype, device, autocast=layout.strategy in ("single", "ddp"))
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
-        shard,
-        adapter,
-        device,
-        dtype,
+        products,
         mine,
         mask_length,
         sliding_mask_length,
         gradient_checkpointing=gradient_checkpointing,
         accumulates=accumulates,
-        autocast=autocast,
         scores_length=scores_length,
     )
     if layout.cp_size > 1:
-        layers = with_gathered_keys(shard, layers, dtype, num_tokens)
-    head = head_of(
-        shard,
-        adapter,
-        device,
-        dtype,
-        mine,
-        autocast=autocast,
-        scored_share=passes.max_scored_share,
-        kind=passes.head,
-        widens=not layout.strategy.startswith("zero"),
-    )
+        layers = with_gathered_keys(products, layers, num_tokens)
+    widens = not layout.strategy.startswith("zero")
+    head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
         shard,
         adapter,
@@ -248,19 +241,11 @@ def _engine(
         kept_state = _kept(model, adapter, dtype, optim)
         return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
     if layout.strategy == "fsdp2":
-        units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
+        units = units_of(model, adapter, layout.num_shards)
         kept_state = fsdp2_kept(
-            units,
-            dtype,
-            undivided=quantised_bytes(model, adapter),
-            optimizer_bytes=optimizer_bytes,
-            full=full,
-            layout=layout,
-            devices_per_node=devices_per_node,
+            units, dtype, layout, optimizer_bytes=optimizer_bytes, devices_per_node=devices_per_node
         )
-        tied = model.has_tied_head and not unties_head(model, adapter)
-        needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
-        return kept_state, needs, units.all.trained
+        return kept_state, fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates), units.all.trained
     kept_state = zero_kept(
         model,
         adapter,

@@ -24,10 +24,10 @@ from tunekit.estimates.facts import DataFacts, Device, Facts, Figures, ModelFact
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
-from tunekit.estimates.throughput.communication import Range, transfers_of
 from tunekit.estimates.throughput.step import (
     Before,
     Generating,
+    Range,
     Step,
     communication_words,
     fed_tokens_per_second,
@@ -41,6 +41,7 @@ from tunekit.estimates.throughput.step import (
     rate_of,
     seconds_before,
     seconds_of,
+    transfers_of,
     unknown_link,
 )
 from tunekit.recipe.schema import Recipe
