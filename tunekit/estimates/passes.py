@@ -1,20 +1,17 @@
 """Passes of a training method besides one forward and one backward pass, and their memory.
 
-What a method does in a step stands with its section (`tunekit.recipe.methods.spec`).
-
-Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
+What a method does in a step stands with its section (`tunekit.recipe.methods.spec`). Where vLLM generates
+(`tunekit.planner.decisions.vllm`) there is no cache of transformers'. The memory of a teacher, a second, frozen model
+and the comparison with it, is a closed form; a test compares its peak with a trace of TRL's loss.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type.
-
-Memory of a teacher, a second, frozen model: its forward pass, and the comparison with it.
-
-A closed form; a test compares its peak with a trace of TRL's loss.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict, assert_never
+from functools import partial
+from typing import assert_never
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import ModelFacts, Origin
@@ -34,60 +31,6 @@ from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
-
-
-def teacher_needs(
-    teacher: ModelFacts,
-    dtype: Dtype,
-    layout: Layout,
-    layers: Layers,
-    head: Head,
-    num_tokens: int,
-    num_scored: int,
-    needs: Mapping[Phase, Need],
-) -> Iterator[tuple[Phase, Need]]:
-    """Yield the needs of the phases where a teacher scores each token.
-
-    Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles of float32,
-    one of each model's, both in the forward and in the backward pass (trl/kernels/chunked_divergence.py).
-
-    Args:
-        teacher: The teacher.
-        dtype: Type of the products, and of its weights.
-        layout: How the run is spread.
-        layers: What the decoder layers of the model that learns hold.
-        head: What its final norm and head hold.
-        num_tokens: Tokens of a micro-batch on a device, with its padding.
-        num_scored: Those of them that are compared.
-        needs: What the phases need without a teacher.
-    """
-    e, forward, backward = BYTES[dtype], needs["forward"], needs["head"]
-    layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
-    rows = min(num_scored, HEAD_TOKENS)
-    # The tile of the model alone is in its head already.
-    kept_bytes, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
-    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
-    gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
-    passing = replace(
-        forward,
-        activations=layers.kept + layers.shared + head.kept + layer * num_tokens,
-        logits=0,
-        gathered=gathered,
-    )
-    comparing = replace(
-        forward, activations=forward.activations + kept_bytes, logits=head.forward + more, gathered=gathered
-    )
-    yield "reference", max(passing, comparing, key=lambda need: need.total)
-    # Gradients of the tile are cast from float32.
-    yield (
-        "head",
-        replace(
-            backward,
-            activations=backward.activations + kept_bytes,
-            logits=max(backward.logits, head.backward) + more + cast,
-            gathered=backward.gathered + gathered - forward.gathered,
-        ),
-    )
 
 
 @dataclass(frozen=True)
@@ -216,22 +159,58 @@ def method_needs(
     """
     if passes.teacher is not None:
         scored = int(passes.max_scored_share * num_tokens)
-        yield from teacher_needs(passes.teacher, dtype, layout, layers, head, num_tokens, scored, needs)
+        yield from _teacher_needs(passes.teacher, dtype, layout, layers, head, num_tokens, scored, needs)
     if passes.refers_in_micro_batch:
-        reference_need = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
-        yield (
-            "reference",
-            replace(
-                reference_need,
-                gradients=needs["forward"].gradients,
-                activations=layers.kept + layers.shared + head.kept + reference_need.activations,
-                gathered=needs["forward"].gathered + reference_need.gathered,
-            ),
-        )
+        reference, forward = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens), needs["forward"]
+        activations = layers.kept + layers.shared + head.kept + reference.activations
+        gathered = forward.gathered + reference.gathered
+        yield "reference", Need(forward.gradients, activations, reference.logits, gathered)
     if passes.generation is not None and not passes.generation.by_vllm:
-        reference_need = _generation(model, adapter, passes.generation, dtype, layout)
+        generation = _generation(model, adapter, passes.generation, dtype, layout)
         # Gradients are gone after the optimizer's step; the buckets of DDP are not.
-        yield "generation", replace(reference_need, gathered=needs["optimizer"].gathered + reference_need.gathered)
+        yield "generation", replace(generation, gathered=needs["optimizer"].gathered + generation.gathered)
+
+
+def _teacher_needs(
+    teacher: ModelFacts,
+    dtype: Dtype,
+    layout: Layout,
+    layers: Layers,
+    head: Head,
+    num_tokens: int,
+    num_scored: int,
+    needs: Mapping[Phase, Need],
+) -> Iterator[tuple[Phase, Need]]:
+    """Yield the needs of the phases where a teacher scores each token.
+
+    Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles of float32,
+    one of each model's, both in the forward and in the backward pass (trl/kernels/chunked_divergence.py).
+
+    Args:
+        teacher: The teacher.
+        dtype: Type of the products, and of its weights.
+        layout: How the run is spread.
+        layers: What the decoder layers of the model that learns hold.
+        head: What its final norm and head hold.
+        num_tokens: Tokens of a micro-batch on a device, with its padding.
+        num_scored: Those of them that are compared.
+        needs: What the phases need without a teacher.
+    """
+    e, forward, backward = BYTES[dtype], needs["forward"], needs["head"]
+    layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
+    rows = min(num_scored, HEAD_TOKENS)
+    # The tile of the model alone is in its head already.
+    kept_bytes, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
+    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
+    gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
+    through = layers.kept + layers.shared + head.kept + layer * num_tokens
+    passing = Need(forward.gradients, through, 0, gathered)
+    comparing = Need(forward.gradients, forward.activations + kept_bytes, head.forward + more, gathered)
+    yield "reference", max(passing, comparing, key=lambda need: need.total)
+    # Gradients of the tile are cast from float32.
+    logits = max(backward.logits, head.backward) + more + cast
+    gathered += backward.gathered - forward.gathered
+    yield "head", Need(backward.gradients, backward.activations + kept_bytes, logits, gathered)
 
 
 def reference_pass(
@@ -298,8 +277,8 @@ def _generation(
     num_sequences = -(-generation.num_sequences // layout.num_batches)
     prompt_tokens, length = generation.prompt_tokens, generation.prompt_tokens + generation.completion_tokens
     casts = _casts_bytes(model, adapter, dtype, layout)
-    how: _Sequences = {"layout": layout, "num_sequences": num_sequences}
-    cache = kv_cache_bytes(model, adapter, dtype, **how, num_tokens=length)
+    cache_of = partial(kv_cache_bytes, model, adapter, dtype, layout, num_sequences=num_sequences)
+    cache = cache_of(num_tokens=length)
     logits = 12 * model.vocab_size * num_sequences
     # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
     key_bytes = _key_bytes(model, adapter, dtype, layout)
@@ -314,16 +293,9 @@ def _generation(
     first = Need(
         activations=casts + reading,
         gathered=last.gathered,
-        kv_cache=kv_cache_bytes(model, adapter, dtype, **how, num_tokens=prompt_tokens, windows=False),
+        kv_cache=cache_of(num_tokens=prompt_tokens, windows=False),
     )
     return max(first, last, key=lambda need: need.total)
-
-
-class _Sequences(TypedDict):
-    """Common part of the caches of prompts and of whole sequences."""
-
-    layout: Layout
-    num_sequences: int
 
 
 def _casts_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
@@ -359,17 +331,9 @@ def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) ->
     the next one on its way, and keeps the head, or all of them where they are not freed after a forward pass.
     """
     e, vocabulary = BYTES[dtype], model.vocab_size * model.hidden_size
-    match layout.strategy:
-        case "fsdp2" if not layout.reshard_after_forward:
-            return e * model.num_params
-        case "zero3":
-            return e * model.num_params
-        case "fsdp2":
-            return e * (2 * (model.num_params // model.num_layers) + vocabulary)
-        case "single" | "ddp" | "zero1" | "zero2":
-            return 0
-        case _:
-            assert_never(layout.strategy)
+    if layout.strategy == "zero3" or (layout.strategy == "fsdp2" and not layout.reshard_after_forward):
+        return e * model.num_params
+    return e * (2 * (model.num_params // model.num_layers) + vocabulary) if layout.strategy == "fsdp2" else 0
 
 
 def generation_bytes(
@@ -384,12 +348,7 @@ def generation_bytes(
     if generation is None:
         return 0.0
     weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(model, adapter, dtype, layout)
-    cache = kv_cache_bytes(
-        model,
-        adapter,
-        dtype,
-        layout,
-        num_sequences=-(-generation.num_sequences // layout.num_batches),
-        num_tokens=generation.prompt_tokens + generation.completion_tokens // 2,
-    )
+    num_sequences = -(-generation.num_sequences // layout.num_batches)
+    num_tokens = generation.prompt_tokens + generation.completion_tokens // 2
+    cache = kv_cache_bytes(model, adapter, dtype, layout, num_sequences=num_sequences, num_tokens=num_tokens)
     return generation.completion_tokens * (weights + cache) / generation.num_steps

@@ -155,11 +155,6 @@ _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
 """Tensors for all experts of a layer, by the last names of those for one expert in files."""
 
 
-def is_former_linear(target: str, former: Mapping[str, str]) -> bool:
-    """Return whether a target names a former linear layer, so that PEFT looks for no module of that name."""
-    return last_part(target) in former
-
-
 def last_part(name: str) -> str:
     """Return the last part of a dotted name."""
     return name.rpartition(".")[2]

@@ -17,7 +17,7 @@ Files that a run writes: checkpoints, of which the newest and the best are kept,
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, DeviceKind, Facts, ModelFacts
@@ -209,10 +209,9 @@ def estimate(
     phase = max(phases, key=phases.__getitem__)
     if phase == "load":
         kept_state = replace(kept_state, optimizer=0)
+    reserve = int(reserve_share * (phases[phase] - vllm_bytes))
     return MemoryEstimate(
-        parts=_parts(
-            kept_state, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))
-        ),
+        parts=_parts(kept_state, highest[phase], CONTEXT_BYTES[device], reserve),
         phase=phase,
         phases=phases,
         host_bytes=kept_state.host_bytes,
@@ -238,44 +237,24 @@ def _engine(
     """
     trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
     if layout.strategy in ("single", "ddp"):
-        kept_state = _kept(model, adapter, dtype, optim)
+        adapters, states = trained_bytes(model, adapter, optim)
+        kept_state = Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
         return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
     if layout.strategy == "fsdp2":
         units = units_of(model, adapter, layout.num_shards)
-        kept_state = fsdp2_kept(
-            units, dtype, layout, optimizer_bytes=optimizer_bytes, devices_per_node=devices_per_node
-        )
+        kept_state = fsdp2_kept(units, dtype, layout, optimizer_bytes, devices_per_node)
         return kept_state, fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates), units.all.trained
     kept_state = zero_kept(
-        model,
-        adapter,
-        dtype,
-        optimizer_bytes=optimizer_bytes,
-        layout=layout,
-        devices_per_node=devices_per_node,
+        model, adapter, dtype, layout, optimizer_bytes=optimizer_bytes, devices_per_node=devices_per_node
     )
-    needs = zero_needs(model, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
+    needs = zero_needs(model, adapter, layers, head, dtype, layout, accumulates=accumulates)
     return kept_state, needs, trained // layout.num_shards
 
 
 def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:
     """The parts that there are."""
-    parts: dict[Part, int] = {
-        "weights": kept.weights,
-        "adapters": kept.adapters,
-        "masters": kept.masters,
-        "gradients": need.gradients,
-        "optimizer": kept.optimizer,
-        "activations": need.activations,
-        "logits": need.logits,
-        "gathered": need.gathered,
-        "reference": kept.reference,
-        "kv cache": need.kv_cache,
-        "vllm": kept.vllm,
-        "context": context,
-        "reserve": reserve,
-    }
-    return {part: size for part, size in parts.items() if size}
+    sizes = {**vars(kept), **vars(need), "kv cache": need.kv_cache, "context": context, "reserve": reserve}
+    return {part: sizes[part] for part in get_args(Part) if sizes[part]}
 
 
 def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
@@ -294,12 +273,6 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
     traced = () if model.num_experts else ("single", "ddp")
     engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else traced)
     return "traced" if alone and engine else "closed form"
-
-
-def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
-    """Return the bytes that a single device keeps from step to step."""
-    adapters, states = trained_bytes(model, adapter, optim)
-    return Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
 
 
 def _needs(
@@ -381,18 +354,14 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
-    return weights + states + _tokenizer_bytes(model)
+    return weights + states + TOKENIZER_BYTES * model.vocab_size
 
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the trained model or adapter."""
     full = isinstance(recipe.adapter, FullAdapter)
     adapters, _ = trained_bytes(model, recipe.adapter, recipe.train.optim)
-    return (4 * model.num_params if full else adapters) + _tokenizer_bytes(model)
-
-
-def _tokenizer_bytes(model: ModelFacts) -> int:
-    return TOKENIZER_BYTES * model.vocab_size
+    return (4 * model.num_params if full else adapters) + TOKENIZER_BYTES * model.vocab_size
 
 
 def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:

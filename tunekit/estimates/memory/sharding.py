@@ -142,7 +142,7 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
     matrices: Counter[tuple[int, ...]] = Counter()
-    for (outputs, inputs, each), times in model.adapter_shapes(adapter.target_modules).items():
+    for (outputs, inputs, each), times in model.adapted(adapter.target_modules).adapters.items():
         matrices[each * adapter.rank, inputs] += times
         matrices[outputs, each * adapter.rank] += times
     trained = num_trainable_params(model, adapter)
@@ -159,7 +159,7 @@ def _size(tensors: Count) -> int:
     return sum(times * prod(shape) for shape, times in tensors.items())
 
 
-def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, *, optimizer_bytes: float, devices_per_node: int) -> Kept:
+def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: float, devices_per_node: int) -> Kept:
     """Return the bytes kept from step to step. With CPU offload all of it is in main memory, and gradients with it.
 
     Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
@@ -380,9 +380,9 @@ def zero_kept(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     dtype: Dtype,
+    layout: Layout,
     *,
     optimizer_bytes: float,
-    layout: Layout,
     devices_per_node: int,
 ) -> Kept:
     """Return the bytes kept from step to step, on each device and on the node.
@@ -414,8 +414,8 @@ def zero_needs(
     layers: Layers,
     head: Head,
     dtype: Dtype,
-    *,
     layout: Layout,
+    *,
     accumulates: bool,
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases."""

@@ -38,6 +38,7 @@ from tunekit.estimates.throughput.step import (
     is_counted,
     num_workers,
     peak_of,
+    range_of,
     rate_of,
     seconds_before,
     seconds_of,
@@ -125,11 +126,11 @@ def reserve_share(records: Sequence[RunRecord], device: Device) -> tuple[float, 
     shares = [
         record.reserve_share for record in records if record.device == device.name and record.reserve_share is not None
     ]
-    if not shares:
-        return None
-    share = median(shares)
-    runs = "1 run" if len(shares) == 1 else f"{len(shares)} runs"
-    return share, f"from {runs} on this device"
+    return (median(shares), f"from {_runs(len(shares))} on this device") if shares else None
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
 
 
 DEVICE_SECONDS_PER_FAILURE = 54 * 16384 / 419 * 86400
@@ -183,8 +184,6 @@ def goodput_of(
     step_seconds: float,
     checkpoint_bytes: float,
     save_steps: int | None,
-    restart_seconds: float = RESTART_SECONDS,
-    storage_bytes_per_second: float = STORAGE_BYTES_PER_SECOND,
 ) -> Goodput | None:
     """Estimate the share of useful time of a run; None for a run that will hardly see a failure.
 
@@ -195,17 +194,15 @@ def goodput_of(
         step_seconds: Time of each.
         checkpoint_bytes: Size of a checkpoint.
         save_steps: Steps between checkpoints, None for the best number.
-        restart_seconds: From a failure until steps are made again.
-        storage_bytes_per_second: What one node writes.
     """
     between = DEVICE_SECONDS_PER_FAILURE / num_devices
     expected = num_steps * step_seconds / between
     if expected < WORTH_SAYING:
         return None
-    stall = checkpoint_bytes / num_writers / storage_bytes_per_second
+    stall = checkpoint_bytes / num_writers / STORAGE_BYTES_PER_SECOND
     best = max(1, min(num_steps, round(best_interval_seconds(stall, between) / step_seconds)))
     steps = save_steps or best
-    share = useful_share(steps * step_seconds, stall, between, restart_seconds)
+    share = useful_share(steps * step_seconds, stall, between, RESTART_SECONDS)
     return Goodput(
         share=share,
         num_failures=expected / share,
@@ -468,7 +465,7 @@ def speed_of(
     if isinstance(timed, str):
         return speed.model_copy(update={"basis": timed})
     seconds = timed.seconds
-    tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
+    tokens = seconds.seconds_of(step.num_tokens)
     goodput = None
     if num_steps is not None and device.kind == "cuda":
         goodput = goodput_of(
@@ -489,7 +486,7 @@ def speed_of(
             "mfu": None if peak is None else tokens.times(step.model_flops_per_token / step.num_devices / peak),
             "seconds": total,
             "cost_usd": None if a_second is None or total is None else total.times(a_second),
-            "usd_per_million_tokens": None if a_second is None else _per_million(tokens, a_second * lost),
+            "usd_per_million_tokens": None if a_second is None else tokens.seconds_of(1e6 * (a_second * lost)),
             "num_workers": timed.num_workers,
             "fed_tokens_per_second": timed.fed_tokens_per_second,
             "communication": timed.communication,
@@ -545,9 +542,9 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     is_shared = device.kind == "cpu" and step.num_devices > 1
     alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
-        rate, basis = _rate_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
+        rate, basis = range_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
     elif alone:
-        rate, basis = _rate_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
+        rate, basis = range_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
     else:
         by_peak = rate_of(step, device, figures)
         if by_peak is None:
@@ -557,8 +554,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     seconds = seconds_of(step, rate, figures)
     if as_spread:
         # What devices waited is in it, and generating.
-        work = step.num_tokens * step.flops_per_token / step.num_devices
-        whole = Range(low=work / rate.high, high=work / rate.low)
+        whole = rate.seconds_of(step.num_tokens * step.flops_per_token / step.num_devices)
         shares = [record.generation_share for record in as_spread if record.generation_share is not None]
         if shares and step.generating is not None:
             seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
@@ -587,25 +583,11 @@ def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
     return kind == wanted_key and of_a_size and alike
 
 
-def _rate_of(achieved: Sequence[float]) -> Range:
-    """Operations a second of a device, in the slowest and the fastest of similar runs."""
-    return Range(low=min(achieved), high=max(achieved))
-
-
 def _words_of(records: Sequence[RunRecord], device: Device) -> str:
-    runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
     number = records[0].layout.num_processes
     where = "this device" if number == 1 else f"{number} of {device.name}"
-    shares = [record.memory_share for record in records]
-    memory = _between(Range(low=min(shares), high=max(shares)), "{:.0%}".format)
-    return f"from {runs} on {where}, which took {memory} of the planned memory"
-
-
-def _per_million(tokens_per_second: Range, usd_per_second: float) -> Range:
-    return Range(
-        low=1e6 * usd_per_second / tokens_per_second.high,
-        high=1e6 * usd_per_second / tokens_per_second.low,
-    )
+    memory = _between(range_of([record.memory_share for record in records]), "{:.0%}".format)
+    return f"from {_runs(len(records))} on {where}, which took {memory} of the planned memory"
 
 
 def duration(seconds: float) -> str:
