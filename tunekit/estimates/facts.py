@@ -25,7 +25,6 @@ from tunekit.estimates.memory.experts import (
     Mixture,
     adapted_experts,
     expert_adapters,
-    last_part,
     mixture_of,
 )
 from tunekit.estimates.models.model_config import model_types
@@ -558,7 +557,7 @@ class ModelFacts(Facts):
             name: sizes
             for name, sizes in self.linears.items()
             if (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
-            and not (former and last_part(name) in former)
+            and not (former and _leaf(name) in former)
         }
         return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
 
@@ -651,4 +650,4 @@ def _is_expert(name: str) -> bool:
 
 def _leaf(name: str) -> str:
     """The last name of the module that a weight belongs to."""
-    return last_part(name.removesuffix(".weight"))
+    return name.removesuffix(".weight").rpartition(".")[2]

@@ -3,6 +3,13 @@
 Closed forms for Llama-like decoders. The counts are exact for Hugging Face's modules with SDPA: they equal the bytes
 that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
 
+Routed experts are counted as transformers 5 runs them on CUDA. The rows of all pairs of a token and an expert are
+gathered in the order of the experts, and go through the experts' fused matrices in one product each (`grouped_mm`, the
+default of `transformers.integrations.moe`). Autocast does not know that product (pytorch/pytorch#174763): it computes
+in the type of the weights, so in float32 where experts are trained whole. PEFT adds an adapter's product to the whole
+fused matrix before it is used (`ParamWrapper`): a matrix as large as the experts, which is kept for the backward pass,
+and whose gradient is made there.
+
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type, T tokens of a micro-batch.
 """
@@ -11,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from tunekit.estimates.facts import DeviceKind, ModelFacts
-from tunekit.estimates.memory.experts import ROUTERS, last_part, sparse_mlp, trained_experts
+from tunekit.estimates.memory.experts import ROUTERS, Mixture, trained_experts
 from tunekit.estimates.memory.states import BYTES, Dora, Dtype, Tables, dora_of, num_trainable_params, trained_tables
 from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
@@ -141,7 +148,8 @@ def products_of(
     """
     lora = None if isinstance(adapter, FullAdapter) else adapter
     names = model.all_linears.kinds if lora is None else model.adapted(lora.target_modules).kinds
-    leaves = frozenset(last_part(name) for name in names if "vision_tower" not in name and ".experts." not in name)
+    decoder = (name for name in names if "vision_tower" not in name and ".experts." not in name)
+    leaves = frozenset(name.rpartition(".")[2] for name in decoder)
     e = BYTES[dtype]
     mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
@@ -370,17 +378,94 @@ def _mlps(products: Products, num_tokens: int, *, recomputes: bool, accumulates:
     if mixture.shared:
         freed = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
         freed -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
-    trained = trained_experts(None if products.full else products.adapted)
-    experts = sparse_mlp(
-        mixture, model.model_type, h, trained, compute_bytes=e, casted=products.casted,
-        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed,
-    )  # fmt: skip
+    experts = _sparse_mlp(products, mixture, num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed)
     layer_bytes = experts.kept + beside * num_tokens
     dense = _mlp_bytes(products, mixture.dense) * num_tokens
     remaining = (mixture.num_layers - 1) * layer_bytes + (model.num_layers - mixture.num_layers) * dense
     working = max(experts.working, 2 * e * mixture.shared * num_tokens)
     first = dense + dense_working(mixture.dense) if mixture.dense else layer_bytes + working
     return _Mlps(layer_bytes, remaining, first, experts.passing, working, mixture.num_layers * experts.logits)
+
+
+_CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
+_SIGMOID = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open"})
+
+ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
+"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it.
+In others they are float32 by a softmax, and so is the product with what the experts give."""
+
+
+@dataclass(frozen=True)
+class _SparseMlp:
+    """Bytes of the experts of one layer in a step."""
+
+    kept: int
+    """Kept for the backward pass."""
+    logits: int
+    """Of these the router's logits where the loss that balances experts reads them, so that they stay in any case."""
+    passing: int
+    """In the forward pass, beyond what is kept."""
+    working: int
+    """In the backward pass, beyond what was kept: the most of its moments."""
+
+
+def _sparse_mlp(
+    products: Products, mixture: Mixture, num_tokens: int, *, recomputes: bool, accumulates: bool, beside: int
+) -> _SparseMlp:
+    """Return the bytes of one layer's experts, without the MLP beside them.
+
+    Args:
+        products: The products of the step.
+        mixture: Sizes of the experts.
+        num_tokens: Tokens of a micro-batch.
+        recomputes: Whether the layer is computed again in the backward pass.
+        accumulates: Whether gradients of an earlier micro-batch are there, which new ones are added to.
+        beside: Bytes of the layer that are not there while its experts are computed again, nor in their backward pass.
+    """
+    h, e, model_type = products.model.hidden_size, products.e, products.model.model_type
+    trained = trained_experts(None if products.full else products.adapted)
+    x = 4 if trained.whole and products.casted else e
+    w = e if model_type in ROUTED_IN_COMPUTE_TYPE and not (trained.whole and products.casted) else 4
+    rows, inner = mixture.per_token * num_tokens, mixture.per_token * num_tokens * mixture.inner
+    gate_up, down = mixture.expert_params(h)
+    # What the rows are, where a gradient of the weight needs them; gate and up, the activation; what the experts give.
+    # GPT-OSS bounds gate and up, and takes its activation apart, so that it keeps twice as many.
+    selected, product = x * h * rows, x * inner
+    gates = (6 if model_type == "gpt_oss" else 3) * product
+    kept_bytes = (trained.gate_up * selected) + gates + trained.down * product + x * h * rows
+    # The router's logits, softmax and choice, and the loss that balances experts.
+    kept_bytes += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
+    logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
+    kept_bytes += (e * h * num_tokens) if trained.router and not trained.whole else 0
+    merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
+    merged_down = 0 if trained.whole or not trained.down else x * down
+    kept_bytes += merged_gate_up + merged_down
+    # What the rows are, and that they are weighted, and put back into the order of the tokens.
+    unkept_rows = 0 if trained.gate_up else selected
+    passing = 2 * w * h * rows + unkept_rows
+    if recomputes:
+        last = merged_down + x * h * rows + max(product, 2 * w * h * rows)
+        # Besides, the stream and its norm.
+        passing = merged_gate_up + selected + max(4 * product, last) + 2 * x * h * num_tokens
+    # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
+    normed = e == 2 or not trained.router if trained.whole else not trained.router
+    named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
+    stays = trained.whole and not accumulates
+    gone_down = trained.down * product + x * h * rows
+    moments = (
+        # Weighting: the gradient of each pair, and of both that were multiplied.
+        3 * w * h * rows,
+        # The end of computing again, whose results wait beside the gradient that asked for them.
+        2 * w * h * rows + unkept_rows + named if recomputes else 0,
+        # The last product: gradients of its rows and its weight.
+        product + (x * down if trained.down else 0),
+        # Where gate and up are taken apart: gradients of both and of their product.
+        (3 * product if trained.whole else gates) - gone_down - merged_down + (x * down if stays else 0),
+        # The first product: the gradient of both, of the rows and of its weight.
+        2 * product + selected - gates - gone_down - merged_down
+        + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
+    )  # fmt: skip
+    return _SparseMlp(kept=kept_bytes, logits=logits, passing=passing, working=max(moments) - beside)
 
 
 def _weight_gradient_bytes(products: Products, width: int, *, accumulates: bool) -> int:

@@ -18,6 +18,7 @@ is largest at t = sqrt(2 c M) (Young, doi.org/10.1145/361147.361115, 1974; Daly,
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from tunekit.estimates.facts import DataFacts, Device, Facts, Figures, ModelFacts
@@ -355,17 +356,15 @@ def step_of(
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
     sequences = passes.sequences_per_row
 
-    def operations(*, again: bool) -> float:
-        return flops_per_token(
-            model,
-            recipe.adapter,
-            attended_tokens=attended,
-            num_tokens=micro_batch_size * sequences * row,
-            head_share=head_share,
-            gradient_checkpointing=again,
-            whole_head=not computes_again,
-        )
-
+    operations = partial(
+        flops_per_token,
+        model,
+        recipe.adapter,
+        attended_tokens=attended,
+        num_tokens=micro_batch_size * sequences * row,
+        head_share=head_share,
+        whole_head=not computes_again,
+    )
     forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
     generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
     num_forwards, without_gradients = passes.num_forwards, passes.num_forwards * forward
@@ -387,8 +386,8 @@ def step_of(
         dtype=dtype,
         layout=layout,
         num_nodes=num_nodes,
-        flops_per_token=operations(again=gradient_checkpointing) + without_gradients,
-        model_flops_per_token=operations(again=False) - head_again + without_gradients + generated,
+        flops_per_token=operations(gradient_checkpointing=gradient_checkpointing) + without_gradients,
+        model_flops_per_token=operations(gradient_checkpointing=False) - head_again + without_gradients + generated,
         num_tokens=batch * sequences * row,
         max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
@@ -461,10 +460,11 @@ def speed_of(
         num_devices=step.num_devices,
         basis="",
     )
-    timed = _timed(step, device, figures or Figures(), records)
+    sheet = figures or Figures()
+    timed = _timed(step, device, sheet, records)
     if isinstance(timed, str):
         return speed.model_copy(update={"basis": timed})
-    seconds = timed.seconds
+    seconds, rate = timed.seconds, timed.rate
     tokens = seconds.seconds_of(step.num_tokens)
     goodput = None
     if num_steps is not None and device.kind == "cuda":
@@ -477,7 +477,7 @@ def speed_of(
             save_steps=save_steps,
         )
     lost = 1.0 if goodput is None else 1 / goodput.share
-    total = None if num_steps is None else seconds.times(num_steps * lost).plus(timed.before)
+    total = None if num_steps is None else seconds.times(num_steps * lost).plus(seconds_before(step, rate))
     price = None if figures is None else figures.usd_per_hour
     a_second = None if price is None else step.num_devices * price / 3600
     return speed.model_copy(
@@ -487,9 +487,9 @@ def speed_of(
             "seconds": total,
             "cost_usd": None if a_second is None or total is None else total.times(a_second),
             "usd_per_million_tokens": None if a_second is None else tokens.seconds_of(1e6 * (a_second * lost)),
-            "num_workers": timed.num_workers,
-            "fed_tokens_per_second": timed.fed_tokens_per_second,
-            "communication": timed.communication,
+            "num_workers": num_workers(step, rate, sheet),
+            "fed_tokens_per_second": fed_tokens_per_second(step, rate, sheet),
+            "communication": communication_words(step, rate, sheet),
             "generation_share": _generation_share(step, timed),
             "goodput": goodput,
             "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
@@ -500,28 +500,23 @@ def speed_of(
 
 @dataclass(frozen=True)
 class _Timed:
-    """Seconds of a step, and what they come from in words."""
+    """Seconds of a step, and the rate they come from, with its source in words."""
 
     seconds: Range
     generating: Range
     """Of these, in which answers are generated."""
-    before: Range
-    """Before the first step."""
-    num_workers: int
-    fed_tokens_per_second: float
+    rate: Range
+    """Operations a second of a device."""
     basis: str
-    communication: str | None
 
 
 def _generation_share(step: Step, timed: _Timed) -> Range | None:
     """The least of generating in the longest of the rest, and the other way round."""
     if step.generating is None:
         return None
-    generating, whole = timed.generating, timed.seconds
-    remainder = Range(low=whole.low - generating.low, high=whole.high - generating.high)
-    return Range(
-        low=generating.low / (generating.low + remainder.high), high=generating.high / (generating.high + remainder.low)
-    )
+    part, whole = timed.generating, timed.seconds
+    rest = Range(low=whole.low - part.low, high=whole.high - part.high)
+    return Range(low=part.low / (part.low + rest.high), high=part.high / (part.high + rest.low))
 
 
 def _parts_words(step: Step, timed: _Timed) -> str:
@@ -530,7 +525,8 @@ def _parts_words(step: Step, timed: _Timed) -> str:
     if step.generating is not None:
         text += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
     if step.before is not None:
-        text += f"; {_between(timed.before, duration)} for the reference before the first step"
+        before = seconds_before(step, timed.rate)
+        text += f"; {_between(before, duration)} for the reference before the first step"
     return text
 
 
@@ -564,15 +560,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
         return f"how fast {what} is, is not known; a finished run spread like this one will tell"
-    return _Timed(
-        seconds,
-        generating=generation,
-        before=seconds_before(step, rate),
-        num_workers=num_workers(step, rate, figures),
-        fed_tokens_per_second=fed_tokens_per_second(step, rate, figures),
-        basis=basis,
-        communication=communication_words(step, rate, figures),
-    )
+    return _Timed(seconds, generation, rate, basis)
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
