@@ -63,13 +63,18 @@ class Layout(Facts):
         """True if anything is offloaded from the devices."""
         return self.offload_param_device != "none" or self.offload_optimizer_device != "none"
 
+    @property
+    def autocasts(self) -> bool:
+        """True if trained weights are float32 and autocast casts them; FSDP2 and DeepSpeed hand them over cast."""
+        return self.strategy in ("single", "ddp")
+
     def reduces_in(self, dtype: Dtype) -> Dtype:
         """Type in which gradients are summed over devices, where products are computed in `dtype`.
 
         DDP sums what the optimizer takes. FSDP2 through Accelerate and DeepSpeed sum what the backward pass gives;
         the first keeps the sums in float32. Through transformers, which divides layers besides, FSDP2 sums in float32.
         """
-        return "float32" if self.strategy in ("single", "ddp") or self.tp_size > 1 else dtype
+        return "float32" if self.autocasts or self.tp_size > 1 else dtype
 
     def pad_to_multiple_of(self, max_length: int, device: Device) -> int | None:
         """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.

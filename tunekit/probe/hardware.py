@@ -55,8 +55,8 @@ def probe_node() -> Hardware:
     elif build.hip is not None:
         devices = amd_devices(os.environ, ROOT)
         notes += [NOTES["rocm"]] if devices else []
-    used, unused_devices = split_by_kind(devices)
-    unused = tuple(unused_device.device for unused_device in unused_devices)
+    used, unequal = split_by_kind(devices)
+    unused = tuple(accelerator.device for accelerator in unequal)
     if unused:
         names = ", ".join(dict.fromkeys(device.name for device in unused))
         notes.append(f"a run computes on equal accelerators, so {names} {'is' if len(unused) == 1 else 'are'} left out")
@@ -65,7 +65,7 @@ def probe_node() -> Hardware:
         notes.append(f"the {unused[0].name} is not used: tunekit does not train on MPS, and computes on the CPU")
     return Hardware(
         cpu=cpu,
-        accelerators=tuple(unused_device.device for unused_device in used),
+        accelerators=tuple(accelerator.device for accelerator in used),
         unused=unused,
         num_cores=num_cores(),
         flash_attn=_is_installed("flash-attn"),
@@ -132,14 +132,12 @@ def split_by_kind(found: Sequence[Found]) -> tuple[tuple[Found, ...], tuple[Foun
     A run computes on equal ones: the slowest sets the pace of all, and the smallest says what fits.
     """
     groups: dict[tuple[object, ...], list[Found]] = {}
-    for device_found in found:
-        device = device_found.device
+    for each in found:
+        device = each.device
         kind = (device.name, device.memory_total_bytes, device.compute_capability, device.gfx)
-        groups.setdefault(kind, []).append(device_found)
-    if not groups:
-        return (), ()
-    best = max(groups.values(), key=lambda group: sum(device_found.device.memory_total_bytes for device_found in group))
-    return tuple(best), tuple(device_found for device_found in found if device_found not in best)
+        groups.setdefault(kind, []).append(each)
+    best = max(groups.values(), key=lambda group: sum(each.device.memory_total_bytes for each in group), default=[])
+    return tuple(best), tuple(each for each in found if each not in best)
 
 
 def figures_of(used: Sequence[Found]) -> Figures | None:

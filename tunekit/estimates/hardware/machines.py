@@ -169,9 +169,8 @@ def _written(nodes: int, accelerators: int, name: str) -> str:
 def _refuse_name(on: str, nodes: int, accelerators: int, name: str) -> NoReturn:
     """Say which accelerators there are, the nearest first."""
     near = difflib.get_close_matches(_plain(name), _by_name(), n=3, cutoff=0.7)
-    suggestion = " or ".join(
-        dict.fromkeys(f"'{_written(nodes, accelerators, _by_name()[other].name)}'" for other in near)
-    )
+    names = (f"'{_written(nodes, accelerators, _by_name()[other].name)}'" for other in near)
+    suggestion = " or ".join(dict.fromkeys(names))
     there_are = f"there are {', '.join(kind.name for kind in catalogue())}; or name a YAML file"
     raise PlanError(
         f"'{on}': no accelerator '{name}' is known",
@@ -229,9 +228,8 @@ def _described(path: Path, file: MachineFile, places: Places) -> Machine:
         what = f"'{file.accelerator}' is not in the catalogue, so memory_gib and compute_capability are needed"
         names = ", ".join(kind.name for kind in catalogue())
         _raise([Problem(places.of_value(("accelerator",)), what, ("accelerator",), f"add them, or use one of {names}")])
-    base = known_figures or Accelerator(
-        name=file.accelerator, label=file.accelerator, memory_mib=0, max_per_node=file.num_accelerators
-    )
+    name, most = file.accelerator, file.num_accelerators
+    base = known_figures or Accelerator(name=name, label=name, memory_mib=0, max_per_node=most)
     sheet = {name: value for name, value in file if name in Accelerator.model_fields and value is not None}
     if file.memory_gib is not None:
         sheet["memory_mib"] = int(file.memory_gib * 1024)

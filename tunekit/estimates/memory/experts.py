@@ -4,8 +4,9 @@ that it once had.
 In transformers 5 the experts of a layer are fused into two tensors, and the router is a module of its own kind. Of some
 types (`former_linears` in `model_types.yaml`) PEFT 0.21 takes a target as the name of the former linear layers and
 adapts the fused tensors instead (`peft/utils/transformers_weight_conversion.py`): `down_proj` of every expert at the
-rank asked for, gate and up projection together at twice the rank. The linear layers of dense MLPs and shared experts, which bear the same names,
-then get no adapter. With other types a target matches linear modules alone, and their experts stay as they are.
+rank asked for, gate and up projection together at twice the rank. The linear layers of dense MLPs and shared experts,
+which bear the same names, then get no adapter. With other types a target matches linear modules alone, and their
+experts stay as they are.
 """
 
 import math

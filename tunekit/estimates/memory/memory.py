@@ -161,7 +161,7 @@ def estimate(
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
-    products = products_of(shard, adapter, dtype, device, autocast=layout.strategy in ("single", "ddp"))
+    products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts)
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
         products,
@@ -201,7 +201,7 @@ def estimate(
             highest[phase] = more
     kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)
     kept_state = replace(kept_state, vllm=vllm_bytes)
-    highest |= method_needs(shard, adapter, passes, dtype, layout, layers, head, mine, highest)
+    highest |= method_needs(products, passes, layout, layers, head, mine, highest)
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
         for phase, need in highest.items()

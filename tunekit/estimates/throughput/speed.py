@@ -515,8 +515,8 @@ def _generation_share(step: Step, timed: _Timed) -> Range | None:
     if step.generating is None:
         return None
     part, whole = timed.generating, timed.seconds
-    rest = Range(low=whole.low - part.low, high=whole.high - part.high)
-    return Range(low=part.low / (part.low + rest.high), high=part.high / (part.high + rest.low))
+    remainder = Range(low=whole.low - part.low, high=whole.high - part.high)
+    return Range(low=part.low / (part.low + remainder.high), high=part.high / (part.high + remainder.low))
 
 
 def _parts_words(step: Step, timed: _Timed) -> str:

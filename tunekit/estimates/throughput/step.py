@@ -691,8 +691,8 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
     hidden, exposed = waiting(step, figures)
     if exposed.high == 0:
         return None
-    rest = longest_of(step.computing(rate), hidden)
-    shares = range_of((exposed.low / (exposed.low + rest.low), exposed.high / (exposed.high + rest.high)))
+    busy = longest_of(step.computing(rate), hidden)
+    shares = range_of((exposed.low / (exposed.low + busy.low), exposed.high / (exposed.high + busy.high)))
     return f"{shares.low:.0%} to {shares.high:.0%} of a micro-batch is waiting for other devices"
 
 
