@@ -118,11 +118,6 @@ class Products:
         """True if autocast casts a float32 residual stream."""
         return self.stream_bytes > self.e
 
-    @property
-    def num_attention_readers(self) -> int:
-        """Linear layers that read the norm before attention, and have an adapter or are trained."""
-        return len(self.attention - {_FROM_ATTENTION})
-
     def read_bytes(self, width: int, num_readers: int, *, is_kept: bool = False) -> int:
         """Bytes per token that `num_readers` layers keep of an input that they share; `is_kept`: that is there anyway.
 
@@ -325,7 +320,8 @@ def layers_of(
         first, kept_bytes = stream + again, model.num_layers * stream + mlps.logits
         return Layers(stream, kept_bytes, casts, first, first + working - less, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
-    nothing = (4 + products.mask * products.num_attention_readers) * model.hidden_size * num_tokens
+    num_readers = len(products.attention - {_FROM_ATTENTION})
+    nothing = (4 + products.mask * num_readers) * model.hidden_size * num_tokens
     first = layer_bytes - (0 if products.tables.embedding else nothing)
     return Layers(stream, first + other_layers, 0, first, first + working - less, 0, mlps.passing, working, shared)
 

@@ -177,15 +177,7 @@ def estimate(
     widens = not layout.strategy.startswith("zero")
     head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
-        shard,
-        adapter,
-        layers,
-        head,
-        dtype,
-        optim,
-        layout=layout,
-        devices_per_node=devices_per_node,
-        accumulates=accumulates,
+        shard, adapter, layers, head, dtype, optim, layout, devices_per_node, accumulates=accumulates
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
@@ -227,9 +219,9 @@ def _engine(
     head: Head,
     dtype: Dtype,
     optim: Optim,
-    *,
     layout: Layout,
     devices_per_node: int,
+    *,
     accumulates: bool,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
     """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a

@@ -207,24 +207,6 @@ def transfers_of(
     return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Devices that take part in a collective: every `stride`-th, in the order of Accelerate's mesh."""
-
-    size: int
-    stride: int
-    per_node: int
-
-    @property
-    def num_in_node(self) -> int:
-        return min(self.size, max(1, self.per_node // self.stride))
-
-    def sends(self, what: str, size_bytes: float, hides: Hides, *, per_step: bool = False) -> Transfer:
-        """A ring in which `size_bytes` are gathered, or reduced."""
-        sent = (self.size - 1) / self.size * size_bytes
-        return Transfer(what, sent, "devices", hides, per_step, self.num_in_node, self.size)
-
-
 def gathered_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> float:
     """Bytes of all weights in the type in which they are gathered.
 
@@ -253,8 +235,15 @@ class _Sender:
     def num_trained(self) -> int:
         return num_trainable_params(self.model, self.adapter)
 
-    def group(self, size: int, stride: int) -> _Group:
-        return _Group(size, stride, self.per_node)
+    def ring(
+        self, size: int, stride: int, what: str, size_bytes: float, hides: Hides, *, per_step: bool = False
+    ) -> Transfer:
+        """A ring in which `size_bytes` are gathered, or reduced.
+
+        Its `size` devices are every `stride`-th, in the order of Accelerate's mesh.
+        """
+        num_in_node = min(size, max(1, self.per_node // stride))
+        return Transfer(what, (size - 1) / size * size_bytes, "devices", hides, per_step, num_in_node, size)
 
     def of_states(self) -> Iterator[Transfer]:
         """Yield the transfers of weights and gradients among the devices that divide them.
@@ -267,7 +256,7 @@ class _Sender:
         a reference model of its own in one unit: gathered before it computes, once for all where it stays.
         """
         layout, passes = self.layout, self.passes
-        group = self.group(layout.num_shards, layout.tp_size)
+        sends = partial(self.ring, layout.num_shards, layout.tp_size)
         weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size
         gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size
         match layout.strategy:
@@ -278,15 +267,15 @@ class _Sender:
                     again, alone = again - passes.num_reference_forwards, twice * passes.num_reference_forwards
                 if not twice and (passes.refers_in_micro_batch or passes.estimates):
                     again = 0
-                yield group.sends("gathering weights", ((2 if twice else 1) + again) * weights, "compute")
-                yield group.sends("gathering the reference", alone * weights, "nothing")
+                yield sends("gathering weights", ((2 if twice else 1) + again) * weights, "compute")
+                yield sends("gathering the reference", alone * weights, "nothing")
                 often = self.times_generating
-                yield group.sends("gathering weights to generate", often * weights, "generation", per_step=True)
+                yield sends("gathering weights to generate", often * weights, "generation", per_step=True)
                 once = layout.strategy == "fsdp2" and not layout.sync_each_batch
-                yield group.sends("reducing gradients", gradients, "compute", per_step=once)
+                yield sends("reducing gradients", gradients, "compute", per_step=once)
             case "zero1" | "zero2":
-                yield group.sends("reducing gradients", gradients, "compute", per_step=layout.strategy == "zero1")
-                yield group.sends("gathering updated weights", gradients, "nothing", per_step=True)
+                yield sends("reducing gradients", gradients, "compute", per_step=layout.strategy == "zero1")
+                yield sends("gathering updated weights", gradients, "nothing", per_step=True)
             case "single" | "ddp":
                 pass
             case _:
@@ -308,11 +297,11 @@ class _Sender:
     def between_replicas(self) -> Iterator[Transfer]:
         """Yield the gradients among devices with a copy each: DDP's are float32, FSDP2's of the compute type."""
         layout = self.layout
-        group = self.group(layout.dp_replicate_size, layout.num_shards * layout.tp_size)
+        sends = partial(self.ring, layout.dp_replicate_size, layout.num_shards * layout.tp_size)
         each = 4 if layout.strategy == "ddp" else BYTES[self.dtype]
         gradients = each * self.num_trained / layout.tp_size / layout.num_shards
         often = layout.strategy == "fsdp2" and layout.sync_each_batch
-        yield group.sends("summing gradients", 2 * gradients, "compute", per_step=not often)
+        yield sends("summing gradients", 2 * gradients, "compute", per_step=not often)
 
     def of_activations(self, num_tokens: float, *, again: bool) -> Iterator[Transfer]:
         """Yield the transfers between devices that compute one micro-batch together, in every layer.
@@ -331,11 +320,11 @@ class _Sender:
         # Computed again is a layer up to the input of its last product.
         sums = times + _num_column_products(model) + 2 * self.passes.num_forwards
         summed = layers * sums * tokens * model.hidden_size * e
-        yield self.group(tensor, 1).sends("summing activations", 2 * summed, "nothing")
+        yield self.ring(tensor, 1, "summing activations", 2 * summed, "nothing")
         rings = layers * (times + 1) * num_tokens / ulysses * 2 * kv / tensor * e
-        yield self.group(context, tensor).sends("passing keys and values", rings, "attention")
+        yield self.ring(context, tensor, "passing keys and values", rings, "attention")
         exchanged = layers * times * tokens * 2 * (q + kv) / tensor * e
-        yield self.group(ulysses, tensor).sends("exchanging heads", exchanged, "nothing")
+        yield self.ring(ulysses, tensor, "exchanging heads", exchanged, "nothing")
 
     def of_offloading(self) -> Iterator[Transfer]:
         """Yield the weights, gradients and states that go between a device and where they lie.
