@@ -38,10 +38,10 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import (
-    FULL_ATTENTION_EVERY,
     head_dim_of,
     layer_types_of,
     mlp_width_of,
+    model_types,
     num_experts_of,
     num_experts_per_token_of,
 )
@@ -70,7 +70,7 @@ class Step:
     @property
     def turn(self) -> int:
         """Layers until their kinds repeat."""
-        return FULL_ATTENTION_EVERY.get(self.family, 1)
+        return model_types().full_attention_every.get(self.family, 1)
 
     def with_layers(self, num_layers: int) -> "Step":
         sizes = {**dict(self.sizes), "num_hidden_layers": num_layers}

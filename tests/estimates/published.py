@@ -18,7 +18,7 @@ from rich.table import Table
 from tests.estimates.test_architectures import facts_of
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer
+from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer, products_of
 from tunekit.estimates.memory.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
 from tunekit.estimates.memory.states import BYTES, Phase, num_trainable_params
 from tunekit.estimates.models.model_config import known_models
@@ -187,7 +187,7 @@ def _phases(row: Row) -> dict[Phase, int]:
         if layout.strategy in ("single", "ddp"):
             # No copies of what adapters read, which autocast makes.
             with_casts, without = (
-                activation_bytes_per_layer(model, row.adapter, "bfloat16", mask_length=None, autocast=autocast)
+                activation_bytes_per_layer(products_of(model, row.adapter, "bfloat16", autocast=autocast), None)
                 for autocast in (True, False)
             )
             casts = (with_casts - without) * tokens

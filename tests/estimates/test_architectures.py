@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from tunekit.errors import ModelError, PlanError
-from tunekit.estimates.memory.experts import FORMER_LINEARS, Mixture
+from tunekit.estimates.memory.experts import Mixture
 from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
 from tunekit.estimates.models.architectures import FAMILIES, tensors_of
-from tunekit.estimates.models.model_config import DEFAULTS, ROUTER_AUX_LOSS_COEF, complete, layer_types_of
+from tunekit.estimates.models.model_config import complete, layer_types_of, model_types
 from tunekit.planner.decisions.checks import check_adapted_experts
 from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.sections.model import LoraAdapter, ModelSection
@@ -93,7 +93,7 @@ def test_every_name_and_shape_is_that_of_the_module(name):
 
 
 def test_every_family_has_its_defaults():
-    assert set(FAMILIES) == set(DEFAULTS)
+    assert set(FAMILIES) == set(model_types().defaults)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -118,8 +118,10 @@ def test_the_coefficient_of_routers_is_that_of_transformers():
         for name, config in classes.items()
         if hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef")
     }
-    assert theirs == {name: coefficient for name, coefficient in ROUTER_AUX_LOSS_COEF.items() if name in classes}
-    assert all(name in CONFIG_MAPPING for name in ROUTER_AUX_LOSS_COEF)
+    assert theirs == {
+        name: coefficient for name, coefficient in model_types().router_aux_loss_coef.items() if name in classes
+    }
+    assert all(name in CONFIG_MAPPING for name in model_types().router_aux_loss_coef)
 
 
 def tiny_with_vision(**vision):
@@ -238,10 +240,10 @@ def test_the_types_whose_experts_peft_adapts_are_those_it_names():
 
     theirs = {name: base for name, base in _MODEL_TO_CONVERSION_PATTERN.items() if base in _MOE_TARGET_MODULE_MAPPING}
     causal = {name: base for name, base in theirs.items() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    assert set(FORMER_LINEARS) == set(causal)
+    assert set(model_types().former_linears) == set(causal)
     for name, base in causal.items():
         former = {old: new.removesuffix(".weight") for old, new in _MOE_TARGET_MODULE_MAPPING[base].items()}
-        assert FORMER_LINEARS[name] == former
+        assert model_types().former_linears[name] == former
 
 
 def test_experts_and_router_are_counted_and_are_no_linear_layers():

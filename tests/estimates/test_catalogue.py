@@ -6,9 +6,9 @@ from datetime import date
 
 import pytest
 
-from tunekit.estimates.hardware.catalogue import CATALOGUE, NOT_TRAINED_ON, pcie_bytes_per_second, reported_as
+from tunekit.estimates.hardware.catalogue import NOT_TRAINED_ON, catalogue, pcie_bytes_per_second, reported_as
 
-BY_NAME = {kind.name: kind for kind in CATALOGUE}
+BY_NAME = {kind.name: kind for kind in catalogue()}
 NAMES = sorted(BY_NAME)
 
 
@@ -96,7 +96,7 @@ def test_figures_are_in_plain_units():
 
 
 def test_drivers_names_belong_to_one_accelerator_each():
-    names = [name for kind in CATALOGUE for name in kind.reported]
+    names = [name for kind in catalogue() for name in kind.reported]
     assert len(names) == len(set(names))
     assert reported_as("NVIDIA H100 80GB HBM3") is BY_NAME["h100"]
     assert reported_as("NVIDIA GeForce GTX 1080") is None

@@ -13,7 +13,7 @@ from tests.estimates.test_memory import build, facts_of, with_adapter
 from tunekit.estimates.facts import Figures
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import num_trainable_params
-from tunekit.estimates.throughput.communication import (
+from tunekit.estimates.throughput.step import (
     HOST_SHARE,
     NETWORK_SHARE,
     NVLINK_SHARE,

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from tests.estimates.oracle import Step, estimate_of, facts_of, trace
-from tunekit.estimates.memory.activations import TRACED, is_traced
+from tunekit.estimates.memory.activations import is_traced
 from tunekit.estimates.models.architectures import FAMILIES
+from tunekit.estimates.models.model_config import model_types
 from tunekit.planner.decisions.isolation import WITHOUT_SDPA
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
@@ -48,7 +49,7 @@ def step(family: str, adapter: FullAdapter | LoraAdapter, *, checkpointing: bool
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])
-@pytest.mark.parametrize("family", sorted(TRACED))
+@pytest.mark.parametrize("family", sorted(model_types().traced))
 def test_the_peak_of_a_traced_type_is_what_is_traced(family, adapter, checkpointing):
     how = step(family, adapter, checkpointing=checkpointing)
     estimated, traced = estimate_of(how), trace(how)
@@ -61,7 +62,7 @@ def test_the_peak_of_a_traced_type_is_what_is_traced(family, adapter, checkpoint
 
 
 def test_every_type_that_is_known_without_weights_is_traced():
-    assert set(FAMILIES) <= TRACED
+    assert set(FAMILIES) <= model_types().traced
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])

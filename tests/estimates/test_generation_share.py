@@ -19,10 +19,10 @@ from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit.api import verbs
 from tunekit.estimates.facts import Figures
 from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.activations import products_of
 from tunekit.estimates.passes import kv_cache_bytes, passes_of
-from tunekit.estimates.throughput.communication import Range
 from tunekit.estimates.throughput.speed import step_of
-from tunekit.estimates.throughput.step import Step, generating
+from tunekit.estimates.throughput.step import Range, Step, generating
 from tunekit.kernels import linear_ce
 from tunekit.planner.decisions.kernels import head_kind
 from tunekit.probe.model import probe_model
@@ -217,7 +217,7 @@ def test_the_work_of_a_step_is_what_torch_counts(runs, name):
 def test_the_cache_is_as_large_as_the_tensors_in_it(runs, name):
     facts = probe_model(runs[name].recipe.model)
     how = {"num_sequences": BATCH, "num_tokens": LENGTH - 1}
-    found = kv_cache_bytes(facts, runs[name].recipe.adapter, "float32", Layout(), **how)
+    found = kv_cache_bytes(products_of(facts, runs[name].recipe.adapter, "float32"), **how)
     assert found == runs[name].cache_bytes
 
 

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.estimates.oracle import LiveBytes
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
-from tunekit.estimates.memory.activations import head_of
+from tunekit.estimates.memory.activations import head_of, products_of
 from tunekit.kernels import linear_ce as module
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
@@ -48,7 +48,7 @@ def test_the_head_holds_what_is_planned(kind, adapter, dtype, model):
     stored = torch.float32 if full else compute
     again = full and kind == "chunks"
     found = allocated(model, stored, stored, compute, [not again, full and not again])
-    planned = head_of(model, adapter, "cuda", dtype, TOKENS, kind=kind)
+    planned = head_of(products_of(model, adapter, dtype), TOKENS, kind=kind)
     # The norm's share, and what the head reads, which is there without it.
     read = stored.itemsize * model.hidden_size * TOKENS
     norm = (4 + (stored.itemsize if full else 0)) * model.hidden_size * TOKENS

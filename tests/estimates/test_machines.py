@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.estimates.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts
-from tunekit.estimates.hardware.catalogue import CATALOGUE, NOT_TRAINED_ON
+from tunekit.estimates.hardware.catalogue import NOT_TRAINED_ON, catalogue
 from tunekit.estimates.hardware.machines import find_machine, machines
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
@@ -89,7 +89,7 @@ def test_a_name_that_is_none_is_refused_with_what_was_meant(on, message):
 
 
 def test_no_name_stands_for_two_accelerators():
-    for kind in CATALOGUE:
+    for kind in catalogue():
         for name in (kind.name, *kind.aliases, *kind.reported):
             assert find_machine(name).accelerator is kind, name
 
@@ -110,7 +110,7 @@ def test_any_text_is_a_machine_or_one_clear_error(text):
         assert "\n" not in str(error) or "\n" in text
 
 
-@pytest.mark.parametrize("name", [kind.name for kind in CATALOGUE])
+@pytest.mark.parametrize("name", [kind.name for kind in catalogue()])
 def test_every_accelerator_can_be_planned_for_or_says_why_not(name):
     machine = find_machine(name)
     if machine.accelerator.platform in NOT_TRAINED_ON:

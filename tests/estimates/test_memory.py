@@ -10,7 +10,7 @@ from tests.estimates.oracle import dropout
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes
+from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import BYTES
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
@@ -131,7 +131,7 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     measured = saved_bytes(4, adapter, dtype, rows) - saved_bytes(2, adapter, dtype, rows)
     facts = facts_of(build(2))
     length = {"even": None, "padded": TOKENS // 2, "in one": TOKENS}[rows]
-    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=length)
+    predicted = 2 * TOKENS * activation_bytes_per_layer(products_of(facts, adapter, dtype), length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
 
@@ -140,7 +140,7 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
 def test_on_a_cpu_the_mask_of_dropout_is_as_wide_as_its_values(dtype):
     adapter, facts = ADAPTERS["lora with dropout"], facts_of(build(2))
     measured = saved_bytes(4, adapter, dtype, "even", "cpu") - saved_bytes(2, adapter, dtype, "even", "cpu")
-    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=None, device="cpu")
+    predicted = 2 * TOKENS * activation_bytes_per_layer(products_of(facts, adapter, dtype, "cpu"), None)
     assert predicted + cast_weights_bytes(facts, adapter, dtype) == measured
 
 

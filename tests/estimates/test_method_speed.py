@@ -16,18 +16,19 @@ from tunekit.estimates.facts import DataFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.passes import passes_of
-from tunekit.estimates.throughput.communication import Range, transfers_of
 from tunekit.estimates.throughput.speed import RunRecord, speed_of, step_of
 from tunekit.estimates.throughput.step import (
     BANDWIDTH_SHARE,
     FORWARD_SECONDS,
     Before,
     Generating,
+    Range,
     Step,
     forward_flops_per_token,
     generating,
     seconds_before,
     seconds_of,
+    transfers_of,
 )
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.methods.dpo import DPOMethod

@@ -8,7 +8,7 @@ from tests.estimates.oracle_methods import MethodStep, estimate_of, generate, tr
 from tests.estimates.shapes import LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import head_of
+from tunekit.estimates.memory.activations import head_of, products_of
 from tunekit.estimates.memory.states import Kept, Tables, num_trainable_params, trained_tables
 from tunekit.estimates.passes import (
     Passes,
@@ -144,13 +144,13 @@ def test_generation_needs_what_transformers_allocates_for_it(family, adapter, dt
     needed = estimated.phases["generation"] - estimated.phases["load"] - estimated.parts.get("optimizer", 0)
     assert needed == pytest.approx(generated.peak_bytes, rel=0.03)
     # The last token is not looked back at.
-    cache = kv_cache_bytes(facts_of(one), one.adapter, dtype, Layout(), num_sequences=8, num_tokens=length - 1)
+    cache = kv_cache_bytes(products_of(facts_of(one), one.adapter, dtype), num_sequences=8, num_tokens=length - 1)
     assert cache == generated.cache_bytes
 
 
 def test_a_token_of_an_8b_model_takes_128_kib_of_cache_and_half_as_much_again_under_autocast():
     def cache(adapter):
-        return kv_cache_bytes(LLAMA_8B, adapter, "bfloat16", Layout(), num_sequences=1, num_tokens=1)
+        return kv_cache_bytes(products_of(LLAMA_8B, adapter, "bfloat16"), num_sequences=1, num_tokens=1)
 
     # Keys and values of 32 layers with 8 heads of 128 each, in 2 bytes; and the keys in 4.
     assert cache(LoraAdapter()) == 2 * 32 * 8 * 128 * 2 == 128 * 2**10
@@ -216,8 +216,8 @@ def test_fsdp2_gathers_the_whole_reference_model_at_once():
     sizes = {**SIZES, "num_hidden_layers": 12}
     one = Step("llama", tuple(sizes.items()), FullAdapter(), 2, 256, checkpointing=False)
     facts = facts_of(one)
-    head = head_of(facts, FullAdapter(), "cuda", dtype, 512, autocast=False)
-    found = reference_pass(facts, FullAdapter(), WITH_REFERENCE, dtype, layout, head, num_tokens=512)
+    products = products_of(facts, FullAdapter(), dtype, autocast=False)
+    found = reference_pass(products, WITH_REFERENCE, layout, head_of(products, 512), num_tokens=512)
     assert found.gathered == 2 * 2 * facts.num_params
     assert found.total == pytest.approx(trace_reference(one, layout), rel=0.01)
 

@@ -6,9 +6,8 @@ from tests.estimates.shapes import LAPTOP, LLAMA_1B
 from tunekit.estimates.facts import DataFacts, Device, Figures
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.throughput.communication import Range, Transfer
 from tunekit.estimates.throughput.speed import RunRecord, Speed, duration, optimizer_bytes, speed_of
-from tunekit.estimates.throughput.step import Step
+from tunekit.estimates.throughput.step import Range, Step, Transfer
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe

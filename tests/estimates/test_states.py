@@ -11,7 +11,7 @@ from tests.estimates.shapes import LAPTOP, LLAMA_8B
 from tests.estimates.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
 from tunekit.estimates.facts import DataFacts
-from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes
+from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.states import (
     adapters_bytes,
     dequantised_bytes,
@@ -242,6 +242,6 @@ def test_adapters_of_a_4_bit_base_share_an_input_on_cuda_unless_they_have_dropou
     # Autocast asks too, to restore later what was before: of other devices it is told the truth.
     with mock.patch.object(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda" or real(device)):
         measured = saved_bytes(4, adapter, "bfloat16", "even") - saved_bytes(2, adapter, "bfloat16", "even")
-    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, "bfloat16", mask_length=None)
+    predicted = 2 * TOKENS * activation_bytes_per_layer(products_of(facts, adapter, "bfloat16"), None)
     assert predicted + cast_weights_bytes(facts, adapter, "bfloat16") == measured
     assert not real("cpu") and not real("cuda")

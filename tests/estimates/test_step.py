@@ -9,22 +9,20 @@ from tests.estimates.test_speed import DEVICE, STEP
 from tunekit.estimates.facts import DataFacts, Figures
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.throughput.communication import (
-    CPU_PARAMS_PER_SECOND,
-    NETWORK_SHARE,
-    NVLINK_SHARE,
-    Range,
-    Transfer,
-    transfers_of,
-)
 from tunekit.estimates.throughput.speed import speed_of, step_of
 from tunekit.estimates.throughput.step import (
     COLLATED_TOKENS_PER_SECOND,
+    CPU_PARAMS_PER_SECOND,
     LAYER_SECONDS,
+    NETWORK_SHARE,
+    NVLINK_SHARE,
+    Range,
     Step,
+    Transfer,
     communication_words,
     rate_of,
     seconds_of,
+    transfers_of,
 )
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter

@@ -50,7 +50,7 @@ def test_deepspeed_keeps_its_part_of_a_float32_copy_of_weights_of_any_type(stage
     # arXiv 1910.02054, section 5.1; that weights in float32 are copied too was seen in DeepSpeed 0.19.
     num_params = sum(math.prod(shape) for shape in LLAMA_1B.tensors.values())
     layout = Layout(strategy=stage, dp_shard_size=4)
-    kept = zero_kept(LLAMA_1B, FullAdapter(), dtype, optimizer_bytes=8, layout=layout, devices_per_node=4)
+    kept = zero_kept(LLAMA_1B, FullAdapter(), dtype, layout, optimizer_bytes=8, devices_per_node=4)
     assert kept.masters == 4 * (num_params // 4) and kept.optimizer == 8 * (num_params // 4)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tunekit.probe.amd import amd_devices
-from tunekit.probe.found import figures_of, split_by_kind
+from tunekit.probe.hardware import figures_of, split_by_kind
 
 # Four of the GPUs of a server with MI210 in pairs, from ROCm/k8s-device-plugin, testdata/topo-mi210-xgmi-pcie: the
 # lines that are read, and some that are not. Node 2 is joined to 3 by Infinity Fabric, and 6 to 7.

@@ -7,10 +7,10 @@ import pytest
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Hardware
-from tunekit.estimates.hardware.catalogue import CATALOGUE
+from tunekit.estimates.hardware.catalogue import catalogue
 from tunekit.probe.hardware import with_nodes
 
-H100 = next(kind for kind in CATALOGUE if kind.name == "h100")
+H100 = next(kind for kind in catalogue() if kind.name == "h100")
 
 # `env | grep SLURM` in a step of a job of 4 nodes, from a public gist of jerinphilip ("Put run.sh").
 STEP = dict(

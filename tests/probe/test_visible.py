@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tunekit.probe.visible import visible_devices
+from tunekit.probe.found import visible_devices
 
 UUIDS = [f"GPU-{letter}{number:07x}-0000" for number, letter in enumerate("aabcdef0")]
 

@@ -9,7 +9,7 @@ import pytest
 
 import tunekit
 from tests.tiny import save_chats
-from tunekit.estimates.throughput.communication import Range
+from tunekit.estimates.throughput.step import Range
 from tunekit.reporting.page import Line, draw, thinned
 
 SCRIPT = "<script>alert(1)</script>"

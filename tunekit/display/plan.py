@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tunekit.errors import PlanError
 from tunekit.estimates.memory.memory import Part
-from tunekit.estimates.throughput.communication import Range
+from tunekit.estimates.throughput.step import Range
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
 from tunekit.planner.variants import NEXT, Variants
 from tunekit.recipe.reading.parse import to_inline_yaml

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tunekit.display.plan import variants_table
-from tunekit.estimates.throughput.communication import Range
 from tunekit.estimates.throughput.speed import duration
+from tunekit.estimates.throughput.step import Range
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.runs.events import Event
 from tunekit.sweeps.folder import FAILED, FINISHED, Outcome, Sweep, heading, short_words

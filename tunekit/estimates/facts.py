@@ -13,20 +13,21 @@ base first, if all weights are to be trained.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunekit.estimates.memory.experts import (
-    FORMER_LINEARS,
+    ROUTERS,
     Mixture,
     adapted_experts,
     expert_adapters,
-    is_former_linear,
     mixture_of,
 )
+from tunekit.estimates.models.model_config import model_types
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -34,10 +35,14 @@ MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "module
 them."""
 
 
-class Ancestor(BaseModel):
-    """A run that a model came from."""
+class Facts(BaseModel):
+    """Plain, frozen data that can be written to and read from YAML."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Ancestor(Facts):
+    """A run that a model came from."""
 
     name: str
     path: str
@@ -51,10 +56,8 @@ class Ancestor(BaseModel):
         return f"{self.name} ({self.method}, {self.adapter})"
 
 
-class Origin(BaseModel):
+class Origin(Facts):
     """A trained model or adapter that training starts from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     folder: str
     """Folder of its weights, and of its tokenizer if it has one."""
@@ -77,10 +80,6 @@ class Origin(BaseModel):
         """All that it came from: `pico > my-sft (sft, lora) > my-dpo (dpo, lora)`."""
         return " > ".join([self.start, *(run.words for run in self.runs)] if self.runs else [self.start, self.folder])
 
-    def continues_in(self, adapter: FullAdapter | LoraAdapter) -> bool:
-        """Return whether its adapter is trained further."""
-        return self.adapter is not None and isinstance(adapter, LoraAdapter)
-
     def is_merged_for(self, adapter: FullAdapter | LoraAdapter) -> bool:
         """Return whether its adapter is merged into the weights, all of which are trained."""
         return self.adapter is not None and isinstance(adapter, FullAdapter)
@@ -88,7 +87,7 @@ class Origin(BaseModel):
 
 def continued_adapter(origin: Origin | None, adapter: FullAdapter | LoraAdapter) -> Origin | None:
     """The origin whose adapter is trained further; None where training starts with a new one, or with none."""
-    return origin if origin is not None and origin.continues_in(adapter) else None
+    return origin if origin is not None and origin.adapter is not None and isinstance(adapter, LoraAdapter) else None
 
 
 class Contradiction(NamedTuple):
@@ -103,11 +102,11 @@ def contradictions(origin: Origin, adapter: FullAdapter | LoraAdapter) -> Iterat
     """Yield the recipe's adapter settings that contradict the existing adapter."""
     if origin.adapter is None or not isinstance(adapter, LoraAdapter):
         return
-    for field in MATRICES:
-        if field in adapter.model_fields_set:
-            requested, has = dict(adapter)[field], dict(origin.adapter)[field]
+    for name in MATRICES:
+        if name in adapter.model_fields_set:
+            requested, has = dict(adapter)[name], dict(origin.adapter)[name]
             if _set_of(requested) != _set_of(has):
-                yield Contradiction(field, requested, has)
+                yield Contradiction(name, requested, has)
 
 
 def _set_of(value: Any) -> Any:
@@ -147,17 +146,14 @@ def start_words(origin: Origin, adapter: FullAdapter | LoraAdapter) -> tuple[str
     return choice, why
 
 
-class Facts(BaseModel):
-    """Plain, frozen data that can be written to and read from YAML."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+DeviceKind = Literal["cpu", "cuda", "mps"]
+"""Kind of a device as torch names it; its ROCm builds say `cuda` too."""
 
 
 class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
-    kind: Literal["cpu", "cuda", "mps"]
-    """As torch names it; its ROCm builds say `cuda` too."""
+    kind: DeviceKind
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
@@ -298,6 +294,8 @@ class Linears:
 
     sizes: dict[str, tuple[int, int]]
     """Outputs and inputs by module name."""
+    adapters: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    """Number of adapters by outputs and inputs of their layer, and by the multiple of the rank."""
 
     @cached_property
     def shapes(self) -> Counter[tuple[int, int]]:
@@ -381,7 +379,7 @@ class ModelFacts(Facts):
     @cached_property
     def num_params(self) -> int:
         """Number of parameters, a tied head counted once."""
-        return sum(_size(shape) for shape in self.tensors.values())
+        return sum(prod(shape) for shape in self.tensors.values())
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -405,13 +403,13 @@ class ModelFacts(Facts):
         """
         if not self.num_experts:
             return self.num_params
-        experts = sum(_size(shape) for name, shape in self.tensors.items() if ".experts." in name)
+        experts = sum(prod(shape) for name, shape in self.tensors.items() if _is_expert(name))
         return self.num_params - experts + experts * self.num_experts_per_token // self.num_experts
 
     @property
     def num_vision_params(self) -> int:
         """Number of parameters of the vision tower and its way into the decoder."""
-        return sum(_size(shape) for name, shape in self.tensors.items() if is_vision(name))
+        return sum(prod(shape) for name, shape in self.tensors.items() if is_vision(name))
 
     @cached_property
     def has_tied_head(self) -> bool:
@@ -426,6 +424,8 @@ class ModelFacts(Facts):
     @cached_property
     def mixture(self) -> Mixture | None:
         """The sizes of its experts; None where there are none."""
+        if not self.num_experts:
+            return None
         return mixture_of(self.tensors, self.num_experts, self.num_experts_per_token, self.hidden_size)
 
     @property
@@ -488,9 +488,9 @@ class ModelFacts(Facts):
         return {}
 
     def _is_no_linear(self, name: str) -> bool:
-        return (
-            _is_vocabulary(name) or name == SCORE or ".experts." in name or (self.num_experts > 0 and _is_router(name))
-        )
+        """Return whether a matrix is none. In transformers 5 only llama4 and phimoe have linear modules for routers."""
+        is_router = self.num_experts > 0 and _leaf(name) in ROUTERS
+        return _is_vocabulary(name) or name == SCORE or _is_expert(name) or is_router
 
     def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""
@@ -519,7 +519,7 @@ class ModelFacts(Facts):
 
     def num_params_in(self, modules: list[str]) -> int:
         """Number of parameters of the modules whose names end in one of `modules`."""
-        return sum(_size(shape) for shape in self.tensors_in(modules).values())
+        return sum(prod(shape) for shape in self.tensors_in(modules).values())
 
     def adapter_linears(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
@@ -533,23 +533,12 @@ class ModelFacts(Facts):
         """The same, with their counts."""
         key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
         if key not in self._adapted:
-            self._adapted[key] = Linears(self._matched(target_modules))
+            sizes = self._matched(target_modules)
+            of_experts = (expert_adapters(name, self.tensors, self.num_experts) for name in sizes if _is_expert(name))
+            adapters = Counter((*size, 1) for name, size in sizes.items() if not _is_expert(name))
+            adapters.update(shape for shapes in of_experts for shape in shapes)
+            self._adapted[key] = Linears(sizes, adapters)
         return self._adapted[key]
-
-    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int, int]]:
-        """Count the adapters by outputs and inputs of their layer, and by the multiple of the rank."""
-        key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
-        if key not in self._adapted_shapes:
-            self._adapted_shapes[key] = Counter(
-                shape
-                for name, (outputs, inputs) in self.adapter_linears(target_modules).items()
-                for shape in (
-                    expert_adapters(name, self.tensors, self.num_experts)
-                    if ".experts." in name
-                    else [(outputs, inputs, 1)]
-                )
-            )
-        return self._adapted_shapes[key]
 
     @cached_property
     def _adapted(self) -> dict[str | tuple[str, ...], Linears]:
@@ -561,19 +550,14 @@ class ModelFacts(Facts):
         """Cache of `states.trained_bytes`, by adapter and optimizer."""
         return {}
 
-    @cached_property
-    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int, int]]]:
-        """Cache of `adapter_shapes`, by its argument."""
-        return {}
-
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        former = FORMER_LINEARS.get(self.model_type) if self.num_experts else None
+        former = model_types().former_linears.get(self.model_type) if self.num_experts else None
         targets = None if target_modules == "all-linear" else target_modules
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
-            if (targets is None or any(_ends_in(name, target) for target in targets))
-            and not (former and is_former_linear(name, former))
+            if (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
+            and not (former and _leaf(name) in former)
         }
         return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
 
@@ -643,13 +627,6 @@ def is_head(name: str) -> bool:
     return _leaf(name) in {"embed_out", "lm_head", "output"}
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
-
-
 def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
     if _leaf(name) in {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}:
         return (-(-shape[0] // tp_size), *shape[1:])
@@ -658,25 +635,17 @@ def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]
     return shape
 
 
-def _ends_in(module: str, ending: str) -> bool:
-    return module == ending or module.endswith("." + ending)
+_EMBEDDINGS = frozenset({"embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "position_embedding"})
+"""Names of modules that are embedding tables."""
 
 
 def _is_vocabulary(name: str) -> bool:
     """Return whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
-    return is_head(name) or _leaf(name) in {
-        "embed_tokens",
-        "wte",
-        "wpe",
-        "embed_in",
-        "word_embeddings",
-        "position_embedding",
-    }
+    return is_head(name) or _leaf(name) in _EMBEDDINGS
 
 
-def _is_router(name: str) -> bool:
-    """Return whether a weight is a router's. In transformers 5 only llama4 and phimoe have linear modules for that."""
-    return _leaf(name) in {"gate", "router"}
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
 
 
 def _leaf(name: str) -> str:

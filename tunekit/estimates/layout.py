@@ -1,6 +1,6 @@
 """Distribution of a run over devices, in the terms of Accelerate's plugins and `ParallelismConfig`."""
 
-from tunekit.estimates.facts import Facts
+from tunekit.estimates.facts import Device, Facts
 from tunekit.estimates.memory.states import Dtype
 from tunekit.recipe.sections.train import OffloadDevice, Strategy
 
@@ -63,13 +63,28 @@ class Layout(Facts):
         """True if anything is offloaded from the devices."""
         return self.offload_param_device != "none" or self.offload_optimizer_device != "none"
 
+    @property
+    def autocasts(self) -> bool:
+        """True if trained weights are float32 and autocast casts them; FSDP2 and DeepSpeed hand them over cast."""
+        return self.strategy in ("single", "ddp")
+
     def reduces_in(self, dtype: Dtype) -> Dtype:
         """Type in which gradients are summed over devices, where products are computed in `dtype`.
 
         DDP sums what the optimizer takes. FSDP2 through Accelerate and DeepSpeed sum what the backward pass gives;
         the first keeps the sums in float32. Through transformers, which divides layers besides, FSDP2 sums in float32.
         """
-        return "float32" if self.strategy in ("single", "ddp") or self.tp_size > 1 else dtype
+        return "float32" if self.autocasts or self.tp_size > 1 else dtype
+
+    def pad_to_multiple_of(self, max_length: int, device: Device) -> int | None:
+        """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.
+
+        The devices show each other their micro-batches, which gloo can only where they are of one length.
+        """
+        parts = self.sp_size
+        if parts == 1:
+            return None
+        return parts * -(-max_length // parts) if device.kind == "cpu" else parts
 
     @property
     def name(self) -> str:
@@ -79,16 +94,10 @@ class Layout(Facts):
             words.append(f"hybrid shard of {self.num_shards}" if self.dp_replicate_size > 1 else "full shard")
             if not self.reshard_after_forward:
                 words.append("no reshard")
-        words += [f"{name} {size}" for name, size in self._sequence_sizes() if size > 1]
+        sizes = {"tensor parallel": self.tp_size, "context parallel": self.cp_size, "Ulysses": self.sp_size}
+        words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
         offloaded = _OFFLOADS[self.offload_param_device, self.offload_optimizer_device]
         return ", ".join([*words, offloaded] if offloaded else words)
-
-    def _sequence_sizes(self) -> tuple[tuple[str, int], ...]:
-        return (
-            ("tensor parallel", self.tp_size),
-            ("context parallel", self.cp_size),
-            ("Ulysses", self.sp_size),
-        )
 
 
 _ENGINES: dict[Strategy, str] = {

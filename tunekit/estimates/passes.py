@@ -1,8 +1,8 @@
 """Passes of a training method besides one forward and one backward pass, and their memory.
 
-What a method does in a step stands with its section (`tunekit.recipe.methods.spec`).
-
-Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
+What a method does in a step stands with its section (`tunekit.recipe.methods.spec`). Where vLLM generates
+(`tunekit.planner.decisions.vllm`) there is no cache of transformers'. The memory of a teacher, a second, frozen model
+and the comparison with it, is a closed form; a test compares its peak with a trace of TRL's loss.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type.
@@ -10,12 +10,13 @@ compute type.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict, assert_never
+from functools import partial
+from typing import assert_never
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import ModelFacts, Origin
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import Head, Layers, cast_weights_bytes
+from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, Head, Layers, Products, products_of
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
@@ -26,7 +27,6 @@ from tunekit.estimates.memory.states import (
     reference_words,
     weights_bytes,
 )
-from tunekit.estimates.memory.teacher import teacher_needs
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
 from tunekit.recipe.sections.data import DataSection
@@ -131,10 +131,8 @@ def with_reference(
 
 
 def method_needs(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
+    products: Products,
     passes: Passes,
-    dtype: Dtype,
     layout: Layout,
     layers: Layers,
     head: Head,
@@ -147,10 +145,8 @@ def method_needs(
     backward pass.
 
     Args:
-        model: The model.
-        adapter: What is trained.
+        products: The products of the step.
         passes: What the method does.
-        dtype: Type of the products.
         layout: How the run is spread.
         layers: What the decoder layers hold.
         head: What the final norm and the head hold.
@@ -159,41 +155,68 @@ def method_needs(
     """
     if passes.teacher is not None:
         scored = int(passes.max_scored_share * num_tokens)
-        yield from teacher_needs(passes.teacher, dtype, layout, layers, head, num_tokens, scored, needs)
+        yield from _teacher_needs(passes.teacher, products.e, layout, layers, head, num_tokens, scored, needs)
     if passes.refers_in_micro_batch:
-        reference_need = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
-        yield (
-            "reference",
-            replace(
-                reference_need,
-                gradients=needs["forward"].gradients,
-                activations=layers.kept + layers.shared + head.kept + reference_need.activations,
-                gathered=needs["forward"].gathered + reference_need.gathered,
-            ),
-        )
+        reference, forward = reference_pass(products, passes, layout, head, num_tokens), needs["forward"]
+        activations = layers.kept + layers.shared + head.kept + reference.activations
+        gathered = forward.gathered + reference.gathered
+        yield "reference", Need(forward.gradients, activations, reference.logits, gathered)
     if passes.generation is not None and not passes.generation.by_vllm:
-        reference_need = _generation(model, adapter, passes.generation, dtype, layout)
+        generation = _generation(products, passes.generation, layout)
         # Gradients are gone after the optimizer's step; the buckets of DDP are not.
-        yield "generation", replace(reference_need, gathered=needs["optimizer"].gathered + reference_need.gathered)
+        yield "generation", replace(generation, gathered=needs["optimizer"].gathered + generation.gathered)
 
 
-def reference_pass(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    passes: Passes,
-    dtype: Dtype,
+def _teacher_needs(
+    teacher: ModelFacts,
+    e: int,
     layout: Layout,
+    layers: Layers,
     head: Head,
     num_tokens: int,
-) -> Need:
+    num_scored: int,
+    needs: Mapping[Phase, Need],
+) -> Iterator[tuple[Phase, Need]]:
+    """Yield the needs of the phases where a teacher scores each token.
+
+    Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles of float32,
+    one of each model's, both in the forward and in the backward pass (trl/kernels/chunked_divergence.py).
+
+    Args:
+        teacher: The teacher.
+        e: Bytes of the compute type, and of its weights.
+        layout: How the run is spread.
+        layers: What the decoder layers of the model that learns hold.
+        head: What its final norm and head hold.
+        num_tokens: Tokens of a micro-batch on a device, with its padding.
+        num_scored: Those of them that are compared.
+        needs: What the phases need without a teacher.
+    """
+    forward, backward = needs["forward"], needs["head"]
+    layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
+    rows = min(num_scored, HEAD_TOKENS)
+    # The tile of the model alone is in its head already.
+    kept_bytes, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
+    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
+    gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
+    through = layers.kept + layers.shared + head.kept + layer * num_tokens
+    passing = Need(forward.gradients, through, 0, gathered)
+    comparing = Need(forward.gradients, forward.activations + kept_bytes, head.forward + more, gathered)
+    yield "reference", max(passing, comparing, key=lambda need: need.total)
+    # Gradients of the tile are cast from float32.
+    logits = max(backward.logits, head.backward) + more + cast
+    gathered += backward.gathered - forward.gathered
+    yield "head", Need(backward.gradients, backward.activations + kept_bytes, logits, gathered)
+
+
+def reference_pass(products: Products, passes: Passes, layout: Layout, head: Head, num_tokens: int) -> Need:
     """Return the need of the reference's forward pass: at its end, in the head, or in a layer.
 
     Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model, and
     keeps the buffer in which it arrived beside the weights until it gathers again.
     """
-    h, e = model.hidden_size, BYTES[dtype]
-    casts = _casts_bytes(model, adapter, dtype, layout)
-    stream = 4 if casts else e
+    model, e, casts = products.model, products.e, _casts_bytes(products)
+    h, stream = model.hidden_size, 4 if casts else e
     layer = (3 * e * model.intermediate_size + (3 * stream + e) * h) * num_tokens
     gathered = 0
     if passes.keeps_reference and layout.strategy == "fsdp2":
@@ -204,35 +227,24 @@ def reference_pass(
     return Need(activations=casts + copies, logits=head.forward, gathered=gathered)
 
 
-def kv_cache_bytes(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    dtype: Dtype,
-    layout: Layout,
-    *,
-    num_sequences: int,
-    num_tokens: int,
-    windows: bool = True,
-) -> int:
+def kv_cache_bytes(products: Products, *, num_sequences: int, num_tokens: int, windows: bool = True) -> int:
     """Bytes of the keys and values of sequences, as transformers' DynamicCache keeps them.
 
     Layers of sliding attention keep those of their window alone, but for the first token behind the prompt, when
     `windows` are views of all. Where weights are float32 under autocast, so are keys, since rotating them is no
     product; values are in the type of the products (transformers 5.24).
     """
-    pair_bytes = _key_bytes(model, adapter, dtype, layout) + BYTES[dtype]
+    model, pair_bytes = products.model, _key_bytes(products) + products.e
     sliding = model.num_sliding_layers if windows else 0
     tokens = (model.num_layers - sliding) * num_tokens + sliding * min(num_tokens, model.sliding_window or num_tokens)
     return pair_bytes * model.num_kv_heads * model.head_dim * tokens * num_sequences
 
 
-def _key_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
-    return 4 if _casts_bytes(model, adapter, dtype, layout) else BYTES[dtype]
+def _key_bytes(products: Products) -> int:
+    return 4 if _casts_bytes(products) else products.e
 
 
-def _generation(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, generation: Generation, dtype: Dtype, layout: Layout
-) -> Need:
+def _generation(products: Products, generation: Generation, layout: Layout) -> Need:
     """Return the need of generating the answers of a step, which TRL does for all of them at once.
 
     The most is there either while the prompts are read, in one layer, or at the last token: the cache, the copies that
@@ -240,79 +252,61 @@ def _generation(
     """
     num_sequences = -(-generation.num_sequences // layout.num_batches)
     prompt_tokens, length = generation.prompt_tokens, generation.prompt_tokens + generation.completion_tokens
-    casts = _casts_bytes(model, adapter, dtype, layout)
-    how: _Sequences = {"layout": layout, "num_sequences": num_sequences}
-    cache = kv_cache_bytes(model, adapter, dtype, **how, num_tokens=length)
+    model, casts = products.model, _casts_bytes(products)
+    cache_of = partial(kv_cache_bytes, products, num_sequences=num_sequences)
+    cache = cache_of(num_tokens=length)
     logits = 12 * model.vocab_size * num_sequences
     # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
-    key_bytes = _key_bytes(model, adapter, dtype, layout)
-    keys = cache // model.num_layers * key_bytes // (key_bytes + BYTES[dtype])
+    key_bytes = _key_bytes(products)
+    keys = cache // model.num_layers * key_bytes // (key_bytes + products.e)
     last = Need(
         activations=casts + max(2 * model.vocab_size * model.hidden_size if casts else 0, keys),
         logits=logits,
-        gathered=_gathered_for_generation(model, dtype, layout),
+        gathered=_gathered_for_generation(products, layout),
         kv_cache=cache,
     )
-    reading = _reading_bytes(model, adapter, dtype, prompt_tokens, casts=casts > 0) * num_sequences * prompt_tokens
+    reading = _reading_bytes(products, prompt_tokens) * num_sequences * prompt_tokens
     first = Need(
         activations=casts + reading,
         gathered=last.gathered,
-        kv_cache=kv_cache_bytes(model, adapter, dtype, **how, num_tokens=prompt_tokens, windows=False),
+        kv_cache=cache_of(num_tokens=prompt_tokens, windows=False),
     )
     return max(first, last, key=lambda need: need.total)
 
 
-class _Sequences(TypedDict):
-    """Common part of the caches of prompts and of whole sequences."""
-
-    layout: Layout
-    num_sequences: int
-
-
-def _casts_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
+def _casts_bytes(products: Products) -> int:
     """Bytes of the copies that autocast makes of all layers' weights; FSDP2 and DeepSpeed hand them over cast."""
-    if dtype == "float32" or not isinstance(adapter, FullAdapter) or layout.strategy not in ("single", "ddp"):
-        return 0
-    return cast_weights_bytes(model, adapter, dtype)
+    return products.cast_bytes if products.full else 0
 
 
-def _reading_bytes(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, prompt_tokens: int, *, casts: bool
-) -> int:
+def _reading_bytes(products: Products, prompt_tokens: int) -> int:
     """Bytes per token of a prompt that a layer holds without gradients, in its MLP or in its attention.
 
     Where prompts are padded, SDPA has a mask and repeats keys and values for all heads.
     """
+    model, e = products.model, products.e
     h, i, q = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
-    e = BYTES[dtype]
-    if not isinstance(adapter, FullAdapter):
+    if not products.full:
         # An adapter of float32 beside what it is added to.
         mlp, attention = (12 * i + 12 * h, 4 * e * q + 12 * h) if e == 2 else (16 * i + 16 * h, 16 * q + 12 * h)
-    elif casts:
+    elif products.casted:
         mlp, attention = 3 * e * i + 14 * h, 20 * q + 12 * h
     else:
         mlp, attention = 3 * e * i + 4 * e * h, 4 * e * q + 3 * e * h
     return max(mlp, attention) + prompt_tokens
 
 
-def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) -> int:
+def _gathered_for_generation(products: Products, layout: Layout) -> int:
     """Bytes of weights that are there whole while tokens are generated.
 
     TRL gathers all of them at once from ZeRO-3 (`ds3_gather_for_generation`); FSDP2 gathers layer after layer, with
     the next one on its way, and keeps the head, or all of them where they are not freed after a forward pass.
     """
-    e, vocabulary = BYTES[dtype], model.vocab_size * model.hidden_size
-    match layout.strategy:
-        case "fsdp2" if not layout.reshard_after_forward:
-            return e * model.num_params
-        case "zero3":
-            return e * model.num_params
-        case "fsdp2":
-            return e * (2 * (model.num_params // model.num_layers) + vocabulary)
-        case "single" | "ddp" | "zero1" | "zero2":
-            return 0
-        case _:
-            assert_never(layout.strategy)
+    model, e = products.model, products.e
+    if layout.strategy == "zero3" or (layout.strategy == "fsdp2" and not layout.reshard_after_forward):
+        return e * model.num_params
+    layers, vocabulary = 2 * (model.num_params // model.num_layers), model.vocab_size * model.hidden_size
+    return e * (layers + vocabulary) if layout.strategy == "fsdp2" else 0
 
 
 def generation_bytes(
@@ -326,13 +320,9 @@ def generation_bytes(
     generation = passes.generation
     if generation is None:
         return 0.0
-    weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(model, adapter, dtype, layout)
-    cache = kv_cache_bytes(
-        model,
-        adapter,
-        dtype,
-        layout,
-        num_sequences=-(-generation.num_sequences // layout.num_batches),
-        num_tokens=generation.prompt_tokens + generation.completion_tokens // 2,
-    )
+    products = products_of(model, adapter, dtype, autocast=layout.autocasts)
+    weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(products)
+    num_sequences = -(-generation.num_sequences // layout.num_batches)
+    num_tokens = generation.prompt_tokens + generation.completion_tokens // 2
+    cache = kv_cache_bytes(products, num_sequences=num_sequences, num_tokens=num_tokens)
     return generation.completion_tokens * (weights + cache) / generation.num_steps

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tunekit.errors import RunError
 from tunekit.estimates.facts import Hardware
-from tunekit.estimates.throughput.communication import Range, Transfer
+from tunekit.estimates.throughput.step import Range, Transfer
 from tunekit.launching.ssh_hosts import Host, Hosts, lost_error
 from tunekit.process.processes import follow_supervisor, open_store
 from tunekit.runs.small_files import Place, place_of

@@ -8,7 +8,7 @@ from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
-from tunekit.estimates.memory.sharding import pad_to_multiple_of, zero_buckets
+from tunekit.estimates.memory.sharding import zero_buckets
 from tunekit.estimates.memory.states import num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.planner.decisions.backends import (
@@ -156,7 +156,7 @@ def resolve(
         patience_seconds=max(patience, forced_timeout or 0),
         vllm=setting.vllm(layout),
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
-        pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
+        pad_to_multiple_of=layout.pad_to_multiple_of(recipe.data.max_length, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.learning_rate,
         router_aux_loss_coef=router_aux_loss_coef(recipe, model),

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import metric_of
-from tunekit.estimates.throughput.communication import Range
+from tunekit.estimates.throughput.step import Range
 from tunekit.planner.decisions.reasons import optimizer_reason, schedule_of, speed_reason, steps_reason
 from tunekit.planner.plan import Plan, Reason
 from tunekit.recipe.schema import Recipe

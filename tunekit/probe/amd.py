@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tunekit.estimates.facts import Device
 from tunekit.estimates.hardware.catalogue import pcie_bytes_per_second, reported_as
-from tunekit.probe.found import Found
-from tunekit.probe.visible import visible_devices
+from tunekit.probe.found import Found, visible_devices
 
 XGMI = 11
 """Type of a link over Infinity Fabric, as opposed to PCIe's 2 (crat.h of the kernel's amdkfd)."""

@@ -3,18 +3,18 @@
 import os
 import platform
 import runpy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from tunekit.estimates.facts import Hardware
-from tunekit.estimates.hardware.catalogue import NOTES
+from tunekit.estimates.facts import Figures, Hardware
+from tunekit.estimates.hardware.catalogue import NOTES, reported_as
 from tunekit.planner.decisions.environment import DECIDED
 from tunekit.probe.amd import amd_devices
-from tunekit.probe.found import Found, figures_of, split_by_kind
+from tunekit.probe.found import Found
 from tunekit.probe.host import ROOT, apple_device, host_cpu, num_cores, processor
 from tunekit.probe.nodes import read_launch, use_launch
 
@@ -55,8 +55,8 @@ def probe_node() -> Hardware:
     elif build.hip is not None:
         devices = amd_devices(os.environ, ROOT)
         notes += [NOTES["rocm"]] if devices else []
-    used, unused_devices = split_by_kind(devices)
-    unused = tuple(unused_device.device for unused_device in unused_devices)
+    used, unequal = split_by_kind(devices)
+    unused = tuple(accelerator.device for accelerator in unequal)
     if unused:
         names = ", ".join(dict.fromkeys(device.name for device in unused))
         notes.append(f"a run computes on equal accelerators, so {names} {'is' if len(unused) == 1 else 'are'} left out")
@@ -65,7 +65,7 @@ def probe_node() -> Hardware:
         notes.append(f"the {unused[0].name} is not used: tunekit does not train on MPS, and computes on the CPU")
     return Hardware(
         cpu=cpu,
-        accelerators=tuple(unused_device.device for unused_device in used),
+        accelerators=tuple(accelerator.device for accelerator in used),
         unused=unused,
         num_cores=num_cores(),
         flash_attn=_is_installed("flash-attn"),
@@ -124,3 +124,45 @@ def torch_build() -> TorchBuild:
     """Return torch's build from the one small file that names it; torch itself is not imported."""
     variables = runpy.run_path(str(distribution("torch").locate_file(Path("torch", "version.py"))))
     return TorchBuild(cuda=variables["cuda"], hip=variables["hip"])
+
+
+def split_by_kind(found: Sequence[Found]) -> tuple[tuple[Found, ...], tuple[Found, ...]]:
+    """The equal accelerators that hold the most memory together, and the others.
+
+    A run computes on equal ones: the slowest sets the pace of all, and the smallest says what fits.
+    """
+    groups: dict[tuple[object, ...], list[Found]] = {}
+    for each in found:
+        device = each.device
+        kind = (device.name, device.memory_total_bytes, device.compute_capability, device.gfx)
+        groups.setdefault(kind, []).append(each)
+    best = max(groups.values(), key=lambda group: sum(each.device.memory_total_bytes for each in group), default=[])
+    return tuple(best), tuple(each for each in found if each not in best)
+
+
+def figures_of(used: Sequence[Found]) -> Figures | None:
+    """Speeds of equal accelerators: their sheet's where the catalogue has them, their links as they are here."""
+    if not used:
+        return None
+    figures = reported_as(used[0].device.name)
+    # A part of a divided one has its name on AMD's, but not its speed.
+    is_whole = figures is not None and used[0].device.memory_total_bytes > 0.9 * figures.device.memory_total_bytes
+    sheet = figures.figures if figures is not None and is_whole else Figures()
+    host = used[0].host_bytes_per_second
+    # Nobody pays by the hour for a machine because somebody else lists one like it.
+    priceless = {"usd_per_hour": None, "price_source": None, "network_bytes_per_second": None}
+    link = {"link_bytes_per_second": _link(used, sheet), "host_bytes_per_second": host}
+    return sheet.model_copy(update={**priceless, **link})
+
+
+def _link(used: Sequence[Found], sheet: Figures) -> float | None:
+    """Return the bandwidth of the slowest device: over direct links if those join every two, else over PCIe."""
+    everyone = {device.device.visible_as for device in used}
+    if len(used) < 2 or any(everyone - device.linked - {device.device.visible_as} for device in used):
+        return used[0].host_bytes_per_second
+    bandwidths = [device.links_bytes_per_second for device in used if device.links_bytes_per_second is not None]
+    if not bandwidths:
+        return sheet.link_bytes_per_second
+    # Drivers count line code too from NVLink 4 on: 26.6 GB/s for a link of 25.
+    has_own_links = (sheet.link_bytes_per_second or 0) > (sheet.host_bytes_per_second or 0)
+    return min(min(bandwidths), sheet.link_bytes_per_second or min(bandwidths)) if has_own_links else min(bandwidths)

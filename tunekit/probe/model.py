@@ -10,7 +10,8 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,11 @@ PICO = Path(__file__).parents[1] / "models" / "pico"
 HUB_SECONDS = 10
 """Seconds that a request to the hub may take before it counts as out of reach."""
 
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and type of tensors, by name."""
+
+_PICKLED = "pickled weights can run code when they are opened and are not loaded; convert them first"
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """Files that hold a tokenizer; one of them is enough."""
 
@@ -57,18 +63,13 @@ def probe_model(model: ModelSection) -> ModelFacts:
         ModelError: It is not there, not complete, not a causal language model, or not stored as safetensors.
     """
     origin = origin_of(model)
-    if origin is not None:
-        return _of_origin(origin, probe_model)
-    return _probe(model)
+    return _probe(model) if origin is None else _of_origin(origin, probe_model)
 
 
 def _of_origin(origin: Origin, look: Callable[[ModelSection], ModelFacts]) -> ModelFacts:
     """Facts of the model that an adapter or a run is on, and of it itself."""
     folder = Path(origin.folder)
-    if origin.adapter is None:
-        facts = _read_folder(folder, origin.base.path)
-    else:
-        facts = look(origin.base)
+    facts = _read_folder(folder, origin.base.path) if origin.adapter is None else look(origin.base)
     has_template = facts.has_chat_template or _has_chat_template(folder)
     return facts.model_copy(update={"origin": origin, "has_chat_template": has_template})
 
@@ -94,13 +95,11 @@ def chat_template_of(model: ModelSection) -> Template | None:
     Nothing is fetched and nothing heavy is loaded: these are small files beside the weights.
     """
     section = with_tokenizer(model)
-    folder: Path | None = Path(model_folder(section))
-    if folder is not None and not folder.is_dir():
-        folder = fetched_folder(section)
-    file = None if folder is None else folder / "tokenizer_config.json"
-    if folder is None or file is None or not file.is_file():
+    local = Path(model_folder(section))
+    folder = local if local.is_dir() else fetched_folder(section)
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
         return None
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
     special_tokens = {name: token for name, token in tokens.items() if token is not None}
     if model.chat_template is not None:
@@ -180,7 +179,7 @@ def _from_config(config: Mapping[str, Any], path: str, has_chat_template: bool) 
     return facts.model_copy(update={"known_from": "config"})
 
 
-def _config_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _config_tensors(config: Mapping[str, Any], path: str) -> Tensors:
     """Shape and type of every tensor by config.json: of float32 where it names no type, as transformers has it."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     try:
@@ -233,7 +232,7 @@ def _fetch_headers(model: ModelSection) -> Path:
         )
 
 
-def _hub_tensors(model: ModelSection) -> dict[str, tuple[tuple[int, ...], str]]:
+def _hub_tensors(model: ModelSection) -> Tensors:
     """Shape and type of a hub model's tensors, from the headers of its files alone."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
@@ -244,7 +243,7 @@ def _hub_tensors(model: ModelSection) -> dict[str, tuple[tuple[int, ...], str]]:
         except NotASafetensorsRepoError as error:
             raise ModelError(
                 f"model.path: {model.path!r} has no safetensors weights",
-                hint="pickled weights can run code when they are opened and are not loaded; convert them first",
+                hint=_PICKLED,
             ) from error
     return {
         name: (tuple(tensor.shape), _dtype_name(tensor.dtype))
@@ -257,39 +256,32 @@ class _HubError(ModelError):
     """The hub cannot be reached, or has the model and does not show it."""
 
 
-class _hub_errors:
-    """Turns the hub's many errors into one line."""
+@contextmanager
+def _hub_errors(model: ModelSection) -> Iterator[None]:
+    """Turn the hub's many errors into one line."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    def __init__(self, model: ModelSection) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, ModelError):
-            return
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-        name = self.model.path
-        if isinstance(error, GatedRepoError):
-            raise _HubError(
-                f"model.path: {name!r} asks for its licence to be accepted on the hub",
-                hint="accept it there, then log in with `hf auth login`",
-            ) from error
-        if isinstance(error, RepositoryNotFoundError):
-            raise ModelError(
-                f"model.path: there is no {name!r}, neither as a folder here nor on the hub",
-                hint="check the spelling; a private model needs `hf auth login`",
-            ) from error
-        if isinstance(error, (LocalEntryNotFoundError, OSError)):
-            raise _HubError(
-                f"model.path: {name!r} is not a folder here, and the hub cannot be reached",
-                hint="name a local folder, or connect to the network",
-            ) from error
+    name = model.path
+    try:
+        yield
+    except GatedRepoError as error:
+        raise _HubError(
+            f"model.path: {name!r} asks for its licence to be accepted on the hub",
+            hint="accept it there, then log in with `hf auth login`",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"model.path: there is no {name!r}, neither as a folder here nor on the hub",
+            hint="check the spelling; a private model needs `hf auth login`",
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise _HubError(
+            f"model.path: {name!r} is not a folder here, and the hub cannot be reached",
+            hint="name a local folder, or connect to the network",
+        ) from error
 
 
-def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...], str]] | None = None) -> ModelFacts:
+def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> ModelFacts:
     config = _read_config(folder, path)
     _check_causal(config, path)
     if stored is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -327,16 +319,12 @@ def _check_causal(config: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _facts(
-    config: Mapping[str, Any], path: str, tensors: dict[str, tuple[tuple[int, ...], str]], has_chat_template: bool
-) -> ModelFacts:
+def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_template: bool) -> ModelFacts:
     types = [dtype for _, dtype in tensors.values()]
     is_supported = is_known(config)
     text = text_config(complete(config) if is_supported else config)
-    hidden, heads = (
-        _number(text, path, "hidden_size", "n_embd", "d_model"),
-        _number(text, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    )
+    hidden = _number(text, path, "hidden_size", "n_embd", "d_model")
+    heads = _number(text, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     shapes = {name: shape for name, (shape, _) in tensors.items() if _is_loaded(name, num_layers)}
     num_experts = num_experts_of(text)
@@ -405,29 +393,27 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     )
 
 
-def _folder_tensors(folder: Path, path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _folder_tensors(folder: Path, path: str) -> Tensors:
     """Shape and type of every tensor in a folder's safetensors files."""
-    index = folder / "model.safetensors.index.json"
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         if pickled:
             raise ModelError(
                 f"model.path: {path!r} has no safetensors weights, only {pickled[0]}",
-                hint="pickled weights can run code when they are opened and are not loaded; convert them first",
+                hint=_PICKLED,
             )
         raise ModelError(f"model.path: {path!r} lacks {', '.join(missing)}", hint="the folder is incomplete")
-    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: Tensors = {}
     for name in names:
         tensors |= _read_header(folder / name, path)
     return tensors
 
 
-def _read_header(file: Path, path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _read_header(file: Path, path: str) -> Tensors:
     """Names, shapes and types from the header of a safetensors file: 8 bytes of length, then JSON."""
     broken = ModelError(f"model.path: {path!r}: {file.name} is damaged", hint="copy or download it again")
     size = file.stat().st_size

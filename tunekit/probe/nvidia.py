@@ -15,9 +15,8 @@ import pynvml
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device
 from tunekit.estimates.hardware.catalogue import pcie_bytes_per_second
-from tunekit.probe.found import Found
+from tunekit.probe.found import Found, visible_devices
 from tunekit.probe.host import host_cpu
-from tunekit.probe.visible import visible_devices
 
 
 def nvidia_devices(environment: Mapping[str, str]) -> tuple[Found, ...]:

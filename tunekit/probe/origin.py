@@ -25,30 +25,8 @@ from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""
 
-PLAIN: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "lora_bias": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "exclude_modules": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "fan_in_fan_out": False,
-    "ensure_weight_tying": False,
-    "alora_invocation_tokens": None,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "arrow_config": None,
-    "kasa_config": None,
-    "monteclora_config": None,
-    "velora_config": None,
-    "megatron_config": None,
-}
-"""Values in `adapter_config.json` of adapters that a recipe can describe. The initialization of its matrices does not
-matter."""
+PLAIN_ADAPTER = Path(__file__).with_name("plain_adapter.yaml")
+"""Values in `adapter_config.json` of adapters that a recipe can describe."""
 
 
 def origin_of(section: ModelSection) -> Origin | None:
@@ -75,14 +53,12 @@ def _of_run(folder: Path, path: str) -> Origin:
     run = folder.parent
     recipe = reload_recipe(run / "recipe.yaml")
     earlier = _origin_in(run / "plan.yaml")
+    base, adapter = earlier.base if earlier else recipe.model, None
     if isinstance(recipe.adapter, FullAdapter):
-        adapter = None
-        trust = (earlier.base if earlier else recipe.model).trust_remote_code
-        base = ModelSection(path=str(folder), trust_remote_code=trust)
+        base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
     else:
         _check_weights(folder, path)
         adapter = recipe.adapter
-        base = earlier.base if earlier else recipe.model
     this = Ancestor(name=run.name, path=str(run), method=recipe.method.type, adapter=recipe.adapter.type)
     return Origin(
         folder=str(folder),
@@ -107,7 +83,8 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
             f"model.path: {section.path!r} has a broken {ADAPTER_CONFIG}: {error}", hint="save it again"
         ) from error
     _check_weights(folder, section.path)
-    unsupported = [name for name, plain in PLAIN.items() if config.get(name, plain) not in (plain, None)]
+    values: dict[str, Any] = yaml.safe_load(PLAIN_ADAPTER.read_text(encoding="utf-8"))
+    unsupported = [name for name, plain in values.items() if config.get(name, plain) not in (plain, None)]
     targets = config.get("target_modules")
     if unsupported or not targets or (isinstance(targets, str) and targets != "all-linear"):
         what = f"{unsupported[0]}: {config[unsupported[0]]}" if unsupported else f"target_modules: {targets}"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import counted
-from tunekit.estimates.throughput.communication import Range
 from tunekit.estimates.throughput.speed import duration
+from tunekit.estimates.throughput.step import Range
 from tunekit.planner.plan import Plan, gib
 from tunekit.recipe.load import dump_recipe
 from tunekit.reporting.page import Line, draw, page_of

@@ -180,13 +180,8 @@ def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] =
 
 def _check_wandb() -> None:
     # wandb's settings start a service of its own, which is not to stay in this process.
-    completed = subprocess.run(
-        [sys.executable, "-m", "tunekit.tracking.wandb_account"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "tunekit.tracking.wandb_account"]
+    completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if completed.returncode:
         words = redacted(completed.stderr.strip().rpartition("\n")[2])
         raise RunError(
@@ -207,11 +202,8 @@ def _check_wandb() -> None:
 
 def _check_mlflow(uri: str) -> None:
     if uri.startswith(("http://", "https://")):
-        _reach(
-            "mlflow",
-            f"{uri.rstrip('/')}/health",
-            hint="mend or unset MLFLOW_TRACKING_URI; unset, runs are kept locally",
-        )
+        hint = "mend or unset MLFLOW_TRACKING_URI; unset, runs are kept locally"
+        _reach("mlflow", f"{uri.rstrip('/')}/health", hint=hint)
 
 
 def _check_trackio(environment: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ is not known from a name, and nothing is assumed of it; a file can say.
 
 import difflib
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Facts, Figures, Hardware
-from tunekit.estimates.hardware.catalogue import CATALOGUE, GIGA, NOT_TRAINED_ON, NOTES, Accelerator
+from tunekit.estimates.hardware.catalogue import GIGA, NOT_TRAINED_ON, NOTES, Accelerator, catalogue
 from tunekit.recipe.reading.parse import Key, Place, Places, Problem, YAMLProblem, read_yaml
 from tunekit.recipe.reading.phrases import show
 
@@ -111,7 +112,7 @@ def find_machine(on: str) -> Machine:
     if Path(on).suffix.lower() in (".yaml", ".yml"):
         return _read(Path(on))
     nodes, accelerators, name = _split(on)
-    kind = _known(name)
+    kind = _by_name().get(_plain(name))
     if kind is None:
         _refuse_name(on, nodes, accelerators, name)
     if accelerators > kind.max_per_node:
@@ -133,7 +134,7 @@ def find_machine(on: str) -> Machine:
 
 def machines() -> list[str]:
     """Names of machines to plan for: each accelerator that tunekit trains on, alone and as many as a node has."""
-    kinds = sorted((kind for kind in CATALOGUE if kind.platform not in NOT_TRAINED_ON), key=lambda kind: kind.name)
+    kinds = sorted((kind for kind in catalogue() if kind.platform not in NOT_TRAINED_ON), key=lambda kind: kind.name)
     return [_written(1, number, kind.name) for kind in kinds for number in sorted({1, kind.max_per_node})]
 
 
@@ -155,11 +156,9 @@ def _plain(name: str) -> str:
     return _MAKERS.sub("", re.sub(r"[\s_-]", "", name.lower()))
 
 
-_BY_NAME = {_plain(name): kind for kind in CATALOGUE for name in (kind.name, *kind.aliases, *kind.reported)}
-
-
-def _known(name: str) -> Accelerator | None:
-    return _BY_NAME.get(_plain(name))
+@cache
+def _by_name() -> dict[str, Accelerator]:
+    return {_plain(name): kind for kind in catalogue() for name in (kind.name, *kind.aliases, *kind.reported)}
 
 
 def _written(nodes: int, accelerators: int, name: str) -> str:
@@ -169,11 +168,10 @@ def _written(nodes: int, accelerators: int, name: str) -> str:
 
 def _refuse_name(on: str, nodes: int, accelerators: int, name: str) -> NoReturn:
     """Say which accelerators there are, the nearest first."""
-    near = difflib.get_close_matches(_plain(name), _BY_NAME, n=3, cutoff=0.7)
-    suggestion = " or ".join(
-        dict.fromkeys(f"'{_written(nodes, accelerators, _BY_NAME[other].name)}'" for other in near)
-    )
-    there_are = f"there are {', '.join(kind.name for kind in CATALOGUE)}; or name a YAML file"
+    near = difflib.get_close_matches(_plain(name), _by_name(), n=3, cutoff=0.7)
+    names = (f"'{_written(nodes, accelerators, _by_name()[other].name)}'" for other in near)
+    suggestion = " or ".join(dict.fromkeys(names))
+    there_are = f"there are {', '.join(kind.name for kind in catalogue())}; or name a YAML file"
     raise PlanError(
         f"'{on}': no accelerator '{name}' is known",
         hint=f"did you mean {suggestion}? {there_are}" if suggestion else there_are,
@@ -225,14 +223,13 @@ def _problem(error: ErrorDetails, places: Places) -> Problem:
 
 def _described(path: Path, file: MachineFile, places: Places) -> Machine:
     """The machine of a file, over what the catalogue knows of its accelerator."""
-    known_figures = _known(file.accelerator)
+    known_figures = _by_name().get(_plain(file.accelerator))
     if known_figures is None and (file.memory_gib is None or file.compute_capability is None):
         what = f"'{file.accelerator}' is not in the catalogue, so memory_gib and compute_capability are needed"
-        names = ", ".join(kind.name for kind in CATALOGUE)
+        names = ", ".join(kind.name for kind in catalogue())
         _raise([Problem(places.of_value(("accelerator",)), what, ("accelerator",), f"add them, or use one of {names}")])
-    base = known_figures or Accelerator(
-        name=file.accelerator, label=file.accelerator, memory_mib=0, max_per_node=file.num_accelerators
-    )
+    name, most = file.accelerator, file.num_accelerators
+    base = known_figures or Accelerator(name=name, label=name, memory_mib=0, max_per_node=most)
     sheet = {name: value for name, value in file if name in Accelerator.model_fields and value is not None}
     if file.memory_gib is not None:
         sheet["memory_mib"] = int(file.memory_gib * 1024)

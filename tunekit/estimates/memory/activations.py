@@ -3,46 +3,30 @@
 Closed forms for Llama-like decoders. The counts are exact for Hugging Face's modules with SDPA: they equal the bytes
 that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
 
+Routed experts are counted as transformers 5 runs them on CUDA. The rows of all pairs of a token and an expert are
+gathered in the order of the experts, and go through the experts' fused matrices in one product each (`grouped_mm`, the
+default of `transformers.integrations.moe`). Autocast does not know that product (pytorch/pytorch#174763): it computes
+in the type of the weights, so in float32 where experts are trained whole. PEFT adds an adapter's product to the whole
+fused matrix before it is used (`ParamWrapper`): a matrix as large as the experts, which is kept for the backward pass,
+and whose gradient is made there.
+
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type, T tokens of a micro-batch.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import assert_never
 
-from tunekit.estimates.facts import ModelFacts
-from tunekit.estimates.memory.experts import ROUTERS, Trained, sparse_mlp, trained_experts
-from tunekit.estimates.memory.states import BYTES, Dora, Dtype, dora_of, num_trainable_params, trained_tables
+from tunekit.estimates.facts import DeviceKind, ModelFacts
+from tunekit.estimates.memory.experts import ROUTERS, Mixture, trained_experts
+from tunekit.estimates.memory.states import BYTES, Dora, Dtype, Tables, dora_of, num_trainable_params, trained_tables
+from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
-
-
-def activation_bytes_per_layer(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    dtype: Dtype,
-    *,
-    mask_length: int | None,
-    scores_length: int | None = None,
-    device: Literal["cpu", "cuda", "mps"] = "cuda",
-    autocast: bool = True,
-) -> int:
-    """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
-
-    `scores_length` is that of a row of scores where all of them are kept, as eager attention does, and None elsewhere.
-    `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
-    FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
-
-    Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
-    input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
-    intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
-    """
-    products = _products(model, adapter, BYTES[dtype], device, autocast=autocast)
-    return _attention_bytes(model, products, mask_length, scores_length) + _mlp_bytes(products, model.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -87,51 +71,52 @@ _TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
 
 
 @dataclass(frozen=True)
-class _Products:
-    """The products of a decoder layer: which are trained, and in which types.
+class Products:
+    """The products of a training step on a device: which are trained, and in which types.
 
     Attributes:
-        h: Hidden size.
-        e: Bytes of the compute type.
+        model: The model, as a device has it.
+        full: Whether all weights are trained.
         rank: Of the adapters; 0 where the model is trained whole.
+        device: Where they are computed.
+        e: Bytes of the compute type.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
         casts_inputs: Whether adapters read float32 copies; PEFT leaves that to autocast on CUDA for a 4-bit base.
         mask: Bytes of a mask of dropout for each value that an adapter reads; 0 without dropout.
-        reads_trained: Whether the embedding is trained, so that the first layer has gradients to give to it.
+        tables: Trained tables of the vocabulary. With the embedding the first layer has gradients to give to it.
         wide_norms: Whether trained norms keep their normalised values in float32.
-        attention: Names of the linear layers of attention that have an adapter or are trained.
-        mlp: Those of the MLP.
-        experts: Parts of the experts that are.
+        adapted: Names of the linear layers that have an adapter or are trained, without the numbers of layers.
+        attention: Last names of those of attention.
+        mlp: Last names of those of the MLP.
+        cast_bytes: Bytes of the copies of weights that autocast keeps for the backward pass.
         dora: What DoRA adds; None without it.
     """
 
-    h: int
-    e: int
+    model: ModelFacts
+    full: bool
     rank: int
+    device: DeviceKind
+    e: int
     casted: bool
     casts_inputs: bool
     mask: int
-    reads_trained: bool
+    tables: Tables
     wide_norms: bool
+    adapted: frozenset[str]
     attention: frozenset[str]
     mlp: frozenset[str]
-    experts: Trained
+    cast_bytes: int
     dora: Dora | None
 
     @property
-    def full(self) -> bool:
-        """True if all weights are trained."""
-        return not self.rank
+    def stream_bytes(self) -> int:
+        """Bytes of a value of the residual stream: rows of a trained embedding are float32, where autocast casts."""
+        return 4 if self.casted and self.tables.embedding else self.e
 
     @property
     def wide(self) -> bool:
-        """True if autocast casts a float32 residual stream: rows of a trained embedding are float32."""
-        return self.casted and self.reads_trained
-
-    @property
-    def num_attention_readers(self) -> int:
-        """Linear layers that read the norm before attention, and have an adapter or are trained."""
-        return len(self.attention - {_FROM_ATTENTION})
+        """True if autocast casts a float32 residual stream."""
+        return self.stream_bytes > self.e
 
     def read_bytes(self, width: int, num_readers: int, *, is_kept: bool = False) -> int:
         """Bytes per token that `num_readers` layers keep of an input that they share; `is_kept`: that is there anyway.
@@ -143,52 +128,72 @@ class _Products:
         return 0 if is_kept else self.e * width * (num_readers > 0)
 
 
-def _products(
+def products_of(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
-    e: int,
-    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    device: DeviceKind = "cuda",
     *,
-    autocast: bool,
-) -> _Products:
-    full = isinstance(adapter, FullAdapter)
-    names = (model.all_linears if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules)).kinds
-    leaves = frozenset(
-        name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
-    )
+    autocast: bool = True,
+) -> Products:
+    """Return the products of a step, computed in `dtype`.
+
+    `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
+    FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
+    """
+    lora = None if isinstance(adapter, FullAdapter) else adapter
+    names = model.all_linears.kinds if lora is None else model.adapted(lora.target_modules).kinds
+    decoder = (name for name in names if "vision_tower" not in name and ".experts." not in name)
+    leaves = frozenset(name.rpartition(".")[2] for name in decoder)
+    e = BYTES[dtype]
     mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
     mask = 1 if device == "cuda" else 4 if casted else e
-    dora = None
-    if not isinstance(adapter, FullAdapter) and adapter.use_dora:
-        dora = dora_of(model, adapter, e, casted=casted, last=_FROM_MLP)
-    return _Products(
-        h=model.hidden_size,
+    return Products(
+        model=model,
+        full=lora is None,
+        rank=lora.rank if lora else 0,
+        device=device,
         e=e,
-        rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
         casted=casted,
         casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
-        mask=mask if not isinstance(adapter, FullAdapter) and adapter.dropout else 0,
-        reads_trained=trained_tables(model, adapter).embedding,
+        mask=mask if lora and lora.dropout else 0,
+        tables=trained_tables(model, adapter),
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
+        adapted=names,
         attention=leaves - mlp - ROUTERS,
         mlp=mlp,
-        experts=trained_experts(None if full else names),
-        dora=dora,
+        cast_bytes=cast_weights_bytes(model, adapter, dtype) if casted else 0,
+        dora=dora_of(model, lora, e, casted=casted, last=_FROM_MLP) if lora and lora.use_dora else None,
     )
 
 
-def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | None, scores_length: int | None) -> int:
+def activation_bytes_per_layer(products: Products, mask_length: int | None, scores_length: int | None = None) -> int:
+    """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
+
+    `scores_length` is that of a row of scores where all of them are kept, as eager attention does, and None elsewhere.
+
+    Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
+    input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
+    intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
+    """
+    mlp = _mlp_bytes(products, products.model.intermediate_size)
+    return _attention_bytes(products, mask_length, scores_length) + mlp
+
+
+def _attention_bytes(products: Products, mask_length: int | None, scores_length: int | None) -> int:
     """Bytes per token of a layer's attention and the norm before it, and of norms behind, where there are any."""
-    h, e, n, q, kv = products.h, products.e, model.num_heads, *_widths(model)
+    model, e = products.model, products.e
+    h, n = model.hidden_size, model.num_heads
+    q, kv = n * model.head_dim, model.num_kv_heads * model.head_dim
     if scores_length is None:
         attention = 2 * e * q + 2 * e * kv + 4 * n
     else:
         # Queries, and keys and values repeated for every head; what the output layer reads is a copy.
         is_read = products.full or (_FROM_ATTENTION in products.attention and not products.casts_inputs)
         attention = (3 + is_read) * e * q + scores_of(model.model_type, e, wide=products.wide).kept * n * scores_length
-    attention += _query_norm_bytes(model, full=products.full, e=e)
+    attention += _query_norm_bytes(products)
     if any(name.endswith("qkv_proj") for name in model.all_linears.kinds):
         # Values are a part of one tensor with queries and keys as they were before they were rotated.
         attention += e * (q + kv)
@@ -210,64 +215,33 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
     return attention + mask + behind + inputs
 
 
-def _mlp_bytes(products: _Products, width: int) -> int:
+def _mlp_bytes(products: Products, width: int) -> int:
     """Bytes per token of a dense MLP of a width and the norm before it."""
     inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.rank * len(products.mlp)
     return inputs + 3 * products.e * width + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
 
 
-def _input_bytes(products: _Products, num_readers: int) -> int:
+def _input_bytes(products: Products, num_readers: int) -> int:
     """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it."""
-    h = products.h
+    h = products.model.hidden_size
     norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
     return norm + products.read_bytes(h, num_readers)
 
 
-def _widths(model: ModelFacts) -> tuple[int, int]:
-    """Width of all queries, and of all keys."""
-    return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-
-
-def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
+def _query_norm_bytes(products: Products) -> int:
     """Bytes per token that norms of queries and keys keep, where a model has them (Qwen 3, Gemma 3)."""
+    model = products.model
     if not model.has_query_norms:
         return 0
     heads = model.num_heads + model.num_kv_heads
     # Gemma multiplies by its weight in float32; the others cast first.
-    normed = 0 if not full else 4 if model.model_type.startswith("gemma") else e
+    normed = 0 if not products.full else 4 if model.model_type.startswith("gemma") else products.e
     return heads * (model.head_dim * (4 + normed) + 4)
-
-
-TRACED = frozenset(
-    {
-        "deepseek_v3",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "gpt_oss",
-        "granite",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    }
-)
-"""Types whose peak is within 3 % of a trace of their modules, which a test compares: with sdpa, or with eager attention
-where transformers has no sdpa."""
 
 
 def is_traced(model: ModelFacts) -> bool:
     """Return whether the closed forms were derived for this kind of model; others use those of a Llama of its sizes."""
-    return model.model_type in TRACED
+    return model.model_type in model_types().traced
 
 
 def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
@@ -305,32 +279,24 @@ class Layers:
 
 
 def layers_of(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    device: Literal["cpu", "cuda", "mps"],
-    dtype: Dtype,
+    products: Products,
     num_tokens: int,
     mask_length: int | None,
     sliding_mask_length: int | None,
     *,
     gradient_checkpointing: bool,
     accumulates: bool,
-    autocast: bool = True,
     scores_length: int | None = None,
 ) -> Layers:
     """Return the activations of the decoder layers in a step; the arguments are those of `memory.estimate`."""
-    h, e = model.hidden_size, BYTES[dtype]
-    products = _products(model, adapter, e, device, autocast=autocast)
-    stream = (4 if products.wide else e) * h * num_tokens
-    casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
-    copies = products.dora.copies if products.dora else 0
+    model, e = products.model, products.e
+    stream, casts = products.stream_bytes * model.hidden_size * num_tokens, products.cast_bytes
+    copies = casts // model.num_layers + (products.dora.copies if products.dora else 0)
 
     def attention(length: int | None) -> int:
-        return (
-            _attention_bytes(model, products, length, scores_length) * num_tokens + casts // model.num_layers + copies
-        )
+        return _attention_bytes(products, length, scores_length) * num_tokens + copies
 
-    mlps = _mlps(model, products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
+    mlps = _mlps(products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
     sliding = model.num_sliding_layers
     one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
@@ -343,7 +309,7 @@ def layers_of(
     if scores_length is not None:
         # A causal mask of what is added to the scores, also where nothing is padded.
         num_pairs = num_tokens * scores_length
-        shared = (4 if products.wide else e) * num_pairs * sum((sliding < model.num_layers, sliding > 0))
+        shared = products.stream_bytes * num_pairs * sum((sliding < model.num_layers, sliding > 0))
         scores = scores_of(model.model_type, e, wide=products.wide)
         mlps = mlps.beside_scores(scores, model.num_heads * num_pairs, recomputes=gradient_checkpointing)
     working = stream + mlps.working
@@ -354,8 +320,9 @@ def layers_of(
         first, kept_bytes = stream + again, model.num_layers * stream + mlps.logits
         return Layers(stream, kept_bytes, casts, first, first + working - less, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
-    nothing = 0 if products.reads_trained else (4 + products.mask * products.num_attention_readers) * h * num_tokens
-    first = layer_bytes - nothing
+    num_readers = len(products.attention - {_FROM_ATTENTION})
+    nothing = (4 + products.mask * num_readers) * model.hidden_size * num_tokens
+    first = layer_bytes - (0 if products.tables.embedding else nothing)
     return Layers(stream, first + other_layers, 0, first, first + working - less, 0, mlps.passing, working, shared)
 
 
@@ -382,19 +349,20 @@ class _Mlps:
         return replace(self, passing=passing, working=working, first=self.first + working - self.working)
 
 
-def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
-    h, i, e = model.hidden_size, model.intermediate_size, products.e
+def _mlps(products: Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
+    model, e = products.model, products.e
+    h, i = model.hidden_size, model.intermediate_size
 
     def dense_working(width: int) -> int:
-        working = _working_bytes(model, products, width, recomputes=recomputes) * num_tokens
+        working = _working_bytes(products, width, recomputes=recomputes) * num_tokens
         return working + _weight_gradient_bytes(products, width, accumulates=accumulates)
 
     mixture = model.mixture
     if mixture is None:
         layer_bytes, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
-        passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products, i) * num_tokens
+        passing = 0 if products.full or recomputes else _adapter_copy_bytes(products, i) * num_tokens
         if products.dora is not None:
-            end = _dora_end_bytes(model, products, products.dora, num_tokens)
+            end = _dora_end_bytes(products, products.dora, num_tokens)
             # A layer is computed again when the gradient of its output has been scaled; under autocast, and cast.
             gradients = (2 * 4 if products.casted else e) * h * num_tokens
             working = max(working, end + gradients if recomputes else 0)
@@ -406,10 +374,7 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
     if mixture.shared:
         freed = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
         freed -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
-    experts = sparse_mlp(
-        mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
-        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed,
-    )  # fmt: skip
+    experts = _sparse_mlp(products, mixture, num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed)
     layer_bytes = experts.kept + beside * num_tokens
     dense = _mlp_bytes(products, mixture.dense) * num_tokens
     remaining = (mixture.num_layers - 1) * layer_bytes + (model.num_layers - mixture.num_layers) * dense
@@ -418,15 +383,96 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
     return _Mlps(layer_bytes, remaining, first, experts.passing, working, mixture.num_layers * experts.logits)
 
 
-def _weight_gradient_bytes(products: _Products, width: int, *, accumulates: bool) -> int:
+_CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
+_SIGMOID = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open"})
+
+ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
+"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it.
+In others they are float32 by a softmax, and so is the product with what the experts give."""
+
+
+@dataclass(frozen=True)
+class _SparseMlp:
+    """Bytes of the experts of one layer in a step."""
+
+    kept: int
+    """Kept for the backward pass."""
+    logits: int
+    """Of these the router's logits where the loss that balances experts reads them, so that they stay in any case."""
+    passing: int
+    """In the forward pass, beyond what is kept."""
+    working: int
+    """In the backward pass, beyond what was kept: the most of its moments."""
+
+
+def _sparse_mlp(
+    products: Products, mixture: Mixture, num_tokens: int, *, recomputes: bool, accumulates: bool, beside: int
+) -> _SparseMlp:
+    """Return the bytes of one layer's experts, without the MLP beside them.
+
+    Args:
+        products: The products of the step.
+        mixture: Sizes of the experts.
+        num_tokens: Tokens of a micro-batch.
+        recomputes: Whether the layer is computed again in the backward pass.
+        accumulates: Whether gradients of an earlier micro-batch are there, which new ones are added to.
+        beside: Bytes of the layer that are not there while its experts are computed again, nor in their backward pass.
+    """
+    h, e, model_type = products.model.hidden_size, products.e, products.model.model_type
+    trained = trained_experts(None if products.full else products.adapted)
+    x = 4 if trained.whole and products.casted else e
+    w = e if model_type in ROUTED_IN_COMPUTE_TYPE and not (trained.whole and products.casted) else 4
+    rows, inner = mixture.per_token * num_tokens, mixture.per_token * num_tokens * mixture.inner
+    gate_up, down = mixture.expert_params(h)
+    # What the rows are, where a gradient of the weight needs them; gate and up, the activation; what the experts give.
+    # GPT-OSS bounds gate and up, and takes its activation apart, so that it keeps twice as many.
+    selected, product = x * h * rows, x * inner
+    gates = (6 if model_type == "gpt_oss" else 3) * product
+    kept_bytes = (trained.gate_up * selected) + gates + trained.down * product + x * h * rows
+    # The router's logits, softmax and choice, and the loss that balances experts.
+    kept_bytes += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
+    logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
+    kept_bytes += (e * h * num_tokens) if trained.router and not trained.whole else 0
+    merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
+    merged_down = 0 if trained.whole or not trained.down else x * down
+    kept_bytes += merged_gate_up + merged_down
+    # What the rows are, and that they are weighted, and put back into the order of the tokens.
+    unkept_rows = 0 if trained.gate_up else selected
+    passing = 2 * w * h * rows + unkept_rows
+    if recomputes:
+        last = merged_down + x * h * rows + max(product, 2 * w * h * rows)
+        # Besides, the stream and its norm.
+        passing = merged_gate_up + selected + max(4 * product, last) + 2 * x * h * num_tokens
+    # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
+    normed = e == 2 or not trained.router if trained.whole else not trained.router
+    named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
+    stays = trained.whole and not accumulates
+    gone_down = trained.down * product + x * h * rows
+    moments = (
+        # Weighting: the gradient of each pair, and of both that were multiplied.
+        3 * w * h * rows,
+        # The end of computing again, whose results wait beside the gradient that asked for them.
+        2 * w * h * rows + unkept_rows + named if recomputes else 0,
+        # The last product: gradients of its rows and its weight.
+        product + (x * down if trained.down else 0),
+        # Where gate and up are taken apart: gradients of both and of their product.
+        (3 * product if trained.whole else gates) - gone_down - merged_down + (x * down if stays else 0),
+        # The first product: the gradient of both, of the rows and of its weight.
+        2 * product + selected - gates - gone_down - merged_down
+        + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
+    )  # fmt: skip
+    return _SparseMlp(kept=kept_bytes, logits=logits, passing=passing, working=max(moments) - beside)
+
+
+def _weight_gradient_bytes(products: Products, width: int, *, accumulates: bool) -> int:
     """Bytes of the gradient of an MLP's weight, less those of its cast copy, which is not there any more."""
     if not products.full:
         return 0
     each = 0 if accumulates else 4 if products.casted else products.e
-    return (each - (2 if products.casted else 0)) * products.h * width
+    return (each - (2 if products.casted else 0)) * products.model.hidden_size * width
 
 
-def _beside_experts_bytes(products: _Products, shared: int) -> int:
+def _beside_experts_bytes(products: Products, shared: int) -> int:
     """Bytes per token of the norm before the experts, and of the MLP that every token goes through."""
     # The router reads the norm, and so do gate and up of the MLP; where adapters are, only they read anything again.
     if products.full:
@@ -437,19 +483,18 @@ def _beside_experts_bytes(products: _Products, shared: int) -> int:
     return _input_bytes(products, readers) + 3 * products.e * shared + (products.read_bytes(shared, 1) if last else 0)
 
 
-def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_tokens: int) -> Layers:
+def with_gathered_keys(products: Products, layers: Layers, num_tokens: int) -> Layers:
     """The same in context parallel, where a layer gathers keys and values of the whole sequence, and their gradients.
 
     So does torch's `context_parallel` by its default, all-gather.
     """
-    gathered = 4 * BYTES[dtype] * model.num_kv_heads * model.head_dim * num_tokens
+    gathered = 4 * products.e * products.model.num_kv_heads * products.model.head_dim * num_tokens
     return replace(layers, working=layers.working + gathered, leading=layers.leading + gathered)
 
 
-def _working_bytes(model: ModelFacts, products: _Products, i: int, *, recomputes: bool) -> int:
+def _working_bytes(products: Products, i: int, *, recomputes: bool) -> int:
     """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
-    h, full = model.hidden_size, products.full
-    sandwich = model.num_stream_norms > 2
+    h, full, sandwich = products.model.hidden_size, products.full, products.model.num_stream_norms > 2
     # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone where
     # there was one. So is what DoRA and the norm behind it kept.
     behind = 0 if not sandwich else 8 * h if full else 4 * h
@@ -467,11 +512,11 @@ def _working_bytes(model: ModelFacts, products: _Products, i: int, *, recomputes
         # Gradients of what DoRA scales and adds, in float32; what the last product kept is gone.
         moments.append(14 * i - behind)
     if recomputes and not full:
-        moments.append(_adapter_copy_bytes(model, products, i))
+        moments.append(_adapter_copy_bytes(products, i))
     return max(moments)
 
 
-def _adapter_copy_bytes(model: ModelFacts, products: _Products, i: int) -> int:
+def _adapter_copy_bytes(products: Products, i: int) -> int:
     """Bytes per token at the end of a layer's forward pass, beyond what it keeps, where that is much.
 
     The MLP's product, float32 copies of it for the last adapter and of what its dropout lets through, and what the
@@ -481,16 +526,16 @@ def _adapter_copy_bytes(model: ModelFacts, products: _Products, i: int) -> int:
     if not products.casted and not (products.mask and adapted):
         return 0
     e, copies = products.e, (8 if products.mask else 4) * (products.casts_inputs and adapted)
-    return (e + copies) * i + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+    return (e + copies) * i + (5 if products.model.num_stream_norms > 2 else 4) * e * products.model.hidden_size
 
 
-def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_tokens: int) -> int:
+def _dora_end_bytes(products: Products, dora: Dora, num_tokens: int) -> int:
     """Bytes at the end of a layer's forward pass with DoRA, beyond what it keeps: the most of its moments."""
-    h, i, e = model.hidden_size, model.intermediate_size, products.e
+    h, i, e = products.model.hidden_size, products.model.intermediate_size, products.e
     if _FROM_MLP not in products.mlp:
         # Nothing of the MLP is there yet.
         return dora.norming - _mlp_bytes(products, i) * num_tokens
-    there = _adapter_copy_bytes(model, products, i) if products.casted else (e * i + 2 * e * h) * (products.mask > 0)
+    there = _adapter_copy_bytes(products, i) if products.casted else (e * i + 2 * e * h) * (products.mask > 0)
     # Neither the adapter's input nor its output is there when the norm is computed.
     before = there - e * i - e * h
     # The scaled result; or the input of the base layer in the compute type, which dropout makes another.
@@ -511,135 +556,113 @@ class Head:
 
 
 def head_of(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    device: Literal["cpu", "cuda", "mps"],
-    dtype: Dtype,
-    num_tokens: int,
-    *,
-    autocast: bool = True,
-    scored_share: float = 1.0,
-    kind: HeadKind = "tiles",
-    widens: bool = True,
+    products: Products, num_tokens: int, *, scored_share: float = 1.0, kind: HeadKind = "tiles", widens: bool = True
 ) -> Head:
+    """Return the bytes of a head.
+
+    Args:
+        products: The products of the step.
+        num_tokens: Tokens of a micro-batch, with its padding.
+        scored_share: Share of them that count.
+        kind: Kind of the head.
+        widens: Whether Accelerate makes float32 of what the model's own head returns.
+    """
+    scored = int(scored_share * num_tokens)
+    match kind:
+        case "score":
+            return _score_of(products, num_tokens)
+        case "whole":
+            return _whole_head_of(products, num_tokens, widens=widens)
+        case "tiles":
+            return _tiled_head_of(products, num_tokens, scored)
+        case "sums" | "chunks":
+            return _chunked_head_of(products, num_tokens, scored, sums=kind == "sums")
+        case _:
+            assert_never(kind)
+
+
+def _norm_bytes(products: Products, num_tokens: int) -> int:
+    """Return the bytes that the final norm keeps: its float32 input, and the values that its trained weight was
+    multiplied with.
+    """
+    return (4 + products.stream_bytes * products.full) * products.model.hidden_size * num_tokens
+
+
+def _tiled_head_of(products: Products, num_tokens: int, scored: int) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 
     On CUDA the tile's buffer has all its columns also where the vocabulary is smaller; on a CPU what is not touched is
     not resident, but the statistics are torch operations on float32 copies of the tile. Only there the head also goes
-    through tokens that do not count: on CUDA those that do are a copy, `scored_share` of all. Of another `kind` it is
-    the model's own; then `widens` says whether Accelerate makes float32 of what it returns.
+    through tokens that do not count: on CUDA those that do are a copy.
     """
-    h, e = model.hidden_size, BYTES[dtype]
-    if kind == "score":
-        return _score_of(model, adapter, dtype, num_tokens, autocast=autocast)
-    if kind == "whole":
-        return _whole_head_of(model, adapter, device, dtype, num_tokens, autocast=autocast, widens=widens)
-    if kind in ("sums", "chunks"):
-        scored = int(scored_share * num_tokens)
-        return _chunked_head_of(
-            model, adapter, device, dtype, num_tokens, scored, autocast=autocast, sums=kind == "sums"
-        )
-    scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
-    rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
-    tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
-    tables, casted = trained_tables(model, adapter), autocast and e == 2
-    wide = 4 if casted and tables.embedding else e
-    # The norm's float32 input, the values that its trained weight was multiplied with, and what the head reads.
-    kept_bytes = (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * h * num_tokens + wide * h * scored
+    h, e, vocabulary, wide = products.model.hidden_size, products.e, products.model.vocab_size, products.stream_bytes
+    on_cuda = products.device == "cuda"
+    scored = scored if on_cuda else num_tokens
+    rows, columns = min(scored, HEAD_TOKENS), min(vocabulary, HEAD_COLUMNS)
+    tile = rows * (e * HEAD_COLUMNS if on_cuda else (e + 12) * columns)
+    # What the norm keeps, and what the head reads.
+    kept_bytes = _norm_bytes(products, num_tokens) + wide * h * scored
     # Autocast casts a tile of a float32 weight, and of what the head reads, while the last ones are there still.
     more_rows = scored > HEAD_TOKENS
-    casts = e * h * rows * (1 + more_rows) if casted and wide == 4 else 0
+    casts = e * h * rows * (1 + more_rows) if products.wide else 0
     live = 0
-    if casted and tables.head:
+    if products.casted and products.tables.head:
         casts += e * h * columns
-        live = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
+        live = min(vocabulary - columns, HEAD_COLUMNS) if vocabulary > columns else columns * more_rows
     # The gradient in float32, and in the type of what the head reads.
     gradient = (4 + (wide if wide == 2 else 0)) * h * scored
     return Head(kept_bytes, tile + casts + wide * h * num_tokens, tile + casts + e * h * live + gradient)
 
 
-def _chunked_head_of(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    device: Literal["cpu", "cuda", "mps"],
-    dtype: Dtype,
-    num_tokens: int,
-    scored: int,
-    *,
-    autocast: bool,
-    sums: bool,
-) -> Head:
+def _chunked_head_of(products: Products, num_tokens: int, scored: int, *, sums: bool) -> Head:
     """The head of tunekit, whose logits are those of a chunk of the tokens that count (tunekit/kernels/linear_ce.py).
 
     It keeps the gradient of what it reads, of these tokens, in the compute type. Where it is trained, it makes its own
     with the logits if sums are learned from: then that is there, in float32, from the forward pass on. Otherwise it
     keeps all that it reads, and computes its logits again.
     """
-    h, e, vocabulary = model.hidden_size, BYTES[dtype], model.vocab_size
-    tables, casted = trained_tables(model, adapter), autocast and e == 2
-    wide = 4 if casted and tables.embedding else e
+    h, e, vocabulary, wide = products.model.hidden_size, products.e, products.model.vocab_size, products.stream_bytes
     rows = chunk_rows(scored, vocabulary, e)
     # On a CPU besides: probabilities in float32, and the logits where they are not.
-    chunk = rows * (e * row_columns(vocabulary) + (0 if device == "cuda" else (4 if e == 4 else 8) * vocabulary))
+    beside = 0 if products.device == "cuda" else (4 if e == 4 else 8) * vocabulary
     # What a chunk reads, as it is and in the compute type, and what the one before has read; and a cast of the weight.
-    chunk += h * rows * (e * (1 + (scored > rows)) + (wide if wide != e else 0))
-    chunk += e * vocabulary * h if casted and tables.head else 0
-    norm = _norm_bytes(model, adapter, wide, num_tokens)
+    reads = h * rows * (e * (1 + (scored > rows)) + (wide if wide != e else 0))
+    casts = e * vocabulary * h if products.casted and products.tables.head else 0
+    chunk = rows * (e * row_columns(vocabulary) + beside) + reads + casts
     # Labels, places and weights of tokens that count; and what is said of them, there and among all tokens.
     columns = 28 * scored + 12 * num_tokens
-    computes_again = tables.head and not sums
     # The gradient of what was read, for each token that counts and then among all; of 16 bits by way of float32.
     gradients = max(wide * h * (num_tokens + scored), (4 + wide) * h * scored if e == 2 else 0)
-    if computes_again:
+    norm = _norm_bytes(products, num_tokens)
+    if products.tables.head and not sums:
         return Head(norm + wide * h * num_tokens + columns, chunk, max(chunk + e * h * scored, gradients))
-    of_weight = 4 * vocabulary * h if tables.head else 0
+    of_weight = 4 * vocabulary * h if products.tables.head else 0
     return Head(norm + e * h * scored + columns, chunk + of_weight + wide * h * num_tokens, gradients)
 
 
-def _norm_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, wide: int, num_tokens: int) -> int:
-    """Return the bytes that the final norm keeps: its float32 input, and the values that its trained weight was
-    multiplied with.
-    """
-    return (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * model.hidden_size * num_tokens
-
-
-def _score_of(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, num_tokens: int, *, autocast: bool
-) -> Head:
+def _score_of(products: Products, num_tokens: int) -> Head:
     """A score of each token, of which one of each text is read."""
-    h, e = model.hidden_size, BYTES[dtype]
-    casted = autocast and e == 2
-    wide = 4 if casted and trained_tables(model, adapter).embedding else e
+    h, e = products.model.hidden_size, products.e
     # The score is trained, so that what it reads is kept, in the type of its product, until the norm's own backward
     # pass: in float32 its gradient, product, quotient and power, and of a frozen weight one more.
-    kept_bytes = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens
-    norm = (16 if isinstance(adapter, FullAdapter) else 20) - e
-    return Head(kept_bytes, wide * h * num_tokens, norm * h * num_tokens)
+    kept_bytes = _norm_bytes(products, num_tokens) + e * h * num_tokens
+    norm = (16 if products.full else 20) - e
+    return Head(kept_bytes, products.stream_bytes * h * num_tokens, norm * h * num_tokens)
 
 
-def _whole_head_of(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    device: Literal["cpu", "cuda", "mps"],
-    dtype: Dtype,
-    num_tokens: int,
-    *,
-    autocast: bool,
-    widens: bool,
-) -> Head:
+def _whole_head_of(products: Products, num_tokens: int, *, widens: bool) -> Head:
     """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
 
     Accelerate makes float32 of them (`widens`), and DeepSpeed does not. The likelihood takes a copy of those of the
     better answers, and their softmax. In the backward pass there are they, that softmax, and its gradient in two
     shapes; without Triton also those of the words' own logits and of their sums.
     """
-    h, e = model.hidden_size, BYTES[dtype]
-    tables, casted = trained_tables(model, adapter), autocast and e == 2
-    wide = 4 if casted and tables.embedding else e
-    logits = (4 if widens else e) * model.vocab_size * num_tokens
-    cast = e * model.vocab_size * h if casted and tables.head else 0
+    h, e, vocabulary = products.model.hidden_size, products.e, products.model.vocab_size
+    is_trained = products.tables.head
+    logits = (4 if widens else e) * vocabulary * num_tokens
+    cast = e * vocabulary * h if products.casted and is_trained else 0
     # Its weight has no gradient yet, which is counted beside.
-    gradient = 4 * model.vocab_size * h if tables.head else 0
-    kept_bytes = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
-    times = 3 if device == "cuda" else 4.5
+    gradient = 4 * vocabulary * h if is_trained else 0
+    kept_bytes = _norm_bytes(products, num_tokens) + e * h * num_tokens * is_trained
+    times = 3 if products.device == "cuda" else 4.5
     return Head(kept_bytes, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))

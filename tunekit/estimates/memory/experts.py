@@ -1,23 +1,12 @@
-"""Bytes of routed experts and of the adapters on them.
+"""Sizes of routed experts, and the adapters that PEFT puts on them: not on the modules that a model has, but on those
+that it once had.
 
-Adapters that PEFT puts on a model with routed experts: not on the modules that it has, but on those that it once
-had.
-
-In transformers 5 the experts of a layer are fused into two tensors, and the router is a module of its own kind. For the
-types below PEFT 0.21 takes a target as the name of the former linear layers and adapts the fused tensors instead
-(`peft/utils/transformers_weight_conversion.py`): `down_proj` of every expert at the rank asked for, gate and up
-projection together at twice the rank. The linear layers of dense MLPs and shared experts, which bear the same names,
-then get no adapter. With other types a target matches linear modules alone, and their experts stay as they are.
-
-Bytes that the routed experts of a layer keep and need in a training step, as transformers 5 runs them on CUDA.
-
-The rows of all pairs of a token and an expert are gathered in the order of the experts, and go through the experts'
-fused matrices in one product each (`grouped_mm`, the default of `transformers.integrations.moe`). Autocast does not
-know that product (pytorch/pytorch#174763): it computes in the type of the weights, so in float32 where experts are
-trained whole. PEFT adds an adapter's product to the whole fused matrix before it is used (`ParamWrapper`): a matrix as
-large as the experts, which is kept for the backward pass, and whose gradient is made there.
-
-Symbols: h hidden size, m width of an expert, k experts per token, E experts, x bytes of the experts' type.
+In transformers 5 the experts of a layer are fused into two tensors, and the router is a module of its own kind. Of some
+types (`former_linears` in `model_types.yaml`) PEFT 0.21 takes a target as the name of the former linear layers and
+adapts the fused tensors instead (`peft/utils/transformers_weight_conversion.py`): `down_proj` of every expert at the
+rank asked for, gate and up projection together at twice the rank. The linear layers of dense MLPs and shared experts,
+which bear the same names, then get no adapter. With other types a target matches linear modules alone, and their
+experts stay as they are.
 """
 
 import math
@@ -27,40 +16,6 @@ from dataclasses import dataclass
 
 Sizes = dict[str, tuple[int, int]]
 """Outputs and inputs by name: what an adapter of rank r adds is r x (outputs + inputs)."""
-
-_LIKE_MIXTRAL = {"gate": "gate", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
-_LIKE_QWEN2_MOE = {"gate": "gate", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-
-FORMER_LINEARS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _LIKE_MIXTRAL),
-    **dict.fromkeys(
-        (
-            "afmoe",
-            "beam",
-            "cohere2_moe",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "dots1",
-            "ernie4_5_moe",
-            "exaone_moe",
-            "flex_olmo",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "hunyuan_v1_moe",
-            "longcat_flash",
-            "mellum",
-            "olmoe",
-            "qwen3_moe",
-            "qwen3_next",
-            "sarvam_mla",
-            "solar_open",
-        ),
-        _LIKE_QWEN2_MOE,
-    ),
-}
-"""Of each type that PEFT treats so: what became of the former linear layers of its experts, by their last names."""
 
 
 def fused_experts(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -113,7 +68,7 @@ def mixture_of(
         hidden: Width of the residual stream.
     """
     layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    if not layers or not num_experts:
+    if not layers:
         return None
     elements = sum(
         math.prod(shape)
@@ -189,22 +144,9 @@ _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
 """Tensors for all experts of a layer, by the last names of those for one expert in files."""
 
 
-def is_former_linear(target: str, former: Mapping[str, str]) -> bool:
-    """Return whether a target names a former linear layer, so that PEFT looks for no module of that name."""
-    return last_part(target) in former
-
-
 def last_part(name: str) -> str:
     """Return the last part of a dotted name."""
     return name.rpartition(".")[2]
-
-
-_CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
-_SIGMOID = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open"})
-
-ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
-"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it.
-In others they are float32 by a softmax, and so is the product with what the experts give."""
 
 
 @dataclass(frozen=True)
@@ -238,89 +180,3 @@ def trained_experts(adapted: Collection[str] | None) -> Trained:
         down="down_proj" in experts,
         router=any(name.rpartition(".")[2] in ROUTERS for name in adapted),
     )
-
-
-@dataclass(frozen=True)
-class SparseMlp:
-    """Bytes of the experts of one layer in a step."""
-
-    kept: int
-    """Kept for the backward pass."""
-    logits: int
-    """Of these the router's logits where the loss that balances experts reads them, so that they stay in any case."""
-    passing: int
-    """In the forward pass, beyond what is kept."""
-    working: int
-    """In the backward pass, beyond what was kept: the most of its moments."""
-
-
-def sparse_mlp(
-    mixture: Mixture,
-    model_type: str,
-    hidden: int,
-    trained: Trained,
-    *,
-    compute_bytes: int,
-    casted: bool,
-    num_tokens: int,
-    recomputes: bool,
-    accumulates: bool,
-    beside: int,
-) -> SparseMlp:
-    """Return the bytes of one layer's experts, without the MLP beside them.
-
-    Args:
-        mixture: Sizes of the experts.
-        model_type: The name that transformers has for the model's code.
-        hidden: Width of the residual stream.
-        trained: What of them changes.
-        compute_bytes: Bytes of the compute type.
-        casted: Whether trained weights are float32 and autocast makes copies of them.
-        num_tokens: Tokens of a micro-batch.
-        recomputes: Whether the layer is computed again in the backward pass.
-        accumulates: Whether gradients of an earlier micro-batch are there, which new ones are added to.
-        beside: Bytes of the layer that are not there while its experts are computed again, nor in their backward pass.
-    """
-    h, e = hidden, compute_bytes
-    x = 4 if trained.whole and casted else e
-    w = e if model_type in ROUTED_IN_COMPUTE_TYPE and not (trained.whole and casted) else 4
-    rows, inner = mixture.per_token * num_tokens, mixture.per_token * num_tokens * mixture.inner
-    gate_up, down = mixture.expert_params(h)
-    # What the rows are, where a gradient of the weight needs them; gate and up, the activation; what the experts give.
-    # GPT-OSS bounds gate and up, and takes its activation apart, so that it keeps twice as many.
-    selected, product = x * h * rows, x * inner
-    gates = (6 if model_type == "gpt_oss" else 3) * product
-    kept_bytes = (trained.gate_up * selected) + gates + trained.down * product + x * h * rows
-    # The router's logits, softmax and choice, and the loss that balances experts.
-    kept_bytes += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
-    logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
-    kept_bytes += (e * h * num_tokens) if trained.router and not trained.whole else 0
-    merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
-    merged_down = 0 if trained.whole or not trained.down else x * down
-    kept_bytes += merged_gate_up + merged_down
-    # What the rows are, and that they are weighted, and put back into the order of the tokens.
-    unkept_rows = 0 if trained.gate_up else selected
-    passing = 2 * w * h * rows + unkept_rows
-    if recomputes:
-        last = merged_down + x * h * rows + max(product, 2 * w * h * rows)
-        # Besides, the stream and its norm.
-        passing = merged_gate_up + selected + max(4 * product, last) + 2 * x * h * num_tokens
-    # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
-    normed = e == 2 or not trained.router if trained.whole else not trained.router
-    named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
-    stays = trained.whole and not accumulates
-    gone_down = trained.down * product + x * h * rows
-    moments = (
-        # Weighting: the gradient of each pair, and of both that were multiplied.
-        3 * w * h * rows,
-        # The end of computing again, whose results wait beside the gradient that asked for them.
-        2 * w * h * rows + unkept_rows + named if recomputes else 0,
-        # The last product: gradients of its rows and its weight.
-        product + (x * down if trained.down else 0),
-        # Where gate and up are taken apart: gradients of both and of their product.
-        (3 * product if trained.whole else gates) - gone_down - merged_down + (x * down if stays else 0),
-        # The first product: the gradient of both, of the rows and of its weight.
-        2 * product + selected - gates - gone_down - merged_down
-        + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
-    )  # fmt: skip
-    return SparseMlp(kept=kept_bytes, logits=logits, passing=passing, working=max(moments) - beside)

@@ -17,12 +17,20 @@ Files that a run writes: checkpoints, of which the newest and the best are kept,
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import DataFacts, Facts, ModelFacts
+from tunekit.estimates.facts import DataFacts, DeviceKind, Facts, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, with_gathered_keys
+from tunekit.estimates.memory.activations import (
+    Head,
+    Layers,
+    head_of,
+    is_traced,
+    layers_of,
+    products_of,
+    with_gathered_keys,
+)
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.estimates.memory.states import (
     BYTES,
@@ -34,10 +42,8 @@ from tunekit.estimates.memory.states import (
     Phase,
     dequantised_bytes,
     num_trainable_params,
-    quantised_bytes,
     trained_bytes,
     trained_tables,
-    unties_head,
     weights_bytes,
 )
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
@@ -118,7 +124,7 @@ def estimate(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     *,
-    device: Literal["cpu", "cuda", "mps"],
+    device: DeviceKind,
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,
@@ -155,44 +161,23 @@ def estimate(
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
-    autocast = layout.strategy in ("single", "ddp")
+    products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts)
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
-        shard,
-        adapter,
-        device,
-        dtype,
+        products,
         mine,
         mask_length,
         sliding_mask_length,
         gradient_checkpointing=gradient_checkpointing,
         accumulates=accumulates,
-        autocast=autocast,
         scores_length=scores_length,
     )
     if layout.cp_size > 1:
-        layers = with_gathered_keys(shard, layers, dtype, num_tokens)
-    head = head_of(
-        shard,
-        adapter,
-        device,
-        dtype,
-        mine,
-        autocast=autocast,
-        scored_share=passes.max_scored_share,
-        kind=passes.head,
-        widens=not layout.strategy.startswith("zero"),
-    )
+        layers = with_gathered_keys(products, layers, num_tokens)
+    widens = not layout.strategy.startswith("zero")
+    head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
-        shard,
-        adapter,
-        layers,
-        head,
-        dtype,
-        optim,
-        layout=layout,
-        devices_per_node=devices_per_node,
-        accumulates=accumulates,
+        shard, adapter, layers, head, dtype, optim, layout, devices_per_node, accumulates=accumulates
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
@@ -208,7 +193,7 @@ def estimate(
             highest[phase] = more
     kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)
     kept_state = replace(kept_state, vllm=vllm_bytes)
-    highest |= method_needs(shard, adapter, passes, dtype, layout, layers, head, mine, highest)
+    highest |= method_needs(products, passes, layout, layers, head, mine, highest)
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
         for phase, need in highest.items()
@@ -216,10 +201,9 @@ def estimate(
     phase = max(phases, key=phases.__getitem__)
     if phase == "load":
         kept_state = replace(kept_state, optimizer=0)
+    reserve = int(reserve_share * (phases[phase] - vllm_bytes))
     return MemoryEstimate(
-        parts=_parts(
-            kept_state, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))
-        ),
+        parts=_parts(kept_state, highest[phase], CONTEXT_BYTES[device], reserve),
         phase=phase,
         phases=phases,
         host_bytes=kept_state.host_bytes,
@@ -235,9 +219,9 @@ def _engine(
     head: Head,
     dtype: Dtype,
     optim: Optim,
-    *,
     layout: Layout,
     devices_per_node: int,
+    *,
     accumulates: bool,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
     """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
@@ -245,52 +229,24 @@ def _engine(
     """
     trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
     if layout.strategy in ("single", "ddp"):
-        kept_state = _kept(model, adapter, dtype, optim)
+        adapters, states = trained_bytes(model, adapter, optim)
+        kept_state = Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
         return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
     if layout.strategy == "fsdp2":
-        units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
-        kept_state = fsdp2_kept(
-            units,
-            dtype,
-            undivided=quantised_bytes(model, adapter),
-            optimizer_bytes=optimizer_bytes,
-            full=full,
-            layout=layout,
-            devices_per_node=devices_per_node,
-        )
-        tied = model.has_tied_head and not unties_head(model, adapter)
-        needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
-        return kept_state, needs, units.all.trained
+        units = units_of(model, adapter, layout.num_shards)
+        kept_state = fsdp2_kept(units, dtype, layout, optimizer_bytes, devices_per_node)
+        return kept_state, fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates), units.all.trained
     kept_state = zero_kept(
-        model,
-        adapter,
-        dtype,
-        optimizer_bytes=optimizer_bytes,
-        layout=layout,
-        devices_per_node=devices_per_node,
+        model, adapter, dtype, layout, optimizer_bytes=optimizer_bytes, devices_per_node=devices_per_node
     )
-    needs = zero_needs(model, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
+    needs = zero_needs(model, adapter, layers, head, dtype, layout, accumulates=accumulates)
     return kept_state, needs, trained // layout.num_shards
 
 
 def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:
     """The parts that there are."""
-    parts: dict[Part, int] = {
-        "weights": kept.weights,
-        "adapters": kept.adapters,
-        "masters": kept.masters,
-        "gradients": need.gradients,
-        "optimizer": kept.optimizer,
-        "activations": need.activations,
-        "logits": need.logits,
-        "gathered": need.gathered,
-        "reference": kept.reference,
-        "kv cache": need.kv_cache,
-        "vllm": kept.vllm,
-        "context": context,
-        "reserve": reserve,
-    }
-    return {part: size for part, size in parts.items() if size}
+    sizes = {**vars(kept), **vars(need), "kv cache": need.kv_cache, "context": context, "reserve": reserve}
+    return {part: sizes[part] for part in get_args(Part) if sizes[part]}
 
 
 def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
@@ -309,12 +265,6 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
     traced = () if model.num_experts else ("single", "ddp")
     engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else traced)
     return "traced" if alone and engine else "closed form"
-
-
-def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
-    """Return the bytes that a single device keeps from step to step."""
-    adapters, states = trained_bytes(model, adapter, optim)
-    return Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
 
 
 def _needs(
@@ -396,18 +346,14 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
-    return weights + states + _tokenizer_bytes(model)
+    return weights + states + TOKENIZER_BYTES * model.vocab_size
 
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the trained model or adapter."""
     full = isinstance(recipe.adapter, FullAdapter)
     adapters, _ = trained_bytes(model, recipe.adapter, recipe.train.optim)
-    return (4 * model.num_params if full else adapters) + _tokenizer_bytes(model)
-
-
-def _tokenizer_bytes(model: ModelFacts) -> int:
-    return TOKENIZER_BYTES * model.vocab_size
+    return (4 * model.num_params if full else adapters) + TOKENIZER_BYTES * model.vocab_size
 
 
 def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from tunekit.estimates.facts import Device, Facts, ModelFacts
+from tunekit.estimates.facts import Facts, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import Head, Layers
 from tunekit.estimates.memory.states import (
@@ -35,6 +35,7 @@ from tunekit.estimates.memory.states import (
     Need,
     Phase,
     num_trainable_params,
+    quantised_bytes,
     unties_head,
     weights_bytes,
 )
@@ -78,6 +79,12 @@ class Units:
     """The largest tensor, whether it is trained or not."""
     num_layers: int
     num_shards: int
+    full: bool
+    """True if all weights are trained, and not adapters."""
+    tied: bool
+    """True if the head uses the weights of the embedding."""
+    undivided: int
+    """Bytes of weights that each device holds whole."""
 
     @property
     def all(self) -> Unit:
@@ -111,19 +118,31 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         whole += adapted
         each = Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
         first, largest = first + each, largest + each
-    tail = unit(shapes.embedding if unties_head(model, adapter) else shapes.head) + unit(shapes.others)
+    unties = unties_head(model, adapter)
+    tail = unit(shapes.embedding if unties else shapes.head) + unit(shapes.others)
     kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
     # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
     tensors = [{shape: times if len(shape) > 2 else 1} for kind in kinds for shape, times in kind.items()]
     units = [Unit(frozen=_padded(tensor, num_shards), whole=_size(tensor)) for tensor in tensors]
-    tensor = max(units, key=lambda unit: unit.frozen)
-    return Units(first, largest, whole, unit(shapes.embedding), tail, tensor, model.num_layers, num_shards)
+    return Units(
+        first,
+        layer=largest,
+        layers=whole,
+        embedding=unit(shapes.embedding),
+        head=tail,
+        tensor=max(units, key=lambda unit: unit.frozen),
+        num_layers=model.num_layers,
+        num_shards=num_shards,
+        full=full,
+        tied=model.has_tied_head and not unties,
+        undivided=quantised_bytes(model, adapter),
+    )
 
 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
     matrices: Counter[tuple[int, ...]] = Counter()
-    for (outputs, inputs, each), times in model.adapter_shapes(adapter.target_modules).items():
+    for (outputs, inputs, each), times in model.adapted(adapter.target_modules).adapters.items():
         matrices[each * adapter.rank, inputs] += times
         matrices[outputs, each * adapter.rank] += times
     trained = num_trainable_params(model, adapter)
@@ -140,16 +159,7 @@ def _size(tensors: Count) -> int:
     return sum(times * prod(shape) for shape, times in tensors.items())
 
 
-def fsdp2_kept(
-    units: Units,
-    dtype: Dtype,
-    *,
-    undivided: int,
-    optimizer_bytes: float,
-    full: bool,
-    layout: Layout,
-    devices_per_node: int,
-) -> Kept:
+def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: float, devices_per_node: int) -> Kept:
     """Return the bytes kept from step to step. With CPU offload all of it is in main memory, and gradients with it.
 
     Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
@@ -158,29 +168,23 @@ def fsdp2_kept(
     Args:
         units: The model, divided.
         dtype: Type of frozen weights.
-        undivided: Bytes of weights that each device holds whole.
-        optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
-        full: Whether all weights are trained, and not adapters.
         layout: How the run is spread.
+        optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
         devices_per_node: Devices that share a main memory.
     """
-    mine = units.all
+    mine, full = units.all, units.full
     trained, frozen = 4 * mine.trained, BYTES[dtype] * mine.frozen
     states = int(optimizer_bytes * mine.trained)
     loading = units.num_shards * ((4 if full else 0) * mine.trained + frozen)
     if layout.offload_param_device == "cpu":
         host = devices_per_node * (trained + frozen + states + 4 * mine.trained)
-        return Kept(undivided, host_bytes=max(host, loading))
-    return Kept(
-        weights=undivided + frozen + (trained if full else 0),
-        adapters=0 if full else trained,
-        optimizer=states,
-        host_bytes=loading,
-    )
+        return Kept(units.undivided, host_bytes=max(host, loading))
+    weights = units.undivided + frozen + (trained if full else 0)
+    return Kept(weights, adapters=0 if full else trained, optimizer=states, host_bytes=loading)
 
 
 def fsdp2_needs(
-    units: Units, layers: Layers, head: Head, dtype: Dtype, *, full: bool, tied: bool, layout: Layout, accumulates: bool
+    units: Units, layers: Layers, head: Head, dtype: Dtype, layout: Layout, *, accumulates: bool
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases. A phase comes once for each moment or micro-batch that could be its peak.
 
@@ -189,22 +193,21 @@ def fsdp2_needs(
         layers: What the decoder layers hold.
         head: What the final norm and the head hold.
         dtype: Type of the products.
-        full: Whether all weights are trained, and not adapters.
-        tied: Whether the head uses the weights of the embedding.
         layout: How the run is spread.
         accumulates: Whether a step has several micro-batches.
     """
     e = BYTES[dtype]
+    gradients = 0 if layout.offload_param_device == "cpu" else 4 * units.all.trained
     # A tensor arrives whole on each device and is cut there: it, and its parts laid out anew, with padding.
-    yield "load", Need(gathered=(4 if full else e) * (units.tensor.whole + units.gathered(units.tensor)))
-    backward = _Backward(units, layers, head, e, full, tied, layout, 0, 0, reduces=True)
+    yield "load", Need(gathered=(4 if units.full else e) * (units.tensor.whole + units.gathered(units.tensor)))
+    backward = _Backward(units, layers, head, e, layout)
     if accumulates and layout.sync_each_batch:
-        backward = replace(backward, held=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
+        backward = replace(backward, held=gradients)
     elif accumulates:
         backward = replace(backward, whole=e * units.all.whole)
         yield from replace(backward, reduces=False).needs()
     yield from backward.needs()
-    yield "optimizer", Need(gradients=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
+    yield "optimizer", Need(gradients)
 
 
 @dataclass(frozen=True)
@@ -216,73 +219,58 @@ class _Backward:
     head: Head
     e: int
     """Bytes of the compute type."""
-    full: bool
-    tied: bool
     layout: Layout
-    whole: int
+    whole: int = 0
     """Bytes of gradients that lie there whole before it."""
-    held: int
+    held: int = 0
     """Bytes of gradients that lie there in shards before it."""
-    reduces: bool
+    reduces: bool = True
     """True if gradients are reduced; otherwise they stay whole."""
 
     def needs(self) -> Iterator[tuple[Phase, Need]]:
         """Yield the needs of its phases."""
-        kept_bytes = self.layers.kept + self.layers.shared
-        tail, ahead = self._tail, self._layer
-        stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
+        units, head, before = self.units, self.head, self.whole + self.held
+        tail, ahead = self._tail, self._gathered(units.layer)
+        kept_bytes = self.layers.kept + self.layers.shared + head.kept
+        stays = 0 if self.layout.reshard_after_forward else self._staying(units.num_layers)
         yield from self._unsharding()
         # The buffer in which the last unit of the forward pass arrived waits for the next.
-        arrived = tail if self.full and not self.tied else ahead
-        yield (
-            "forward",
-            Need(
-                gradients=self.whole + self.held,
-                activations=kept_bytes + self.layers.forward_only + self.head.kept,
-                logits=self.head.forward,
-                gathered=tail + arrived + stays,
-            ),
-        )
+        arrived = tail if units.full and not units.tied else ahead
+        yield "forward", Need(before, kept_bytes + self.layers.forward_only, head.forward, tail + arrived + stays)
         # The head's gradient in float32, and its copy in the compute type.
-        vocabulary = (4 + self._cast) * self._vocabulary if self.full else 0
-        yield (
-            "head",
-            Need(
-                gradients=self.whole + self.held,
-                activations=kept_bytes + self.head.kept,
-                logits=self.head.backward,
-                gathered=tail + vocabulary + (stays or ahead),
-            ),
-        )
+        vocabulary = (4 + self._cast) * self._vocabulary if units.full else 0
+        yield "head", Need(before, kept_bytes, head.backward, tail + vocabulary + (stays or ahead))
         yield from self._layer_needs()
-        if self.full:
+        if units.full:
             yield from self._embedding_needs()
 
     def _unsharding(self) -> Iterator[tuple[Phase, Need]]:
         """Yield the moments when weights are copied out of the all-gather buffer, and the buffer is there still."""
-        layers, num_layers = self.layers, self.units.num_layers
+        layers, units, num_layers = self.layers, self.units, self.units.num_layers
+        first, layer, embedding = (self._gathered(unit) for unit in (units.first, units.layer, units.embedding))
         keeps = not self.layout.reshard_after_forward
         before_last = layers.kept * (num_layers - 1) // num_layers
-        tied = self._embedding if self.tied else 0
+        tied = embedding if units.tied else 0
+        staying = self._staying(num_layers) if keeps else layer
         moments = [
             # The first layer's, behind the embedding's; the last one's, behind that of another layer; and its experts'.
-            (layers.stream, self._embedding + self._first + (self._staying(1) if keeps else self._first) + tied),
-            (before_last, 2 * self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
-            (layers.kept + layers.passing, self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
+            (layers.stream, embedding + first + (self._staying(1) if keeps else first) + tied),
+            (before_last, 2 * layer + staying + tied),
+            (layers.kept + layers.passing, layer + staying + tied),
         ]
-        if self.full and not self.tied:
+        if units.full and not units.tied:
             # The head's.
-            moments.append((layers.kept, self._layer + 2 * self._tail + (self._staying(num_layers) if keeps else 0)))
+            moments.append((layers.kept, layer + 2 * self._tail + (staying if keeps else 0)))
         for stored, gathered in moments:
             yield "forward", Need(self.whole + self.held, stored + layers.shared, 0, gathered)
 
     def _layer_needs(self) -> Iterator[tuple[Phase, Need]]:
-        layers, num_layers = self.layers, self.units.num_layers
+        layers, units, num_layers = self.layers, self.units, self.units.num_layers
         # A tied head is whole until the embedding's backward pass, and its gradient waits for that of the embedding.
-        waits = (self._embedding + (self.e * self._vocabulary if self.full else 0)) if self.tied else 0
-        of_tail = 0 if self.tied else self._reducing(self.units.head)
-        before_first = self.units.layers + self.units.first * -1
-        reducing = self._reducing(self.units.layer)
+        waits = self._tail + (self.e * self._vocabulary if units.full else 0) if units.tied else 0
+        of_tail = 0 if units.tied else self._reducing(units.head)
+        before_first = units.layers + units.first * -1
+        reducing = self._reducing(units.layer)
         # How many layers are left, what has its gradients, and the buffer from which the unit before is reduced.
         moments: list[tuple[Phase, int, Unit, int]] = [
             ("last layer", num_layers, Unit(), of_tail),
@@ -292,59 +280,32 @@ class _Backward:
             # The last but one, and the second, or the third where a smaller one comes behind the second: memory falls
             # or rises evenly between them.
             lefts = {num_layers - 1, min(3, num_layers - 1), 2}
-            moments += [
-                ("middle layers", num_left, before_first + self.units.layer * (1 - num_left), reducing)
-                for num_left in lefts
-            ]
+            moments += [("middle layers", left, before_first + units.layer * (1 - left), reducing) for left in lefts]
         for phase, num_left, finished, reducing in moments:
-            following = self._first if num_left == 2 else self._layer
-            stored = (
-                layers.kept * num_left // num_layers + layers.recomputed + layers.working
-                if num_left > 1
-                else layers.leading
-            )
+            stored = layers.leading
+            if num_left > 1:
+                stored = layers.kept * num_left // num_layers + layers.recomputed + layers.working
             # This layer, and the next unit; or all that have not been freed.
-            keeps = not self.layout.reshard_after_forward or num_left == 1
-            gathered = self._staying(num_left) if keeps else self._layer + following
-            finished += Unit() if self.tied else self.units.head
-            yield (
-                phase,
-                Need(
-                    gradients=self._gradients(finished),
-                    activations=stored + layers.shared,
-                    gathered=gathered + reducing + waits,
-                ),
-            )
+            gathered = self._gathered(units.layer) + self._gathered(units.first if num_left == 2 else units.layer)
+            if not self.layout.reshard_after_forward or num_left == 1:
+                gathered = self._staying(num_left)
+            gradients = self._gradients(finished + (Unit() if units.tied else units.head))
+            yield phase, Need(gradients, stored + layers.shared, 0, gathered + reducing + waits)
 
     def _embedding_needs(self) -> Iterator[tuple[Phase, Need]]:
-        table = self.e * self._vocabulary
-        finished = self.units.layers + (Unit() if self.tied else self.units.head)
-        reducing = self._reducing(self.units.first)
-        if self.tied:
+        units, table = self.units, self.e * self._vocabulary
+        finished = units.layers + (Unit() if units.tied else units.head)
+        gradients, gathered = self._gradients(finished), self._gathered(units.embedding) + self._reducing(units.first)
+        if units.tied:
             # Gathered; the gradients of both uses, and their sum.
-            yield (
-                "embedding",
-                Need(gradients=self._gradients(finished), gathered=self._embedding + 3 * table + reducing),
-            )
+            yield "embedding", Need(gradients, gathered=gathered + 3 * table)
             return
-        yield (
-            "embedding",
-            Need(
-                gradients=self._gradients(finished),
-                activations=self.layers.stream,
-                gathered=self._embedding + table + reducing,
-            ),
-        )
+        yield "embedding", Need(gradients, self.layers.stream, 0, gathered + table)
         if self.reduces:
             # What is reduced, before and after, and then cast.
-            after = (self._cast + (4 if self.held or self._offloads else 0)) * self.units.embedding.trained
-            yield (
-                "embedding",
-                Need(
-                    gradients=self._gradients(finished + self.units.embedding),
-                    gathered=table + self._reducing(self.units.embedding) + after,
-                ),
-            )
+            after = (self._cast + (4 if self.held or self._offloads else 0)) * units.embedding.trained
+            reduced = table + self._reducing(units.embedding) + after
+            yield "embedding", Need(self._gradients(finished + units.embedding), gathered=reduced)
 
     def _gradients(self, done: Unit) -> int:
         """Bytes of gradients that stay, when those of `done` have been computed."""
@@ -358,8 +319,9 @@ class _Backward:
 
     def _staying(self, num_layers: int) -> int:
         """Bytes of the first layers and the embedding, gathered."""
-        embedding, gathered = 0 if self.tied else self._embedding, self._gathered(self.units.layers) - self._first
-        return self._first + gathered * (num_layers - 1) // max(1, self.units.num_layers - 1) + embedding
+        units, first = self.units, self._gathered(self.units.first)
+        embedding, behind = 0 if units.tied else self._gathered(units.embedding), self._gathered(units.layers) - first
+        return first + behind * (num_layers - 1) // max(1, units.num_layers - 1) + embedding
 
     def _gathered(self, unit: Unit) -> int:
         return self.e * self.units.gathered(unit)
@@ -379,26 +341,14 @@ class _Backward:
         return self.layout.offload_param_device == "cpu"
 
     @property
-    def _first(self) -> int:
-        return self._gathered(self.units.first)
-
-    @property
-    def _layer(self) -> int:
-        return self._gathered(self.units.layer)
-
-    @property
-    def _embedding(self) -> int:
-        return self._gathered(self.units.embedding)
-
-    @property
     def _tail(self) -> int:
         """Bytes of the head's weights, and of the final norm's, in the forward pass and the head's backward pass."""
-        return self._embedding if self.tied else self._gathered(self.units.head)
+        return self._gathered(self.units.embedding if self.units.tied else self.units.head)
 
     @property
     def _vocabulary(self) -> int:
         """Parameters of the head."""
-        return self.units.embedding.whole if self.tied else self.units.head.whole
+        return (self.units.embedding if self.units.tied else self.units.head).whole
 
 
 SUB_GROUP_PARAMS = 10**9
@@ -426,24 +376,13 @@ def zero_buckets(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> ZeroB
     )
 
 
-def pad_to_multiple_of(max_length: int, layout: Layout, device: Device) -> int | None:
-    """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.
-
-    The devices show each other their micro-batches, which gloo can only where they are of one length.
-    """
-    parts = layout.sp_size
-    if parts == 1:
-        return None
-    return parts * -(-max_length // parts) if device.kind == "cpu" else parts
-
-
 def zero_kept(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     dtype: Dtype,
+    layout: Layout,
     *,
     optimizer_bytes: float,
-    layout: Layout,
     devices_per_node: int,
 ) -> Kept:
     """Return the bytes kept from step to step, on each device and on the node.
@@ -459,18 +398,14 @@ def zero_kept(
     # DeepSpeed updates a copy of weights that are in float32 as well (0.19).
     masters, states = 4 * part, int(optimizer_bytes * part)
     away = {"none": 0, "cpu": 0, "nvme": 0}
-    away[layout.offload_param_device] += base + adapters
-    away[layout.offload_optimizer_device] += masters + states + 4 * part
-    stays_optimizer = layout.offload_optimizer_device == "none"
-    stays_weights = layout.offload_param_device == "none"
-    return Kept(
-        weights=base if stays_weights else 0,
-        adapters=adapters if stays_weights else 0,
-        masters=masters if stays_optimizer else 0,
-        optimizer=states if stays_optimizer else 0,
-        host_bytes=devices_per_node * away["cpu"],
-        nvme_bytes=devices_per_node * away["nvme"],
-    )
+    if layout.offload_param_device != "none":
+        away[layout.offload_param_device] += base + adapters
+        base = adapters = 0
+    if layout.offload_optimizer_device != "none":
+        away[layout.offload_optimizer_device] += masters + states + 4 * part
+        masters = states = 0
+    host, nvme = devices_per_node * away["cpu"], devices_per_node * away["nvme"]
+    return Kept(base, adapters, masters, optimizer=states, host_bytes=host, nvme_bytes=nvme)
 
 
 def zero_needs(
@@ -479,8 +414,8 @@ def zero_needs(
     layers: Layers,
     head: Head,
     dtype: Dtype,
-    *,
     layout: Layout,
+    *,
     accumulates: bool,
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases."""
@@ -503,22 +438,17 @@ def zero_needs(
     kept_bytes = layers.kept + layers.shared
     vocabulary = (4 + e) * table if full and not model.judges else 0
     yield "load", Need(gathered=gathered_table)
-    yield (
-        "forward",
-        Need(before, kept_bytes + layers.forward_only + head.kept, head.forward, gathered_table + ahead + buckets),
-    )
-    yield "head", Need(before, kept_bytes + head.kept, head.backward, gathered_table + vocabulary + ahead + buckets)
+    gathered = gathered_table + ahead + buckets
+    yield "forward", Need(before, kept_bytes + layers.forward_only + head.kept, head.forward, gathered)
+    yield "head", Need(before, kept_bytes + head.kept, head.backward, gathered + vocabulary)
     waits = e * table if full and model.has_tied_head else 0
     yield "last layer", Need(before, kept_bytes + layers.recomputed + layers.working, 0, around + waits)
-    first = layers.first + layers.working + layers.shared
-    yield "first layer", Need(gradients, first, 0, around + waits)
+    yield "first layer", Need(gradients, layers.first + layers.working + layers.shared, 0, around + waits)
     if full:
         uses = 3 if model.has_tied_head else 1
         yield "embedding", Need(gradients, layers.stream, 0, gathered_table + uses * e * table + buckets)
     # The gradients of what is updated, in float32.
-    updated = trained // shards
-    if layout.strategy == "zero3":
-        updated = min(updated, SUB_GROUP_PARAMS)
+    updated = min(trained // shards, SUB_GROUP_PARAMS) if layout.strategy == "zero3" else trained // shards
     if layout.offload_optimizer_device != "none" or e == 4:
         updated = 0
-    yield "optimizer", Need(gradients=gradients + 4 * updated)
+    yield "optimizer", Need(gradients + 4 * updated)

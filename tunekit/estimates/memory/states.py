@@ -27,7 +27,7 @@ the weight.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal, assert_never, get_args
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head, is_vision
 from tunekit.recipe.methods.spec import MethodSection
@@ -50,40 +50,12 @@ MIN_8BIT_VALUES = 4096
 """Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """States that an optimizer keeps of each tensor."""
+_NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, "lion": 1}
+"""Values that an optimizer keeps of each trained one, by the first word of its name behind `paged_`: those of torch and
+bitsandbytes, as transformers makes them, SGD without momentum. Adafactor is a case of its own."""
 
-    values: int
-    """Values for each trained one."""
-    bits: Literal[8, 32] = 32
-    step: bool = False
-    """True if the step is counted in a float32 tensor."""
-
-
-_STATES: Mapping[Optim, _Kept] = {
-    "adamw_torch": _Kept(2, step=True),
-    "adamw_torch_fused": _Kept(2, step=True),
-    "adagrad": _Kept(1, step=True),
-    "rmsprop": _Kept(1, step=True),
-    "sgd": _Kept(0),
-    "ademamix": _Kept(3),
-    "ademamix_8bit": _Kept(3, bits=8),
-    "adamw_8bit": _Kept(2, bits=8),
-    "adamw_bnb_8bit": _Kept(2, bits=8),
-    "lion_32bit": _Kept(1),
-    "lion_8bit": _Kept(1, bits=8),
-    "paged_adamw_32bit": _Kept(2),
-    "paged_adamw_8bit": _Kept(2, bits=8),
-    "paged_ademamix_32bit": _Kept(3),
-    "paged_ademamix_8bit": _Kept(3, bits=8),
-    "paged_lion_32bit": _Kept(1),
-    "paged_lion_8bit": _Kept(1, bits=8),
-    "rmsprop_bnb": _Kept(1),
-    "rmsprop_bnb_32bit": _Kept(1),
-    "rmsprop_bnb_8bit": _Kept(1, bits=8),
-}
-"""Those of torch and bitsandbytes, as transformers makes them: SGD without momentum. Adafactor is a case of its own."""
+_WITH_STEP: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop"})
+"""Optimizers of torch that count the steps of each tensor in another one of float32."""
 
 
 def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
@@ -232,16 +204,16 @@ def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
     tensors = {name: shape for name, shape in trained.items() if gets_gradient(name)}
     if optim == "adafactor":
         return sum(_factored_bytes(shape) for shape in tensors.values())
-    states = _STATES[optim]
+    num_states, is_8bit = _NUM_STATES[optim.removeprefix("paged_").partition("_")[0]], optim.endswith("_8bit")
     total, quantised = 0, False
     for name, shape in tensors.items():
         size = math.prod(shape)
-        if states.bits == 8 and size >= MIN_8BIT_VALUES and not is_embedding(name):
-            total += states.values * (size + 4 * math.ceil(size / BLOCK_8BIT))
+        if is_8bit and size >= MIN_8BIT_VALUES and not is_embedding(name):
+            total += num_states * (size + 4 * math.ceil(size / BLOCK_8BIT))
             quantised = True
         else:
-            total += 4 * states.values * size + (4 if states.step else 0)
-    return total + (min(states.values, 2) * CODE_8BIT_BYTES if quantised else 0)
+            total += 4 * num_states * size + 4 * (optim in _WITH_STEP)
+    return total + (min(num_states, 2) * CODE_8BIT_BYTES if quantised else 0)
 
 
 def _factored_bytes(shape: Shape) -> int:
@@ -255,7 +227,7 @@ def _factored_bytes(shape: Shape) -> int:
 _LARGE = {"": (4096, 4096)}
 
 OPTIMIZER_BYTES: Mapping[Optim, float] = {
-    optim: round(states_bytes(_LARGE, optim) / 4096**2, 3) for optim in (*_STATES, "adafactor")
+    optim: round(states_bytes(_LARGE, optim) / 4096**2, 3) for optim in get_args(Optim)
 }
 """Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
 

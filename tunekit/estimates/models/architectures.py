@@ -10,6 +10,7 @@ A type that is not here is refused. A guess from Llama-like keys would miss bias
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tunekit.estimates.models.model_config import Config, complete, head_dim_of, num_experts_of, number, text_config
 
@@ -18,43 +19,6 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 """Names in a configuration's `layer_types` of layers that see other tokens through masked attention alone."""
-
-CARRY_STATE = frozenset(
-    {
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "inkling2_loop_text",
-        "inkling2_text",
-        "inkling_text",
-        "jamba",
-        "kimi_linear",
-        "lara_mini",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-        "zaya",
-    }
-)
-"""Types with state-space, recurrent, linear-attention or short-convolution layers, unless `layer_types` names none.
-
-Some of them would take the boundaries with the packages `causal_conv1d` and `fla`; transformers refuses them without,
-and with them they are not measured."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +65,10 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool = False) -> Shap
         yield name + ".bias", (outputs,)
 
 
-def _widths(config: Config) -> tuple[int, int]:
-    """Width of all queries, and of all keys."""
+def _widths(config: Config) -> tuple[int, int, int]:
+    """Width of the hidden state, of all queries, and of all keys."""
     heads, size = number(config, "num_attention_heads"), head_dim_of(config)
-    return heads * size, (config.get("num_key_value_heads") or heads) * size
+    return number(config, "hidden_size"), heads * size, (config.get("num_key_value_heads") or heads) * size
 
 
 def _attention(config: Config) -> Shapes:
@@ -114,19 +78,14 @@ def _attention(config: Config) -> Shapes:
 
 
 def _projections(config: Config, *, bias: bool, output_bias: bool) -> Shapes:
-    hidden, (queries, keys) = number(config, "hidden_size"), _widths(config)
+    hidden, queries, keys = _widths(config)
     yield from _linear("q_proj", queries, hidden, bias=bias)
     yield from _linear("k_proj", keys, hidden, bias=bias)
     yield from _linear("v_proj", keys, hidden, bias=bias)
     yield from _linear("o_proj", hidden, queries, bias=output_bias)
 
 
-def _plain_attention(config: Config) -> Shapes:
-    return _projections(config, bias=False, output_bias=False)
-
-
-def _qwen2_attention(config: Config) -> Shapes:
-    return _projections(config, bias=True, output_bias=False)
+_plain_attention = partial(_projections, bias=False, output_bias=False)
 
 
 def _attention_with_head_norms(config: Config) -> Shapes:
@@ -139,14 +98,14 @@ def _attention_with_head_norms(config: Config) -> Shapes:
 def _attention_with_wide_norms(config: Config) -> Shapes:
     """Queries and keys are normalised over all heads at once."""
     yield from _attention(config)
-    queries, keys = _widths(config)
+    _, queries, keys = _widths(config)
     yield "q_norm.weight", (queries,)
     yield "k_norm.weight", (keys,)
 
 
 def _fused_attention(config: Config) -> Shapes:
     """One projection to queries, keys and values."""
-    hidden, (queries, keys) = number(config, "hidden_size"), _widths(config)
+    hidden, queries, keys = _widths(config)
     yield from _linear("qkv_proj", queries + 2 * keys, hidden)
     yield from _linear("o_proj", hidden, queries)
 
@@ -220,11 +179,7 @@ def _qwen3_moe_mlp(config: Config, layer: int) -> Shapes:
 
 def _gpt_oss_mlp(config: Config, layer: int) -> Shapes:
     """Experts with biases, their matrices stored inputs first."""
-    experts, hidden, inner = (
-        num_experts_of(config),
-        number(config, "hidden_size"),
-        number(config, "intermediate_size"),
-    )
+    experts, hidden, inner = num_experts_of(config), number(config, "hidden_size"), number(config, "intermediate_size")
     yield from _linear("router", experts, hidden, bias=True)
     yield "experts.gate_up_proj", (experts, hidden, 2 * inner)
     yield "experts.gate_up_proj_bias", (experts, 2 * inner)
@@ -256,8 +211,7 @@ def _vision(config: Config, text_hidden: int) -> Shapes:
             yield from _linear(f"{prefix}self_attn.{projection}", hidden, hidden, bias=True)
         yield from _norm(prefix + "layer_norm1", hidden)
         yield from _norm(prefix + "layer_norm2", hidden)
-        yield from _linear(prefix + "mlp.fc1", inner, hidden, bias=True)
-        yield from _linear(prefix + "mlp.fc2", hidden, inner, bias=True)
+        yield from _vision_mlp(prefix, hidden, inner)
     yield from _norm(tower + "post_layernorm", hidden)
     if config["vision_use_head"]:
         head = tower + "head."
@@ -266,10 +220,14 @@ def _vision(config: Config, text_hidden: int) -> Shapes:
         yield head + "attention.in_proj_bias", (3 * hidden,)
         yield from _linear(head + "attention.out_proj", hidden, hidden, bias=True)
         yield from _norm(head + "layernorm", hidden)
-        yield from _linear(head + "mlp.fc1", inner, hidden, bias=True)
-        yield from _linear(head + "mlp.fc2", hidden, inner, bias=True)
+        yield from _vision_mlp(head, hidden, inner)
     yield "model.multi_modal_projector.mm_input_projection_weight", (hidden, text_hidden)
     yield "model.multi_modal_projector.mm_soft_emb_norm.weight", (hidden,)
+
+
+def _vision_mlp(prefix: str, hidden: int, inner: int) -> Shapes:
+    yield from _linear(prefix + "mlp.fc1", inner, hidden, bias=True)
+    yield from _linear(prefix + "mlp.fc2", hidden, inner, bias=True)
 
 
 def _norm(name: str, width: int) -> Shapes:
@@ -278,19 +236,14 @@ def _norm(name: str, width: int) -> Shapes:
     yield name + ".bias", (width,)
 
 
-_AROUND_BOTH = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 _BEHIND_BOTH = ("post_attention_layernorm", "post_feedforward_layernorm")
+_AROUND_BOTH = ("input_layernorm", "pre_feedforward_layernorm", *_BEHIND_BOTH)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_attention, _mlp),
     "smollm3": Family(_attention, _mlp),
     "mistral": Family(_plain_attention, _plain_mlp),
-    "qwen2": Family(_qwen2_attention, _plain_mlp),
+    "qwen2": Family(partial(_projections, bias=True, output_bias=False), _plain_mlp),
     "qwen3": Family(_attention_with_head_norms, _plain_mlp),
     "phi3": Family(_fused_attention, _fused_mlp),
     "gemma": Family(_attention, _plain_mlp),

@@ -1,10 +1,8 @@
-"""Architecture of a model from its config.json, and well-known models by name.
-
-Architecture of a model from its config.json, with the defaults that transformers uses for omitted keys.
+"""Architecture of a model from its config.json, with the defaults that transformers uses for omitted keys.
 
 Published configurations leave out what equals the defaults of their configuration class: Gemma 3's do not say how many
-heads there are. The defaults are written down here for the types whose tensors `tunekit.estimates.models.architectures`
-knows; the tests compare them with transformers.
+heads there are. The defaults are written down in `model_types.yaml`, beside this file, for the types whose tensors
+`tunekit.estimates.models.architectures` knows; the tests compare them with transformers.
 
 Well-known models by their hub names, so that a plan for them needs no network: `models.yaml`, beside this file.
 
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict
 
 from tunekit.errors import ModelError
 
@@ -26,132 +25,46 @@ Config = Mapping[str, Any]
 """A config.json, or the part of one that describes the decoder."""
 
 
-def _defaults(
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_hidden_layers: int,
-    num_attention_heads: int,
-    num_key_value_heads: int | None,
-    max_position_embeddings: int,
-    **others: Any,
-) -> Config:
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "max_position_embeddings": max_position_embeddings,
-        "tie_word_embeddings": False,
-        **others,
-    }
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+"""YAML loader of tables: in C where PyYAML was built with it, ten times as fast."""
 
 
-_WINDOW = {"sliding_window": 4096}
-_WINDOW_UNUSED = {"sliding_window": 4096, "use_sliding_window": False}
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
+class ModelTypes(BaseModel):
+    """Facts of types of models, by transformers' names: `model_types.yaml`, beside this file, says them and whence."""
 
-DEFAULTS: dict[str, Config] = {
-    "llama": _defaults(32000, 4096, 11008, 32, 32, None, 2048),
-    "smollm3": _defaults(128256, 2048, 11008, 36, 16, 4, 32768, use_sliding_window=False, tie_word_embeddings=True),
-    "mistral": _defaults(32000, 4096, 14336, 32, 32, 8, 131072, **_WINDOW),
-    "qwen2": _defaults(151936, 4096, 22016, 32, 32, 32, 32768, **_WINDOW_UNUSED),
-    "qwen3": _defaults(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128, **_WINDOW_UNUSED),
-    "phi3": _defaults(32064, 3072, 8192, 32, 32, None, 4096),
-    "gemma": _defaults(256000, 3072, 24576, 28, 16, 16, 8192, **_GEMMA),
-    "gemma2": _defaults(256000, 2304, 9216, 26, 8, 4, 8192, **_GEMMA, **_WINDOW),
-    "gemma3_text": _defaults(262208, 2304, 9216, 26, 8, 4, 131072, **_GEMMA, **_WINDOW),
-    "olmo2": _defaults(50304, 4096, 11008, 32, 32, None, 2048),
-    "olmo3": _defaults(50304, 4096, 11008, 32, 32, None, 2048, **_WINDOW),
-    "mixtral": _defaults(32000, 4096, 14336, 32, 32, 8, 131072, num_local_experts=8, num_experts_per_tok=2),
-    "qwen3_moe": {
-        **_defaults(151936, 2048, 6144, 24, 32, 4, 32768, **_WINDOW_UNUSED),
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    "gpt_oss": {
-        **_defaults(201088, 2880, 2880, 36, 64, 8, 131072, head_dim=64, attention_bias=True, sliding_window=128),
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-    },
-    "deepseek_v3": {
-        **_defaults(129280, 7168, 18432, 61, 128, 128, 4096),
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 3,
-    },
-}
-"""Defaults of transformers' configuration classes, 5.23, by the type of the decoder."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
-"""Of so many layers one sees all tokens and the others a sliding window; in other types all layers are alike."""
+    defaults: dict[str, dict[str, Any]]
+    """Defaults of configuration classes, of the types whose tensors can be derived from a config.json."""
+    vision_defaults: dict[str, Any]
+    """Those of a vision tower."""
+    full_attention_every: dict[str, int]
+    """Of types with sliding attention: of so many layers one sees all tokens."""
+    router_aux_loss_coef: dict[str, float]
+    """Default coefficients of the routers' auxiliary loss."""
+    carry_state: frozenset[str]
+    """Types with layers that carry a state from token to token."""
+    traced: frozenset[str]
+    """Types whose activations were compared with a trace."""
+    former_linears: dict[str, dict[str, str]]
+    """Of types whose experts PEFT adapts: what became of the linear layers that they once had, by their last names."""
 
-ROUTER_AUX_LOSS_COEF: Mapping[str, float] = {
-    **dict.fromkeys(
-        (
-            "deepseek_v4",
-            "doge",
-            "ernie4_5_moe",
-            "gpt_oss",
-            "granitemoe",
-            "granitemoe_swa",
-            "granitemoehybrid",
-            "granitemoeshared",
-            "jamba",
-            "laguna",
-            "lara_mini",
-            "llama4_text",
-            "mellum",
-            "minimax",
-            "minimax_m2",
-            "minimax_m3_vl_text",
-            "mixtral",
-            "phimoe",
-            "qwen2_moe",
-            "qwen3_5_moe_text",
-            "qwen3_moe",
-            "qwen3_next",
-            "qwen4_exp_text",
-        ),
-        0.001,
-    ),
-    "flex_olmo": 0.01,
-    "flint": 0.0005,
-    "olmoe": 0.01,
-}
-"""Default coefficient of the routers' auxiliary loss by the type of the decoder, of those that return its logits. Other
-types have none, and TRL adds none."""
+
+@cache
+def model_types() -> ModelTypes:
+    """The table of types."""
+    text = Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8")
+    return ModelTypes.model_validate(yaml.load(text, Loader=LOADER))
+
 
 WITH_VISION = frozenset({"gemma3"})
 """Types with a vision tower besides the decoder that transformers loads as causal language models, tower and all."""
-
-VISION_DEFAULTS: Config = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-    "vision_use_head": True,
-}
-"""Defaults of transformers for keys that the config.json of a SigLIP tower omits."""
 
 
 def is_known(config: Config) -> bool:
     """Return whether the tensors of a model can be derived from this config.json."""
     others_known = "text_config" not in config or config.get("model_type") in WITH_VISION
-    return others_known and text_config(config).get("model_type") in DEFAULTS
+    return others_known and text_config(config).get("model_type") in model_types().defaults
 
 
 def complete(config: Config) -> dict[str, Any]:
@@ -160,16 +73,18 @@ def complete(config: Config) -> dict[str, Any]:
     Raises:
         ModelError: The type is not known here.
     """
+    types = model_types()
     if not is_known(config):
+        known_types = ", ".join([*types.defaults, *sorted(WITH_VISION)])
         raise ModelError(
             f"the tensors of a {config.get('model_type')!r} model cannot be told from its config.json alone",
-            hint=f"its safetensors files say them; known without are {', '.join([*DEFAULTS, *sorted(WITH_VISION)])}",
+            hint=f"its safetensors files say them; known without are {known_types}",
         )
     decoder = text_config(config)
-    text = {**DEFAULTS[decoder["model_type"]], **decoder}
+    text = {**types.defaults[decoder["model_type"]], **decoder}
     if "text_config" not in config:
         return text
-    vision = {**VISION_DEFAULTS, **(config.get("vision_config") or {})}
+    vision = {**types.vision_defaults, **(config.get("vision_config") or {})}
     return {"tie_word_embeddings": True, **config, "text_config": text, "vision_config": vision}
 
 
@@ -198,7 +113,7 @@ def layer_types_of(config: Config) -> tuple[str, ...]:
     """
     if config.get("layer_types"):
         return tuple(config["layer_types"])
-    full_every = FULL_ATTENTION_EVERY.get(config.get("model_type", ""))
+    full_every = model_types().full_attention_every.get(config.get("model_type", ""))
     if full_every is None:
         return ()
     every = config.get("sliding_window_pattern") or full_every
@@ -223,7 +138,7 @@ def _first_count(config: Config, *names: str) -> int:
 
 def router_aux_loss_coef_of(config: Config) -> float | None:
     """Coefficient of the routers' auxiliary loss by config.json; None where the model's code has none."""
-    default = ROUTER_AUX_LOSS_COEF.get(config.get("model_type", ""))
+    default = model_types().router_aux_loss_coef.get(config.get("model_type", ""))
     coefficient = config.get("router_aux_loss_coef")
     return default if coefficient is None or default is None else float(coefficient)
 
@@ -247,10 +162,6 @@ def number(config: Config, name: str) -> int:
     return value
 
 
-TABLE = Path(__file__).parent / "models.yaml"
-"""The table as it ships with the package."""
-
-
 @dataclass(frozen=True)
 class KnownModel:
     """Row of the table for one hub name."""
@@ -267,7 +178,7 @@ class KnownModel:
 @cache
 def known_models() -> dict[str, KnownModel]:
     """The table by hub name."""
-    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    table = yaml.load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"), Loader=LOADER)
     return {
         name: KnownModel(entry["config"], entry["num_params"], table["sources"][entry["source"]], kind == "chat")
         for entry in table["models"]

@@ -18,16 +18,17 @@ is largest at t = sqrt(2 c M) (Young, doi.org/10.1145/361147.361115, 1974; Daly,
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from tunekit.estimates.facts import DataFacts, Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
-from tunekit.estimates.throughput.communication import Range, transfers_of
 from tunekit.estimates.throughput.step import (
     Before,
     Generating,
+    Range,
     Step,
     communication_words,
     fed_tokens_per_second,
@@ -38,9 +39,11 @@ from tunekit.estimates.throughput.step import (
     is_counted,
     num_workers,
     peak_of,
+    range_of,
     rate_of,
     seconds_before,
     seconds_of,
+    transfers_of,
     unknown_link,
 )
 from tunekit.recipe.schema import Recipe
@@ -124,11 +127,11 @@ def reserve_share(records: Sequence[RunRecord], device: Device) -> tuple[float, 
     shares = [
         record.reserve_share for record in records if record.device == device.name and record.reserve_share is not None
     ]
-    if not shares:
-        return None
-    share = median(shares)
-    runs = "1 run" if len(shares) == 1 else f"{len(shares)} runs"
-    return share, f"from {runs} on this device"
+    return (median(shares), f"from {_runs(len(shares))} on this device") if shares else None
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
 
 
 DEVICE_SECONDS_PER_FAILURE = 54 * 16384 / 419 * 86400
@@ -182,8 +185,6 @@ def goodput_of(
     step_seconds: float,
     checkpoint_bytes: float,
     save_steps: int | None,
-    restart_seconds: float = RESTART_SECONDS,
-    storage_bytes_per_second: float = STORAGE_BYTES_PER_SECOND,
 ) -> Goodput | None:
     """Estimate the share of useful time of a run; None for a run that will hardly see a failure.
 
@@ -194,17 +195,15 @@ def goodput_of(
         step_seconds: Time of each.
         checkpoint_bytes: Size of a checkpoint.
         save_steps: Steps between checkpoints, None for the best number.
-        restart_seconds: From a failure until steps are made again.
-        storage_bytes_per_second: What one node writes.
     """
     between = DEVICE_SECONDS_PER_FAILURE / num_devices
     expected = num_steps * step_seconds / between
     if expected < WORTH_SAYING:
         return None
-    stall = checkpoint_bytes / num_writers / storage_bytes_per_second
+    stall = checkpoint_bytes / num_writers / STORAGE_BYTES_PER_SECOND
     best = max(1, min(num_steps, round(best_interval_seconds(stall, between) / step_seconds)))
     steps = save_steps or best
-    share = useful_share(steps * step_seconds, stall, between, restart_seconds)
+    share = useful_share(steps * step_seconds, stall, between, RESTART_SECONDS)
     return Goodput(
         share=share,
         num_failures=expected / share,
@@ -357,17 +356,15 @@ def step_of(
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
     sequences = passes.sequences_per_row
 
-    def operations(*, again: bool) -> float:
-        return flops_per_token(
-            model,
-            recipe.adapter,
-            attended_tokens=attended,
-            num_tokens=micro_batch_size * sequences * row,
-            head_share=head_share,
-            gradient_checkpointing=again,
-            whole_head=not computes_again,
-        )
-
+    operations = partial(
+        flops_per_token,
+        model,
+        recipe.adapter,
+        attended_tokens=attended,
+        num_tokens=micro_batch_size * sequences * row,
+        head_share=head_share,
+        whole_head=not computes_again,
+    )
     forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
     generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
     num_forwards, without_gradients = passes.num_forwards, passes.num_forwards * forward
@@ -389,8 +386,8 @@ def step_of(
         dtype=dtype,
         layout=layout,
         num_nodes=num_nodes,
-        flops_per_token=operations(again=gradient_checkpointing) + without_gradients,
-        model_flops_per_token=operations(again=False) - head_again + without_gradients + generated,
+        flops_per_token=operations(gradient_checkpointing=gradient_checkpointing) + without_gradients,
+        model_flops_per_token=operations(gradient_checkpointing=False) - head_again + without_gradients + generated,
         num_tokens=batch * sequences * row,
         max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
@@ -463,11 +460,12 @@ def speed_of(
         num_devices=step.num_devices,
         basis="",
     )
-    timed = _timed(step, device, figures or Figures(), records)
+    sheet = figures or Figures()
+    timed = _timed(step, device, sheet, records)
     if isinstance(timed, str):
         return speed.model_copy(update={"basis": timed})
-    seconds = timed.seconds
-    tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
+    seconds, rate = timed.seconds, timed.rate
+    tokens = seconds.seconds_of(step.num_tokens)
     goodput = None
     if num_steps is not None and device.kind == "cuda":
         goodput = goodput_of(
@@ -479,7 +477,7 @@ def speed_of(
             save_steps=save_steps,
         )
     lost = 1.0 if goodput is None else 1 / goodput.share
-    total = None if num_steps is None else seconds.times(num_steps * lost).plus(timed.before)
+    total = None if num_steps is None else seconds.times(num_steps * lost).plus(seconds_before(step, rate))
     price = None if figures is None else figures.usd_per_hour
     a_second = None if price is None else step.num_devices * price / 3600
     return speed.model_copy(
@@ -488,10 +486,10 @@ def speed_of(
             "mfu": None if peak is None else tokens.times(step.model_flops_per_token / step.num_devices / peak),
             "seconds": total,
             "cost_usd": None if a_second is None or total is None else total.times(a_second),
-            "usd_per_million_tokens": None if a_second is None else _per_million(tokens, a_second * lost),
-            "num_workers": timed.num_workers,
-            "fed_tokens_per_second": timed.fed_tokens_per_second,
-            "communication": timed.communication,
+            "usd_per_million_tokens": None if a_second is None else tokens.seconds_of(1e6 * (a_second * lost)),
+            "num_workers": num_workers(step, rate, sheet),
+            "fed_tokens_per_second": fed_tokens_per_second(step, rate, sheet),
+            "communication": communication_words(step, rate, sheet),
             "generation_share": _generation_share(step, timed),
             "goodput": goodput,
             "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
@@ -502,28 +500,23 @@ def speed_of(
 
 @dataclass(frozen=True)
 class _Timed:
-    """Seconds of a step, and what they come from in words."""
+    """Seconds of a step, and the rate they come from, with its source in words."""
 
     seconds: Range
     generating: Range
     """Of these, in which answers are generated."""
-    before: Range
-    """Before the first step."""
-    num_workers: int
-    fed_tokens_per_second: float
+    rate: Range
+    """Operations a second of a device."""
     basis: str
-    communication: str | None
 
 
 def _generation_share(step: Step, timed: _Timed) -> Range | None:
     """The least of generating in the longest of the rest, and the other way round."""
     if step.generating is None:
         return None
-    generating, whole = timed.generating, timed.seconds
-    remainder = Range(low=whole.low - generating.low, high=whole.high - generating.high)
-    return Range(
-        low=generating.low / (generating.low + remainder.high), high=generating.high / (generating.high + remainder.low)
-    )
+    part, whole = timed.generating, timed.seconds
+    remainder = Range(low=whole.low - part.low, high=whole.high - part.high)
+    return Range(low=part.low / (part.low + remainder.high), high=part.high / (part.high + remainder.low))
 
 
 def _parts_words(step: Step, timed: _Timed) -> str:
@@ -532,7 +525,8 @@ def _parts_words(step: Step, timed: _Timed) -> str:
     if step.generating is not None:
         text += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
     if step.before is not None:
-        text += f"; {_between(timed.before, duration)} for the reference before the first step"
+        before = seconds_before(step, timed.rate)
+        text += f"; {_between(before, duration)} for the reference before the first step"
     return text
 
 
@@ -544,9 +538,9 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     is_shared = device.kind == "cpu" and step.num_devices > 1
     alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
-        rate, basis = _rate_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
+        rate, basis = range_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
     elif alone:
-        rate, basis = _rate_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
+        rate, basis = range_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
     else:
         by_peak = rate_of(step, device, figures)
         if by_peak is None:
@@ -556,8 +550,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     seconds = seconds_of(step, rate, figures)
     if as_spread:
         # What devices waited is in it, and generating.
-        work = step.num_tokens * step.flops_per_token / step.num_devices
-        whole = Range(low=work / rate.high, high=work / rate.low)
+        whole = rate.seconds_of(step.num_tokens * step.flops_per_token / step.num_devices)
         shares = [record.generation_share for record in as_spread if record.generation_share is not None]
         if shares and step.generating is not None:
             seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
@@ -567,15 +560,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
         return f"how fast {what} is, is not known; a finished run spread like this one will tell"
-    return _Timed(
-        seconds,
-        generating=generation,
-        before=seconds_before(step, rate),
-        num_workers=num_workers(step, rate, figures),
-        fed_tokens_per_second=fed_tokens_per_second(step, rate, figures),
-        basis=basis,
-        communication=communication_words(step, rate, figures),
-    )
+    return _Timed(seconds, generation, rate, basis)
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
@@ -586,25 +571,11 @@ def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
     return kind == wanted_key and of_a_size and alike
 
 
-def _rate_of(achieved: Sequence[float]) -> Range:
-    """Operations a second of a device, in the slowest and the fastest of similar runs."""
-    return Range(low=min(achieved), high=max(achieved))
-
-
 def _words_of(records: Sequence[RunRecord], device: Device) -> str:
-    runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
     number = records[0].layout.num_processes
     where = "this device" if number == 1 else f"{number} of {device.name}"
-    shares = [record.memory_share for record in records]
-    memory = _between(Range(low=min(shares), high=max(shares)), "{:.0%}".format)
-    return f"from {runs} on {where}, which took {memory} of the planned memory"
-
-
-def _per_million(tokens_per_second: Range, usd_per_second: float) -> Range:
-    return Range(
-        low=1e6 * usd_per_second / tokens_per_second.high,
-        high=1e6 * usd_per_second / tokens_per_second.low,
-    )
+    memory = _between(range_of([record.memory_share for record in records]), "{:.0%}".format)
+    return f"from {_runs(len(records))} on {where}, which took {memory} of the planned memory"
 
 
 def duration(seconds: float) -> str:

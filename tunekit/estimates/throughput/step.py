@@ -1,33 +1,365 @@
 """Work and time of an optimizer step: its FLOPs, exchanges and updates.
 
-The work of one optimizer step, and how long it takes: computing, sending and updating.
-
 A device computes at a share of its peak, and sends meanwhile: what it gathers or reduces hides behind computing
 unless it takes longer, so that a micro-batch takes the longer of both; what it has to wait for comes on top. Then the
 optimizer goes through memory. Both ends of each figure are carried along: computing fast over fast links, and slowly
 over slow ones.
 
-Floating-point operations (FLOPs) of a training step: its products of matrices, two for each multiplication.
+Floating-point operations (FLOPs) are those of products of matrices, two for each multiplication. They are counted as
+torch's FlopCounterMode counts them; the tests compare the two. Of routed experts a token goes through a few, and so
+only these are counted; what PEFT adds to the fused matrix of all experts is made once for all tokens of a micro-batch
+(see `tunekit.estimates.memory.experts`).
 
-They are counted as torch's FlopCounterMode counts them; the tests compare the two. Of routed experts a token goes
-through a few, and so only these are counted; what PEFT adds to the fused matrix of all experts is made once for all
-tokens of a micro-batch (see `tunekit.estimates.memory.experts`).
+Bytes of communication are those that one device sends; it receives as many at the same time. Collectives are counted as
+rings, in which gathering or reducing S bytes among n devices has each send (n - 1)/n S, and an all-reduce does both:
+the convention of the bus bandwidth that NCCL's tests print (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so that
+time is these bytes over that bandwidth. The delay of starting a transfer is not counted; it matters for small ones.
 
-Symbols: N parameters of the linear layers without the head, A those of their adapters, V vocabulary, h hidden size,
-q = heads x head size, L layers.
+Symbols: P parameters, N those of linear layers but the head, A those of their adapters, V vocabulary, L layers, T
+tokens of a micro-batch, h hidden size, q = heads x head size, kv = key-value heads x head size, e bytes of the compute
+type.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, assert_never
 
-from tunekit.estimates.facts import Device, Figures, ModelFacts
+from tunekit.estimates.facts import Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import trained_experts
-from tunekit.estimates.memory.states import Dtype
-from tunekit.estimates.models.architectures import ATTENTION_LAYERS, CARRY_STATE
-from tunekit.estimates.throughput.communication import CPU_PARAMS_PER_SECOND, Range, Transfer
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, weights_bytes
+from tunekit.estimates.models.architectures import ATTENTION_LAYERS
+from tunekit.estimates.models.model_config import model_types
+from tunekit.estimates.passes import SFT, Passes
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+
+
+class Range(Facts):
+    """Two ends between which a figure is expected."""
+
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Range":
+        """Both ends multiplied."""
+        return Range(low=self.low * factor, high=self.high * factor)
+
+    def plus(self, other: "Range") -> "Range":
+        """Both ends added."""
+        return Range(low=self.low + other.low, high=self.high + other.high)
+
+    def seconds_of(self, work: float) -> "Range":
+        """Seconds that so much work takes at these rates."""
+        return Range(low=work / self.high, high=work / self.low)
+
+
+def range_of(figures: Collection[float]) -> Range:
+    """The least and the greatest of some figures."""
+    return Range(low=min(figures), high=max(figures))
+
+
+def longest_of(*spans: Range) -> Range:
+    """The longest of spans at the same time, at both ends."""
+    return Range(low=max(span.low for span in spans), high=max(span.high for span in spans))
+
+
+NVLINK_SHARE = Range(low=0.33, high=0.85)
+"""Share of the peak of links between the devices of a node that collectives reach.
+
+High: 82 % in a ring of 8 H200 (github.com/stas00/ml-engineering, network/benchmarks/results/all-reduce-8xH200.md,
+August 2026), 84 % between two H100 (github.com/NVIDIA/nccl/issues/1264). Low: 98 of 300 GB/s, worked out from LoRA
+with ZeRO-3 of a 72B model on 4 A100, 17.6 s for 8 micro-batches of 256 tokens that cannot hide it
+(github.com/QwenLM/Qwen, README, "Profiling of Memory and Speed")."""
+
+PCIE_SHARE = Range(low=0.25, high=0.55)
+"""The same where there is only PCIe. 28 of 63 GB/s among 8 RTX 5090, 35 among 4 (github.com/NVIDIA/nccl/issues/1639);
+low: 12.7 of 31.5 GB/s among RTX 4090 that have direct access (github.com/tinygrad/open-gpu-kernel-modules/pull/22),
+less where they go through main memory."""
+
+NETWORK_SHARE = Range(low=0.45, high=0.95)
+"""Share of the peak of the network. High: 46 to 48 of 50 GB/s an adapter (github.com/NVIDIA/nccl-tests/issues/290);
+low: 180 of 400 GB/s a node (github.com/NVIDIA/nccl/issues/1031). A network that is not set up well is slower still:
+100 of 400 GB/s (github.com/NVIDIA/nccl/issues/2409)."""
+
+HOST_SHARE = Range(low=0.4, high=0.87)
+"""Share of the peak of PCIe to main memory. High: 54.8 of 63 GB/s (github.com/aigatech/vpbenchmarking, 8 H100); low:
+where devices share a switch, a choice and not a measurement."""
+
+CPU_PARAMS_PER_SECOND = Range(low=0.35e9, high=3.4e9)
+"""Parameters that the processors of a node update in a second, with Adam in float32.
+
+High: torchtune's full training of a 70B model on 8 A100, offloaded with a fused optimizer, took 20.9 s for a step of
+32,768 tokens (github.com/pytorch/torchtune, README of September 2024), of which computing takes at least 10.7 s: 6.9
+billion a second in bfloat16, half as many in float32. Low: a 7B model on 8 A800, whose step of 64 rows of 4,096 tokens
+took 35.4 s with its optimizer offloaded and 15.3 s without (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a,
+ZeRO-2)."""
+
+STATES_BYTES_ON_DISK = 28
+"""Bytes that a step reads and writes for each trained parameter whose states are on a disk: float32 gradient, weight
+and two states are read, the last three written back (ZeRO-Infinity, arXiv 2104.07857, section 3)."""
+
+LINKS = {
+    "node": "between the devices of a node",
+    "network": "between nodes",
+    "host": "to main memory",
+    "disk": "to disk",
+}
+
+
+Link = Literal["devices", "host", "disk"]
+
+Hides = Literal["compute", "attention", "nothing", "generation"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Something that every device sends.
+
+    Attributes:
+        what: What it is, in words.
+        sent_bytes: Bytes that a device sends each time.
+        link: `devices` for what goes to other devices, by whatever link there is.
+        hides_behind: What the device computes meanwhile; what attention hides depends on how it is done. What
+            generating answers sends is no part of a micro-batch.
+        per_step: Whether it happens once an optimizer step, at the end of the last micro-batch, not in every one.
+        num_in_node: Devices that take part and are in one node; of a disk those that share it.
+        num_devices: All that take part.
+    """
+
+    what: str
+    sent_bytes: float
+    link: Link
+    hides_behind: Hides
+    per_step: bool = False
+    num_in_node: int = 1
+    num_devices: int = 1
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """True if it crosses the network."""
+        return self.link == "devices" and self.num_in_node < self.num_devices
+
+    @property
+    def link_name(self) -> str:
+        """The slowest link on its way, in words."""
+        return LINKS["network" if self.crosses_nodes else "node" if self.link == "devices" else self.link]
+
+    def seconds(self, figures: Figures) -> Range | None:
+        """Return how long it takes by itself; None where a link's speed is not known."""
+        speed = self._bytes_per_second(figures)
+        return None if speed is None else speed.seconds_of(self.sent_bytes)
+
+    def _bytes_per_second(self, figures: Figures) -> Range | None:
+        host, link = figures.host_bytes_per_second, figures.link_bytes_per_second
+        if self.link == "host":
+            return None if host is None else HOST_SHARE.times(host)
+        if self.link == "disk":
+            disk = figures.disk_bytes_per_second
+            # What a file says of its disk is what it reaches.
+            return None if disk is None else Range(low=disk, high=disk).times(1 / self.num_in_node)
+        inside = None
+        if link is not None:
+            inside = (PCIE_SHARE if host is not None and link <= host else NVLINK_SHARE).times(link)
+        if not self.crosses_nodes:
+            return inside
+        network = figures.network_bytes_per_second
+        if network is None or (inside is None and self.num_in_node > 1):
+            return None
+        # A ring enters and leaves a node once; NCCL lays as many rings as there are adapters.
+        across = NETWORK_SHARE.times(network * self.num_in_node)
+        if inside is None or self.num_in_node == 1:
+            return across
+        return Range(low=min(inside.low, across.low), high=min(inside.high, across.high))
+
+
+def transfers_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    layout: Layout,
+    *,
+    num_nodes: int,
+    num_tokens: float,
+    gradient_checkpointing: bool,
+    passes: Passes = SFT,
+) -> tuple[Transfer, ...]:
+    """All that a device sends in a step.
+
+    Args:
+        model: The model.
+        adapter: What is trained.
+        dtype: Type of the products.
+        layout: How the run is spread.
+        num_nodes: Machines that its processes are on, as many on each.
+        num_tokens: Tokens of a micro-batch.
+        gradient_checkpointing: Whether layers, and what they send, are computed again.
+        passes: What the method does in a step.
+    """
+    sender = _Sender(model, adapter, dtype, layout, passes, layout.num_processes // num_nodes)
+    everything = [
+        *sender.of_states(),
+        *sender.between_replicas(),
+        *sender.of_activations(num_tokens, again=gradient_checkpointing),
+        *sender.of_offloading(),
+    ]
+    return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
+
+
+def gathered_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> float:
+    """Bytes of all weights in the type in which they are gathered.
+
+    Accelerate's FSDP2 and DeepSpeed gather in the compute type. Of 4-bit weights the packed values are gathered, where
+    they are divided at all; their constants are on every device.
+    """
+    trained = 0 if isinstance(adapter, FullAdapter) else num_trainable_params(model, adapter)
+    if not isinstance(adapter, QloraAdapter):
+        return float(BYTES[dtype] * (model.num_params + trained))
+    quantised = model.num_linear_params
+    return 0.5 * quantised + BYTES[dtype] * (model.num_params - quantised + trained)
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """A device of a layout, and what it sends."""
+
+    model: ModelFacts
+    adapter: FullAdapter | LoraAdapter
+    dtype: Dtype
+    layout: Layout
+    passes: Passes
+    per_node: int
+
+    @property
+    def num_trained(self) -> int:
+        return num_trainable_params(self.model, self.adapter)
+
+    def ring(
+        self, size: int, stride: int, what: str, size_bytes: float, hides: Hides, *, per_step: bool = False
+    ) -> Transfer:
+        """A ring in which `size_bytes` are gathered, or reduced.
+
+        Its `size` devices are every `stride`-th, in the order of Accelerate's mesh.
+        """
+        num_in_node = min(size, max(1, self.per_node // stride))
+        return Transfer(what, (size - 1) / size * size_bytes, "devices", hides, per_step, num_in_node, size)
+
+    def of_states(self) -> Iterator[Transfer]:
+        """Yield the transfers of weights and gradients among the devices that divide them.
+
+        FSDP2 gathers a layer before its forward pass and, resharded, again before its backward pass; a frozen base is
+        gathered too, but has no gradients. Without `sync_each_batch` Accelerate reduces in the last micro-batch alone.
+        ZeRO gathers what is divided at its stage: ZeRO-3 weights, the others what the optimizer updated.
+
+        Passes without gradients gather as well, but for one that follows a forward pass whose weights stayed. FSDP2 has
+        a reference model of its own in one unit: gathered before it computes, once for all where it stays.
+        """
+        layout, passes = self.layout, self.passes
+        sends = partial(self.ring, layout.num_shards, layout.tp_size)
+        weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size
+        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size
+        match layout.strategy:
+            case "fsdp2" | "zero3":
+                twice = layout.strategy == "zero3" or layout.reshard_after_forward
+                again, alone = passes.num_forwards, 0.0
+                if passes.keeps_reference and layout.strategy == "fsdp2":
+                    again, alone = again - passes.num_reference_forwards, twice * passes.num_reference_forwards
+                if not twice and (passes.refers_in_micro_batch or passes.estimates):
+                    again = 0
+                yield sends("gathering weights", ((2 if twice else 1) + again) * weights, "compute")
+                yield sends("gathering the reference", alone * weights, "nothing")
+                often = self.times_generating
+                yield sends("gathering weights to generate", often * weights, "generation", per_step=True)
+                once = layout.strategy == "fsdp2" and not layout.sync_each_batch
+                yield sends("reducing gradients", gradients, "compute", per_step=once)
+            case "zero1" | "zero2":
+                yield sends("reducing gradients", gradients, "compute", per_step=layout.strategy == "zero1")
+                yield sends("gathering updated weights", gradients, "nothing", per_step=True)
+            case "single" | "ddp":
+                pass
+            case _:
+                assert_never(layout.strategy)
+
+    @property
+    def times_generating(self) -> float:
+        """Number of times in an optimizer step that all weights are gathered to generate.
+
+        FSDP2 frees each layer again, unless its weights stay, and so gathers for every token; TRL has ZeRO-3 gather all
+        of them at once.
+        """
+        generation = self.passes.generation
+        if generation is None:
+            return 0.0
+        every_token = self.layout.strategy == "fsdp2" and self.layout.reshard_after_forward
+        return (generation.completion_tokens if every_token else 1) / generation.num_steps
+
+    def between_replicas(self) -> Iterator[Transfer]:
+        """Yield the gradients among devices with a copy each: DDP's are float32, FSDP2's of the compute type."""
+        layout = self.layout
+        sends = partial(self.ring, layout.dp_replicate_size, layout.num_shards * layout.tp_size)
+        each = 4 if layout.strategy == "ddp" else BYTES[self.dtype]
+        gradients = each * self.num_trained / layout.tp_size / layout.num_shards
+        often = layout.strategy == "fsdp2" and layout.sync_each_batch
+        yield sends("summing gradients", 2 * gradients, "compute", per_step=not often)
+
+    def of_activations(self, num_tokens: float, *, again: bool) -> Iterator[Transfer]:
+        """Yield the transfers between devices that compute one micro-batch together, in every layer.
+
+        Tensor parallel sums activations twice in the forward pass of a layer (arXiv 1909.08053, section 3). In the
+        backward pass transformers sums the gradient of each product's own input, so five times in Llama's layers, where
+        two would do. Context parallel passes keys and values on, in the backward pass besides their gradients (arXiv
+        2310.01889). Ulysses exchanges queries, keys, values and outputs, so that each device has some of the heads
+        (arXiv 2309.14509).
+        """
+        model, e, layers = self.model, BYTES[self.dtype], self.model.num_layers
+        tensor, context, ulysses = self.layout.tp_size, self.layout.cp_size, self.layout.sp_size
+        tokens = num_tokens / (context * ulysses)
+        q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        times = 3 if again else 2
+        # Computed again is a layer up to the input of its last product.
+        sums = times + _num_column_products(model) + 2 * self.passes.num_forwards
+        summed = layers * sums * tokens * model.hidden_size * e
+        yield self.ring(tensor, 1, "summing activations", 2 * summed, "nothing")
+        rings = layers * (times + 1) * num_tokens / ulysses * 2 * kv / tensor * e
+        yield self.ring(context, tensor, "passing keys and values", rings, "attention")
+        exchanged = layers * times * tokens * 2 * (q + kv) / tensor * e
+        yield self.ring(ulysses, tensor, "exchanging heads", exchanged, "nothing")
+
+    def of_offloading(self) -> Iterator[Transfer]:
+        """Yield the weights, gradients and states that go between a device and where they lie.
+
+        FSDP2 copies its part of a weight as it is stored and casts it on the device (torch's CPUOffloadPolicy), ZeRO
+        sends it in the compute type. Gradients go down whenever they were reduced.
+        """
+        model, adapter, dtype, layout = self.model, self.adapter, self.dtype, self.layout
+        weights_at, states_at = layout.offload_param_device, layout.offload_optimizer_device
+        parts, stored = layout.num_shards * layout.tp_size, layout.strategy == "fsdp2"
+        trained = self.num_trained / parts
+        adapters = 0 if isinstance(adapter, FullAdapter) else 4 * self.num_trained
+        as_stored = weights_bytes(model, adapter, dtype) + adapters
+        weights = (as_stored if stored else gathered_bytes(model, adapter, dtype)) / parts
+        gathers = (1 if stored and not layout.reshard_after_forward else 2) + self.passes.num_forwards
+        e = 4 if stored else BYTES[dtype]
+        reduces_often = layout.sync_each_batch if stored else layout.strategy != "zero1"
+        if weights_at != "none":
+            to = partial(Transfer, link="host" if weights_at == "cpu" else "disk", num_in_node=self.per_node)
+            yield to("fetching weights", gathers * weights, hides_behind="compute")
+            size = self.times_generating * weights
+            yield to("fetching weights to generate", size, hides_behind="generation", per_step=True)
+        if states_at != "none" or (stored and weights_at == "cpu"):
+            yield Transfer("sending gradients down", e * trained, "host", "compute", per_step=not reduces_often)
+            if weights_at == "none":
+                yield Transfer("fetching updated weights", e * trained, "host", "nothing", per_step=True)
+        if states_at == "nvme":
+            size = STATES_BYTES_ON_DISK * trained
+            yield Transfer("optimizer states", size, "disk", "nothing", per_step=True, num_in_node=self.per_node)
+
+
+def _num_column_products(model: ModelFacts) -> int:
+    """Products of a layer that are divided by columns: all but those that lead back to the stream, one in each half."""
+    return max(2, sum(".layers.0." in f".{name}" and "vision" not in name for name in model.linears) - 2)
+
 
 MUCH_BANDWIDTH = 202
 """Operations in the time of one byte from memory, up to which a device is one of much bandwidth: A100s have 153 and
@@ -186,10 +518,18 @@ class Step:
         """Seconds in which a device computes one micro-batch, at `rate` operations a second."""
         share = self.flops_per_token / self.num_micro_batches / self.num_devices
         floor, again = LAYER_SECONDS.times(self.num_layers), FORWARD_SECONDS.times(self.num_layers * self.num_forwards)
-        return Range(
-            low=max(self.num_tokens * share / rate.high, floor.low + again.low),
-            high=max(self.max_computed_tokens * share / rate.low, floor.high + again.high),
-        )
+        products = Range(low=self.num_tokens * share / rate.high, high=self.max_computed_tokens * share / rate.low)
+        return longest_of(products, floor.plus(again))
+
+    def sending(self, figures: Figures, hides: Hides, *, per_step: bool, link: Link | None = None) -> Range:
+        """Seconds of what is sent in a micro-batch, or once a step, over one link or all; unknown ones left out."""
+        spans = [
+            span
+            for transfer in self.transfers
+            if (transfer.hides_behind, transfer.per_step) == (hides, per_step) and link in (None, transfer.link)
+            if (span := transfer.seconds(figures)) is not None
+        ]
+        return Range(low=sum(span.low for span in spans), high=sum(span.high for span in spans))
 
 
 def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range, str] | None:
@@ -226,28 +566,18 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
         return None
     computing = step.computing(rate)
     hidden, exposed = waiting(step, figures)
-    behind = _sum(
-        (transfer for transfer in step.transfers if transfer.per_step and transfer.hides_behind == "compute"), figures
-    )
-    after = _sum(
-        (transfer for transfer in step.transfers if transfer.per_step and transfer.hides_behind == "nothing"), figures
-    )
-    number = step.num_micro_batches
+    behind = step.sending(figures, "compute", per_step=True)
+    after = step.sending(figures, "nothing", per_step=True)
     workers = num_workers(step, rate, figures)
     collating = step.tokens_of_micro_batch / COLLATED_TOKENS_PER_SECOND / max(1, workers)
     beside, on_top = (collating, 0.0) if workers else (0.0, collating)
-    return Range(
-        low=number * (max(computing.low, hidden.low, collating) + exposed.low)
-        + max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low)
-        + after.low
-        + update.low
-        + generation.low,
-        high=number * (max(computing.high, hidden.high, beside) + exposed.high + on_top)
-        + max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high)
-        + after.high
-        + update.high
-        + generation.high,
+    micro_batch = longest_of(computing, hidden, Range(low=collating, high=beside)).plus(exposed)
+    uncovered = Range(
+        low=max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low),
+        high=max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high),
     )
+    micro_batches = micro_batch.plus(Range(low=0.0, high=on_top)).times(step.num_micro_batches)
+    return micro_batches.plus(uncovered).plus(after).plus(update).plus(generation)
 
 
 def fed_tokens_per_second(step: Step, rate: Range, figures: Figures) -> float:
@@ -288,7 +618,7 @@ def generating(step: Step, rate: Range, figures: Figures) -> Range | None:
     launching = FORWARD_SECONDS.times(step.num_layers * work.num_tokens)
     if not work.is_launched:
         launching = Range(low=0.0, high=launching.high)
-    sending = _sum((transfer for transfer in step.transfers if transfer.hides_behind == "generation"), figures)
+    sending = step.sending(figures, "generation", per_step=True)
     computing = work.flops / step.num_devices
     return Range(
         low=max(work.read_bytes / reading.high, launching.low, sending.low, computing / rate.high),
@@ -301,24 +631,18 @@ def seconds_before(step: Step, rate: Range) -> Range:
     work = step.before
     if work is None:
         return Range(low=0.0, high=0.0)
-    each, launching = work.flops / step.num_devices, FORWARD_SECONDS.times(step.num_layers * work.num_micro_batches)
-    return Range(low=max(each / rate.high, launching.low), high=max(each / rate.low, launching.high))
+    launching = FORWARD_SECONDS.times(step.num_layers * work.num_micro_batches)
+    return longest_of(rate.seconds_of(work.flops / step.num_devices), launching)
 
 
 def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
     """Seconds of a micro-batch in which is sent what may hide behind computing, and what may not."""
-    each = [transfer for transfer in step.transfers if not transfer.per_step]
     # Different links work at the same time.
-    by_link = [
-        _sum((transfer for transfer in each if transfer.hides_behind == "compute" and transfer.link == link), figures)
-        for link in ("devices", "host", "disk")
-    ]
-    attention = _sum((transfer for transfer in each if transfer.hides_behind == "attention"), figures)
-    nothing = _sum((transfer for transfer in each if transfer.hides_behind == "nothing"), figures)
-    return (
-        Range(low=max(link.low for link in by_link), high=max(link.high for link in by_link)),
-        Range(low=nothing.low, high=nothing.high + attention.high),
-    )
+    links: tuple[Link, ...] = ("devices", "host", "disk")
+    hidden = longest_of(*(step.sending(figures, "compute", per_step=False, link=link) for link in links))
+    nothing = step.sending(figures, "nothing", per_step=False)
+    attention = step.sending(figures, "attention", per_step=False)
+    return hidden, Range(low=nothing.low, high=nothing.high + attention.high)
 
 
 def communication_words(step: Step, rate: Range, figures: Figures) -> str | None:
@@ -328,15 +652,8 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
     unknown = unknown_link(step, figures)
     if unknown is not None:
         return f"how fast the link {unknown} is, is not known, so neither is how long devices wait"
-    return "; ".join(
-        sentence
-        for sentence in (
-            _hiding_words(step, rate, figures),
-            _waiting_words(step, rate, figures),
-            _once_words(step),
-        )
-        if sentence
-    )
+    words = (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
+    return "; ".join(filter(None, words))
 
 
 def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
@@ -363,24 +680,16 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
     hidden, exposed = waiting(step, figures)
     if exposed.high == 0:
         return None
-    computing = step.computing(rate)
-    shares = sorted(
-        [
-            exposed.low / (exposed.low + max(computing.low, hidden.low)),
-            exposed.high / (exposed.high + max(computing.high, hidden.high)),
-        ]
-    )
-    return f"{shares[0]:.0%} to {shares[1]:.0%} of a micro-batch is waiting for other devices"
+    busy = longest_of(step.computing(rate), hidden)
+    shares = range_of((exposed.low / (exposed.low + busy.low), exposed.high / (exposed.high + busy.high)))
+    return f"{shares.low:.0%} to {shares.high:.0%} of a micro-batch is waiting for other devices"
 
 
 def _once_words(step: Step) -> str | None:
     """Describe the communication once a step, and that of generating answers."""
-    once = [transfer for transfer in step.transfers if transfer.per_step]
     sentences = []
-    for when, sent in (
-        ("once a step", [transfer for transfer in once if transfer.hides_behind != "generation"]),
-        ("a step to generate", [transfer for transfer in once if transfer.hides_behind == "generation"]),
-    ):
+    for when, generates in (("once a step", False), ("a step to generate", True)):
+        sent = [each for each in step.transfers if each.per_step and (each.hides_behind == "generation") == generates]
         links = " and ".join(dict.fromkeys(transfer.link_name for transfer in sent))
         if sent:
             sentences.append(f"{_in_gb(sum(transfer.sent_bytes for transfer in sent))} {when} {links}")
@@ -397,17 +706,11 @@ def _updating(step: Step, figures: Figures) -> Range | None:
     layout = step.layout
     # FSDP2 has one switch for all that is offloaded.
     if layout.offload_optimizer_device != "none" or (layout.strategy, layout.offload_param_device) == ("fsdp2", "cpu"):
-        params = step.num_trained / step.num_nodes
-        return Range(low=params / CPU_PARAMS_PER_SECOND.high, high=params / CPU_PARAMS_PER_SECOND.low)
+        return CPU_PARAMS_PER_SECOND.seconds_of(step.num_trained / step.num_nodes)
     bandwidth = figures.memory_bytes_per_second
     if bandwidth is None:
         return None
     return Range(low=step.optimizer_bytes / bandwidth, high=step.optimizer_bytes / bandwidth)
-
-
-def _sum(transfers: Iterable[Transfer], figures: Figures) -> Range:
-    spans = [span for transfer in transfers if (span := transfer.seconds(figures)) is not None]
-    return Range(low=sum(span.low for span in spans), high=sum(span.high for span in spans))
 
 
 def _rounded(tokens: float) -> str:
@@ -421,7 +724,7 @@ def is_counted(model: ModelFacts) -> bool:
         return False
     if model.layer_types:
         return set(model.layer_types) <= ATTENTION_LAYERS
-    return model.model_type not in CARRY_STATE
+    return model.model_type not in model_types().carry_state
 
 
 def flops_per_token(
@@ -451,10 +754,9 @@ def flops_per_token(
         gradient_checkpointing: Whether layers are computed again in the backward pass.
         whole_head: Whether logits are computed once: all together, and kept, or in chunks with their gradients.
     """
-    linear = _sizes(model.linears)
-    attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
+    linear, attention = model.num_linear_params, _attention_flops(model, attended_tokens)
     last = {name: s for name, s in model.linears.items() if _is_last(name, s, model)}
-    experts = _experts(model, adapter, num_tokens)
+    experts_forward, experts_backward = _experts(model, adapter, num_tokens)
     forward: float
     backward: float
     if isinstance(adapter, FullAdapter):
@@ -468,7 +770,7 @@ def flops_per_token(
         head_is_trained = model.judges or "lm_head" in whole
         # Where the last product has an adapter, the adapter's own comes after it and is the one left out.
         last = {name: s for name, s in last.items() if name not in adapted}
-    forward, backward = forward + experts.forward, backward + experts.backward
+    forward, backward = forward + experts_forward, backward + experts_backward
     head = ((6 if whole_head else 8) - (0 if head_is_trained else 2)) * head_params(model) * head_share
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
     return forward + backward + 3 * attention + head + again
@@ -482,9 +784,9 @@ def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_s
         attended_tokens: Length of a row of attention scores.
         head_share: Share of the tokens for which logits are computed.
     """
-    attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
-    experts = _experts(model, FullAdapter(), 1).forward
-    return 2 * _sizes(model.linears) + experts + attention + 2 * head_params(model) * head_share
+    experts, _ = _experts(model, FullAdapter(), 1)
+    attention = _attention_flops(model, attended_tokens)
+    return 2 * model.num_linear_params + experts + attention + 2 * head_params(model) * head_share
 
 
 def head_params(model: ModelFacts) -> int:
@@ -499,27 +801,20 @@ def _is_last(name: str, sizes: tuple[int, int], model: ModelFacts) -> bool:
     return sizes == (model.hidden_size, model.intermediate_size)
 
 
-def _value_width(model: ModelFacts) -> int:
-    """Width of all values, which with latent attention are narrower than queries and keys."""
-    inputs = [inputs for name, (_, inputs) in model.linears.items() if name.endswith("self_attn.o_proj")]
-    return inputs[0] if inputs else model.num_heads * model.head_dim
+def _attention_flops(model: ModelFacts, attended_tokens: float) -> float:
+    """Operations per token of scores and sums; with latent attention values are narrower than queries and keys."""
+    return 2 * model.num_layers * (model.num_heads * model.head_dim + model.attended_width) * attended_tokens
 
 
-@dataclass(frozen=True)
-class _Passes:
-    forward: float = 0
-    backward: float = 0
-
-
-def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: float) -> _Passes:
-    """Operations per token of all layers' routers and routed experts.
+def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: float) -> tuple[float, float]:
+    """Operations per token of all layers' routers and routed experts, forward and backward.
 
     An adapter of experts is added to their matrices before the product, so that the whole matrices' gradients are
     computed as in full training, and then those of the adapter's two factors.
     """
     mixture = model.mixture
     if mixture is None:
-        return _Passes()
+        return 0, 0
     h, layers = model.hidden_size, mixture.num_layers
     trained = trained_experts(None if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules).kinds)
     router = mixture.num_experts * h
@@ -534,7 +829,7 @@ def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: 
         ranks += adapter.rank * router * trained.router
         # Twice forward: torch tries a parametrization when it is registered, which PEFT does in each forward pass.
         forward, backward = forward + 4 * ranks / num_tokens, backward + 4 * ranks / num_tokens
-    return _Passes(layers * forward, layers * backward)
+    return layers * forward, layers * backward
 
 
 def _sizes(linears: Mapping[str, tuple[int, int]]) -> int:

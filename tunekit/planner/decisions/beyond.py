@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tunekit.estimates.facts import Facts, Figures, Hardware, ModelFacts
-from tunekit.estimates.throughput.communication import Link, Range, Transfer
+from tunekit.estimates.throughput.step import Link, Range, Transfer
 from tunekit.planner.decisions.fit import MEMORY_SHARE
 
 LONG_SEQUENCE = 32768

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
-from tunekit.estimates.memory.experts import FORMER_LINEARS, adapted_experts, last_part
+from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.memory.states import Dtype, unties_head
+from tunekit.estimates.models.model_config import model_types
 from tunekit.planner.decisions.backends import check_compile, check_isolation
 from tunekit.planner.decisions.fit import divisors
 from tunekit.planner.decisions.kernels import check_kernels
@@ -240,7 +241,7 @@ def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
     Raises:
         PlanError: A part of a fused matrix is named without the others, or the adapter has dropout or is DoRA's.
     """
-    former = FORMER_LINEARS.get(model.model_type) if model.num_experts else None
+    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
     if former is None:
         return
     targets = (

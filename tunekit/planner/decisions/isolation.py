@@ -13,7 +13,8 @@ be built, or is not in transformers; every run that needs it looks again, at the
 from typing import Literal
 
 from tunekit.estimates.facts import ModelFacts
-from tunekit.estimates.models.architectures import ATTENTION_LAYERS, CARRY_STATE
+from tunekit.estimates.models.architectures import ATTENTION_LAYERS
+from tunekit.estimates.models.model_config import model_types
 
 VARLEN = "tunekit_varlen"
 """Name of tunekit's attention for rows that lie one behind the other."""
@@ -217,7 +218,7 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     layer_types = sorted(set(model.layer_types) - ATTENTION_LAYERS)
     if layer_types:
         return f"its {' and '.join(layer_types)} layers do not keep them apart"
-    if model.model_type in CARRY_STATE and not model.layer_types:
+    if model.model_type in model_types().carry_state and not model.layer_types:
         return f"{model.model_type} has layers that carry a state from one to the next"
     if model.model_type in NEVER_ISOLATE:
         return f"the code of {model.model_type} does not keep them apart"

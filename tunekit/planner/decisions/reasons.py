@@ -12,9 +12,10 @@ from typing import assert_never
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, TRACED, is_traced
+from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, is_traced
 from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files
 from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, reference_of
+from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
@@ -521,7 +522,7 @@ def why_unchecked(model: ModelFacts, max_length: int) -> str | None:
     """
     outside = []
     if not is_traced(model):
-        outside.append(f"{model.model_type} (checked: {', '.join(sorted(TRACED))})")
+        outside.append(f"{model.model_type} (checked: {', '.join(sorted(model_types().traced))})")
     if model.num_params > CHECKED_PARAMS:
         outside.append(f"{count(model.num_params)} parameters (checked: up to {count(CHECKED_PARAMS)})")
     if max_length > CHECKED_LENGTH:
