@@ -14,11 +14,18 @@ from tunekit.estimates.memory.memory import Confidence, MemoryEstimate, Part, Sa
 from tunekit.estimates.memory.sharding import ZeroBuckets
 from tunekit.estimates.memory.states import Dtype, Reference
 from tunekit.estimates.throughput.speed import Speed
-from tunekit.planner.decisions.isolation import FlashAttention
-from tunekit.planner.decisions.kernels import Kernels
 from tunekit.planner.decisions.vllm import VLLM
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
+
+FlashAttention = Literal["FA2", "FA3", "FA4"]
+"""Flash attentions that torch's varlen attention can go to; the first is torch's own."""
+
+Kernels = Literal["tunekit", "liger", "torch"]
+"""Kernels of norms, gated MLPs, rotary embeddings, adapters and the head."""
+
+VARLEN = "tunekit_varlen"
+"""Name of tunekit's attention for rows that lie one behind the other."""
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """YAML loader of plans: in C where PyYAML was built with it, ten times as fast."""

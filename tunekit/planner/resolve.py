@@ -15,15 +15,17 @@ from tunekit.planner.decisions.backends import (
     check_float8,
     choose_attention,
     choose_compile,
+    choose_kernels,
     compile_reasons,
     dense_reason,
     flash_attention_of,
     of_rows,
     padding_of,
+    why_trl_head,
 )
 from tunekit.planner.decisions.beyond import Beyond, beyond
-from tunekit.planner.decisions.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.decisions.checks import check_recipe, check_retry, choose_dtype
+from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
+from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
 from tunekit.planner.decisions.environment import (
     environment_of,
     environment_reasons,
@@ -32,9 +34,6 @@ from tunekit.planner.decisions.environment import (
     timeout_of,
     timeout_reasons,
 )
-from tunekit.planner.decisions.fit import HOST_SHARE, Fit, Setting, fit, least
-from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.planner.decisions.kernels import choose_kernels, why_trl_head
 from tunekit.planner.decisions.reasons import (
     adapter_reason,
     code_reasons,
@@ -62,7 +61,7 @@ from tunekit.planner.decisions.reasons import (
     workers_reason,
 )
 from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
-from tunekit.planner.plan import Plan, Reason, Rejected, gib
+from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe

@@ -1,45 +1,52 @@
-"""Choice of what computes a layer: the attention backend, padding, torch.compile and float8.
+"""Choice of what computes a layer: attention, padding, fused kernels, torch.compile and float8.
 
-Choice of the attention backend of a model.
+Attention. Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are
+told their boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one
+document is computed after another. Where neither is, a mask over the whole micro-batch keeps them apart.
 
-Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are told their
-boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one document
-is computed after another. Where neither is, a mask over the whole micro-batch keeps them apart.
-
-Choice between padding the rows of a micro-batch and concatenating them in a single row.
+Isolation. A packed or padding-free batch has no mask: positions that begin again at zero say where a document begins.
+Attention that builds its mask from them, or flash attention that is handed the boundaries, keeps documents apart.
+Layers that carry a state from token to token do not look at positions, and some models drop them on the way.
+`benchmarks/isolation.py` found out which: of the 196 types of causal language models in transformers 5.24 it built 169
+small with random weights, and compared the logits of a second document with those that it has alone, and with those
+after another first one (`benchmarks/results/isolation.json`). What `families.yaml` does not name was seen to isolate,
+could not be built, or is not in transformers; every run that needs it looks again, at the model itself, before it
+trains.
 
 Padding is computed and thrown away. Rows in a single row need none, but attention has to keep them apart: flash
 attention and tunekit's own are told where each begins and do no more work than for each alone, while sdpa and eager
 take a mask over the whole micro-batch and compute what it hides.
 
-Choice of torch.compile for decoder layers, and of float8 for their products.
+Kernels. tunekit's are operations with two forms: Triton kernels for accelerators, and plain torch. Both give the same
+results, so that a choice depends on nothing but where they are known to be right.
 
-Both change how a layer is computed and nothing of what: layers are compiled one by one, in place, so that they share
-what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic scales for whole
-tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are compiled.
+torch.compile and float8 change how a layer is computed and nothing of what: layers are compiled one by one, in place,
+so that they share what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic
+scales for whole tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are
+compiled.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import Dtype
+from tunekit.estimates.models.architectures import ATTENTION_LAYERS, CARRY_STATE
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.planner.decisions.isolation import (
-    FLEX_TYPES,
-    ISOLATE_WITH_FLASH_ONLY,
-    VARLEN,
-    VARLEN_TYPES,
-    WITHOUT_SDPA,
-    FlashAttention,
-    why_not_isolated,
-)
-from tunekit.planner.decisions.kernels import TRITON_CAPABILITY, Kernels
-from tunekit.planner.plan import Reason
+from tunekit.planner.plan import LOADER, VARLEN, FlashAttention, Kernels, Reason
+from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+
+TRITON_CAPABILITY = (8, 0)
+"""Oldest CUDA compute capability for which the kernels are compiled by the tests."""
 
 FLASH_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability with FlashAttention 2, torch's own and the package."""
@@ -51,6 +58,40 @@ FA4_HEAD_DIMS = {9: (128,), 10: (64, 128)}
 """Widths of heads that FlashAttention 4 trains with, by the major number of the compute capability."""
 
 
+@cache
+def families() -> Mapping[str, frozenset[str]]:
+    """Types of models by what was seen of them, from `families.yaml`."""
+    table = yaml.load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"), LOADER)
+    return {name: frozenset(types) for name, types in table.items()}
+
+
+def _is_among(family: str, model: ModelFacts) -> bool:
+    return model.model_type in families()[family]
+
+
+def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
+    """Return why documents in one row would see each other; None where nothing is known to cause it.
+
+    Args:
+        model: The model, of which its type and the types of its layers count.
+        attn_implementation: Attention implementation by its transformers name.
+    """
+    layer_types = sorted(set(model.layer_types) - ATTENTION_LAYERS)
+    if layer_types:
+        return f"its {' and '.join(layer_types)} layers do not keep them apart"
+    if model.model_type in CARRY_STATE and not model.layer_types:
+        return f"{model.model_type} has layers that carry a state from one to the next"
+    if _is_among("never_isolates", model):
+        return f"the code of {model.model_type} does not keep them apart"
+    if attn_implementation == VARLEN:
+        is_supported = _is_among("varlen", model)
+        return None if is_supported else f"{VARLEN} was not seen to keep them apart in {model.model_type}"
+    flash = attn_implementation.startswith("flash_attention")
+    if _is_among("isolates_with_masks_only" if flash else "isolates_with_flash_only", model):
+        return f"the code of {model.model_type} does not keep them apart with {attn_implementation}"
+    return None
+
+
 def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Reason:
     """Attention implementation, and why.
 
@@ -58,7 +99,7 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
         PlanError: What is asked for does not run, or is not installed.
     """
     device, requested = hardware.device, recipe.model.attn_implementation
-    without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
+    without_flash = "eager" if _is_among("without_sdpa", model) else "sdpa"
     if requested != "auto":
         _check_asked(recipe, hardware, model, dtype, use=without_flash)
         return Reason(topic="attention", choice=requested, why="as in the recipe")
@@ -70,11 +111,10 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
         if flash != "FA2" or not hardware.flash_attn:
             why = f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
             return Reason(topic="attention", choice=VARLEN, why=why)
-    in_one_row = recipe.data.packing or recipe.data.padding_free is True
-    if in_one_row and model.model_type in FLEX_TYPES and _has_flash(device, dtype):
+    if lies_in_one_row(recipe.data) and _is_among("flex", model) and _has_flash(device, dtype):
         why = f"it squeezes scores as {model.model_type} does, and its mask has an entry for blocks of tokens"
         return Reason(topic="attention", choice="flex_attention", why=why)
-    if _has_flash(device, dtype) and hardware.flash_attn and model.model_type not in FLEX_TYPES:
+    if _has_flash(device, dtype) and hardware.flash_attn and not _is_among("flex", model):
         return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
     if without_flash != "sdpa":
         return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
@@ -113,7 +153,7 @@ _FLASH_WORDS = {
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:
     """Return why a model does not use tunekit's attention for packed rows; None where it can."""
     device, parallel = hardware.device, recipe.parallel
-    if model.model_type not in VARLEN_TYPES:
+    if not _is_among("varlen", model):
         return f"it was not seen to be right for {model.model_type}"
     if model.attention_dropout:
         return f"it has no dropout, and attention of {model.path} drops {model.attention_dropout:.0%}"
@@ -126,6 +166,11 @@ def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
     if model.head_dim > FLASH_HEAD_DIM:
         return f"flash attention takes heads of up to {FLASH_HEAD_DIM}, and these have {model.head_dim}"
     return None
+
+
+def lies_in_one_row(data: DataSection) -> bool:
+    """Return whether a recipe asks for rows that lie one behind the other."""
+    return data.packing or data.padding_free is True
 
 
 def _lies_apart(recipe: Recipe, device: Device) -> bool:
@@ -232,14 +277,12 @@ def check_isolation(data: DataSection, model: ModelFacts, attn_implementation: s
     Raises:
         PlanError: Packing or padding-free batches are asked for, and the model does not keep documents apart.
     """
-    if not (data.packing or data.padding_free is True):
-        return
-    why = why_not_isolated(model, attn_implementation)
+    why = why_not_isolated(model, attn_implementation) if lies_in_one_row(data) else None
     if why is None:
         return
     key = "data.packing" if data.packing else "data.padding_free"
     hint = f"set {key}=false"
-    if model.model_type in ISOLATE_WITH_FLASH_ONLY and why_not_isolated(model, "flash_attention_2") is None:
+    if _is_among("isolates_with_flash_only", model) and why_not_isolated(model, "flash_attention_2") is None:
         hint += ", or use flash_attention_2 on a device that has it"
     raise PlanError(f"{key}: documents in one row would see each other in {model.path}: {why}", hint=hint)
 
@@ -354,3 +397,88 @@ def compile_reasons(recipe: Recipe, model: ModelFacts, compiled: bool, why: str)
         why = "as in the recipe; speed and memory are predicted as without it"
         reasons.append(Reason(topic="float8", choice=number, why=why))
     return tuple(reasons)
+
+
+def check_kernels(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
+    """Refuse kernels that this machine or model cannot have.
+
+    Raises:
+        PlanError: Liger's are asked for, and it does not run here, is not installed, or does not know the model.
+    """
+    if recipe.model.kernels != "liger":
+        return
+    device = hardware.device
+    if device.kind != "cuda" or hardware.triton is False:
+        why = "is not installed" if device.kind == "cuda" else f"does not run on {device.name}"
+        raise PlanError(
+            f"model.kernels: liger's kernels are written in Triton, which {why}",
+            hint="use tunekit, whose operations torch can compute too, or torch",
+        )
+    if hardware.liger_kernel is False:
+        raise PlanError(
+            "model.kernels: liger-kernel is not installed",
+            hint="pip install 'tunekit[gpu]', or leave model.kernels out",
+        )
+    if not _is_among("liger", model):
+        raise PlanError(
+            f"model.kernels: liger-kernel has none for {model.model_type}",
+            hint="leave model.kernels out: tunekit's go by what a module computes, not by the name of a model",
+        )
+
+
+def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
+    """Return why a layout takes no such kernels; None where it does."""
+    if kernels == "torch":
+        return None
+    if layout.tp_size > 1:
+        return "tensor parallel divides weights into DTensors, which only torch's own operations take"
+    if kernels == "tunekit" and layout.strategy == "zero3":
+        return "ZeRO-3 gathers the weights of a module for its own forward pass, and fused ones read those of several"
+    return None
+
+
+def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[Kernels, str]:
+    """Choose the kernels for a layout, with the reason; a requested kind was checked before."""
+    requested, device = recipe.model.kernels, hardware.device
+    if requested != "auto":
+        return requested, "as in the recipe" if requested != "tunekit" else f"as in the recipe; {_forms(hardware)}"
+    why_not = why_no_kernels("tunekit", layout) or _why_not_on(device)
+    if why_not is not None:
+        return "torch", f"torch's own operations: {why_not}"
+    return "tunekit", _forms(hardware)
+
+
+def why_trl_head(kernels: Kernels, layout: Layout) -> str | None:
+    """Return why tokens are scored by TRL's head; None where by tunekit's. For methods whose trainers have one."""
+    if kernels != "tunekit":
+        return f"tunekit's is one of its kernels, and those are {kernels}'s"
+    if layout.cp_size > 1 or layout.sp_size > 1:
+        return "tunekit's is not tried on sequences that are divided"
+    return None
+
+
+def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: Layout) -> HeadKind:
+    """Return the kind of head, where TRL's trainer of a method scores tokens in tiles, which tunekit's head may
+    replace.
+    """
+    if kind != "tiles" or not method.spec.uses_tiled_head or why_trl_head(kernels, layout) is not None:
+        return kind
+    incompatible = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
+    return "sums" if method.spec.trains_on == "tokens" and not incompatible else "chunks"
+
+
+def _why_not_on(device: Device) -> str | None:
+    if device.gfx is not None:
+        return "tunekit's kernels are not tried on ROCm"
+    if device.kind == "cuda" and (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
+        return f"tunekit's kernels are made for compute capability 8.0 and later, and {device.name} is older"
+    return None
+
+
+def _forms(hardware: Hardware) -> str:
+    """In which of their forms tunekit's kernels run."""
+    if hardware.device.kind != "cuda":
+        return "in their torch forms, as Triton needs an accelerator; the head is what pays there"
+    if hardware.triton is False:
+        return "in their torch forms, as Triton is not installed; the head is what pays so"
+    return "in Triton, for each module that computes what they do; the log names the others"

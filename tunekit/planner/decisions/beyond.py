@@ -19,7 +19,7 @@ from itertools import islice
 
 from tunekit.estimates.facts import Facts, Figures, Hardware, ModelFacts
 from tunekit.estimates.throughput.communication import Link, Range, Transfer
-from tunekit.planner.decisions.fit import MEMORY_SHARE
+from tunekit.planner.decisions.candidates import MEMORY_SHARE
 
 LONG_SEQUENCE = 32768
 """Tokens of a sequence on one device up to which it is left whole: the guides' rule."""

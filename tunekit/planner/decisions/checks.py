@@ -1,35 +1,47 @@
-"""Checks of a recipe against a device and a model, for any layout. Each refusal names the place and the remedy."""
+"""Checks of a recipe against a device and a model, for any layout and for one. Each names the place and the remedy."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin
+from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import FORMER_LINEARS, adapted_experts, last_part
-from tunekit.estimates.memory.states import Dtype, unties_head
-from tunekit.planner.decisions.backends import check_compile, check_isolation
-from tunekit.planner.decisions.fit import divisors
-from tunekit.planner.decisions.kernels import check_kernels
-from tunekit.planner.decisions.vllm import why_no_vllm
-from tunekit.recipe.methods import generates
+from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
+from tunekit.planner.decisions.backends import (
+    check_compile,
+    check_isolation,
+    check_kernels,
+    lies_in_one_row,
+    of_rows,
+    why_no_float8_in,
+    why_no_kernels,
+    why_not_compiled_in,
+)
+from tunekit.planner.decisions.candidates import Setting, divisors
+from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
+from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
-from tunekit.recipe.sections.train import LrSchedulerType
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.train import LrSchedulerType, Optim
 
-
-@dataclass(frozen=True)
-class _Needed:
-    """An argument that a learning-rate schedule cannot do without: its possible names, and a value to show."""
-
-    one_of: tuple[str, ...]
-    example: str
-
-
-LR_SCHEDULER_KWARGS: dict[LrSchedulerType, _Needed] = {
-    "cosine_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
-    "cosine_warmup_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
-    "warmup_stable_decay": _Needed(("num_decay_steps",), "2"),
+LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
+    "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
+    "cosine_warmup_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
+    "warmup_stable_decay": (("num_decay_steps",), "2"),
 }
-"""Schedules of transformers that have no default for one of their arguments."""
+"""Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
+
+SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
+and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
+
+CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""Optimizers that DeepSpeed runs on the processor, where states are offloaded to: torch's own. The fused one takes as
+long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
+
+CLOSEST_OPTIM: Optim = "adamw_torch_fused"
+"""Replacement of an optimizer that a layout does not run."""
 
 
 def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
@@ -75,12 +87,12 @@ def _check_optim(recipe: Recipe, device: Device) -> None:
 
 def _check_lr_scheduler(recipe: Recipe) -> None:
     name = recipe.train.lr_scheduler_type
-    needed = LR_SCHEDULER_KWARGS.get(name)
+    names, example = LR_SCHEDULER_KWARGS.get(name, ((), ""))
     scheduler_args = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
-    if needed and not set(needed.one_of) & set(scheduler_args):
+    if names and not set(names) & set(scheduler_args):
         raise PlanError(
-            f"train.lr_scheduler_type: {name} needs {' or '.join(needed.one_of)}",
-            hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{needed.one_of[0]}: {needed.example}}}`",
+            f"train.lr_scheduler_type: {name} needs {' or '.join(names)}",
+            hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`",
         )
 
 
@@ -117,13 +129,9 @@ def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
     if isinstance(adapter, FullAdapter):
         return
     check_adapted_experts(model, adapter)
-    matched = model.adapter_linears(adapter.target_modules)
-    missing = [
-        target
-        for target in (adapter.target_modules if isinstance(adapter.target_modules, list) else [])
-        if not model.adapter_linears([target])
-    ]
-    if missing or not matched:
+    targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
+    missing = [target for target in targets if not model.adapter_linears([target])]
+    if missing or not model.adapter_linears(adapter.target_modules):
         endings = sorted({name.rpartition(".")[2] for name in model.linears})
         raise PlanError(
             f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}",
@@ -162,9 +170,8 @@ def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> No
     requested = recipe.parallel
     if (requested.num_processes or 1) > max(1, hardware.num_accelerators):
         raise PlanError(
-            f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the "
-            "same number "
-            f"in each node; {_those(hardware)}",
+            f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the same "
+            f"number in each node; {_those(hardware)}",
             hint="each process computes on one of its own",
         )
     several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(requested)[name] or 1) > 1]
@@ -206,10 +213,9 @@ def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
     method = recipe.method
     if not generates(method) or method.generation.use_vllm is not True:
         return
-    refusal = why_no_vllm(recipe, hardware)
-    if refusal is not None:
-        why, hint = refusal
-        raise PlanError(f"method.generation.use_vllm: {why}", hint=hint)
+    obstacle = why_no_vllm(recipe, hardware)
+    if obstacle is not None:
+        raise PlanError(f"method.generation.use_vllm: {obstacle[0]}", hint=obstacle[1])
 
 
 def check_recipe(
@@ -243,9 +249,7 @@ def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
     former = FORMER_LINEARS.get(model.model_type) if model.num_experts else None
     if former is None:
         return
-    targets = (
-        set() if adapter.target_modules == "all-linear" else {last_part(target) for target in adapter.target_modules}
-    )
+    targets = set(map(last_part, adapter.target_modules)) if isinstance(adapter.target_modules, list) else set()
     for fused in sorted(set(former.values())):
         parts = [old for old, new in former.items() if new == fused]
         missing = [part for part in parts if part not in targets]
@@ -265,3 +269,127 @@ def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
                 f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of {model.path}",
                 hint=f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules",
             )
+
+
+class Refusal(NamedTuple):
+    """Reason that a combination does not work, and the nearest that does."""
+
+    why: str
+    hint: str
+
+
+def refusal(setting: Setting, layout: Layout) -> Refusal | None:
+    """Return why the libraries cannot run this recipe in a layout correctly; None if they can."""
+    return next((Refusal(why, hint) for why, hint in _refusals(setting, layout) if why is not None), None)
+
+
+def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, str]]:
+    """Yield obstacles of this recipe in a layout with their remedies; None where there is no such obstacle."""
+    recipe, optim = setting.recipe, setting.recipe.train.optim
+    is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
+    is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
+    if is_zero and setting.hardware.deepspeed is False:
+        yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
+    if isinstance(recipe.adapter, QloraAdapter) and (
+        layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
+    ):
+        why = "ZeRO-3 does not divide the 4-bit weights of bitsandbytes"
+        if is_fsdp2:
+            why = "Accelerate shards 4-bit weights only where they are stored in a floating type "
+            why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
+        yield why, "use ddp, or adapter.type=lora"
+    if is_fsdp2 and optim not in SHARDED_OPTIMS:
+        yield f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
+    if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
+        yield f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}"
+    if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
+        why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
+        yield why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter"
+    if layout.strategy not in ("single", "ddp") and recipe.method.trainer_args.get("sync_ref_model"):
+        why = "a checkpoint of divided weights has no reference that follows the model"
+        yield why, "use ddp, or leave method.trainer_args.sync_ref_model out"
+    if setting.by_vllm:
+        yield why_not_in(recipe, layout), "leave method.generation.use_vllm out"
+    if setting.model.origin is not None and layout.strategy in ("fsdp2", "zero3"):
+        yield from _origin_refusals(recipe, setting.model.origin, layout)
+    if recipe.model.kernels != "auto":
+        yield why_no_kernels(recipe.model.kernels, layout), "leave model.kernels out, or use torch"
+    if recipe.train.torch_compile is True:
+        yield why_not_compiled_in(layout), "leave train.torch_compile out"
+    if recipe.train.fp8:
+        yield why_no_float8_in(layout), "leave train.fp8 out, or use fsdp2"
+    if layout.tp_size > 1 and not is_full:
+        yield "PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size"
+    if layout.tp_size > 1 and trains_on != "tokens":
+        why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
+        yield why, "use fsdp2 without tp_size"
+    if layout.devices_per_sequence > layout.tp_size and trains_on != "tokens":
+        yield f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them"
+    if setting.device.kind == "cpu" and is_fsdp2:
+        # What FSDP2 supports on accelerators only (torch 2.13; a test runs each).
+        if layout.offload_param_device == "cpu":
+            why = "FSDP2 pins the memory to which it offloads, which takes an accelerator"
+            yield why, "leave parallel.offload_param_device out: on a CPU all is in main memory"
+        if layout.cp_size > 1:
+            why = "torch has no rule to divide attention on a CPU (scaled_dot_product_flash_attention_for_cpu)"
+            yield why, "use parallel.sp_size, which divides sequences by heads, or fsdp2 without cp_size"
+    if layout.cp_size > 1:
+        yield from _ring_refusals(setting)
+    if layout.sp_size > 1:
+        yield from _ulysses_refusals(setting, layout)
+
+
+def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield reasons that training cannot start from this origin where weights are sharded."""
+    is_merged = origin.is_merged_for(recipe.adapter)
+    if layout.tp_size > 1 and is_merged:
+        why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
+        yield why, "use fsdp2 without tp_size"
+    reference = reference_of(recipe.method, recipe.adapter, origin)
+    if is_rewarded(recipe.method) and reference == "second model" and is_merged:
+        why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
+        yield why, "use adapter.type=lora, method.beta=0, or ddp"
+    if layout.strategy == "fsdp2" and reference == "beforehand" and is_merged:
+        why = "TRL loads the model itself to compute log-probabilities beforehand, without the adapter to be merged"
+        yield why, "leave method.precompute_ref_log_probs out"
+    whole = origin.adapter is not None and origin.adapter.modules_to_save
+    if layout.strategy == "zero3" and whole:
+        why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"
+        yield why, "use fsdp2, ddp or zero2"
+
+
+def _ulysses_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Ulysses gives each device whole heads, and no mask.
+
+    The devices that divide sequences show each other as many micro-batches as they are, and compute them one after
+    another, so that the rows of a step are those of other layouts where it takes all of them.
+    """
+    recipe, window = setting.recipe, setting.model.sliding_window
+    num_rows = layout.num_processes * (recipe.train.micro_batch_size or 1)
+    if recipe.train.global_batch_size % num_rows:
+        why = f"each of the {layout.num_processes} devices brings a micro-batch of its own to a step"
+        yield why, f"set train.global_batch_size to a multiple of {num_rows}"
+    if setting.attention == "eager":
+        yield "Ulysses does not divide eager attention", "use sdpa"
+    if setting.attention.startswith("flash_attention"):
+        return
+    if lies_in_one_row(recipe.data):
+        why = f"{setting.attention} does not keep packed documents apart when they are divided"
+        yield why, "use flash_attention_2, or rows without packing"
+    if window is not None and recipe.data.max_length > window:
+        yield "Ulysses drops the mask that a sliding window needs", "use flash_attention_2"
+
+
+def _ring_refusals(setting: Setting) -> Iterator[tuple[str, str]]:
+    """Context parallel passes keys and values on and keeps no mask but the causal one."""
+    recipe, window = setting.recipe, setting.model.sliding_window
+    if lies_in_one_row(recipe.data):
+        key = "data.packing" if recipe.data.packing else "data.padding_free"
+        yield "context parallel drops the mask that keeps packed documents apart", f"set {key}=false"
+    key = recipe.model.attn_implementation
+    attention = of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
+    if attention != "sdpa":
+        yield f"context parallel divides sdpa, not {attention}", "set model.attn_implementation=sdpa"
+    if window is not None and recipe.data.max_length > window:
+        why = f"context parallel drops the mask of a window of {window:,} tokens"
+        yield why, "use another model, or a shorter data.max_length"

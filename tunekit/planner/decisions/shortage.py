@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tunekit.estimates.facts import Facts, Hardware, ModelFacts
 from tunekit.estimates.memory.memory import MemoryEstimate, Part
-from tunekit.planner.decisions.fit import Setting, divisors
+from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.plan import Plan, Reason, gib
 from tunekit.planner.resolve import Smaller, setting_of, what_would_fit
 
