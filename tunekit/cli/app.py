@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from tunekit.cli.evaluate import evaluate
-from tunekit.cli.export import chat, export, report
-from tunekit.cli.generate import generate, serve
+from tunekit.cli.export import export, report
+from tunekit.cli.generate import chat, generate, serve
 from tunekit.cli.migrate import migrate
+from tunekit.cli.options import NodesOption, OverridesArgument, RecipeArgument, print_json
 from tunekit.cli.runs import compare, rerun, runs_app
 from tunekit.cli.sweep import show_sweep, sweep
-from tunekit.cli.train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
+from tunekit.cli.train import launch, resume, stop, train
 from tunekit.cli.ui import ui
 from tunekit.errors import PlanError, TunekitError, writing
 from tunekit.process.log_capture import send_nothing
@@ -88,27 +90,23 @@ def plan(
     overrides: OverridesArgument = None,
     on: Annotated[
         list[str] | None,
-        typer.Option(
-            "--on",
+        Option(
             metavar="MACHINE",
             help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Give it again to compare.",
         ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sweep",
+        Option(
             metavar="KEY=VALUE,VALUE",
             help="Plan with each of these values, such as adapter.type=lora,qlora. Given again: every combination.",
         ),
     ] = None,
     fit: Annotated[
         Literal["length", "batch", "model"] | None,
-        typer.Option(
-            "--fit", help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."
-        ),
+        Option(help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and plan as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and plan as JSON.")] = False,
 ) -> None:
     """Say how a recipe would run, here or on a machine that is named, and why, without starting it."""
     from tunekit.api import verbs
@@ -132,7 +130,7 @@ def plan(
         resolved = verbs.plan(source, on=on[0] if on else None)
         document, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
     if as_json:
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
         return
     console = make_console()
     for note in notes:
@@ -155,9 +153,9 @@ def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def data(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    rows: Annotated[int, typer.Option("--rows", help="Sample rows to show of each split.", min=0)] = 3,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    rows: Annotated[int, Option(help="Sample rows to show of each split.", min=0)] = 3,
+    html: Annotated[Path | None, Option(help="Write the report as a page to this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Look at the data as the model will see it, before any training."""
     from rich.console import Console
@@ -181,7 +179,7 @@ def data(
         with writing(html):
             html.write_text(page, encoding="utf-8")
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        print_json(report.to_dict())
         return
     if html is not None:
         print(html)
@@ -195,8 +193,8 @@ def data(
 def rewards(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    prompts: Annotated[int, typer.Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all answers and what they got as JSON.")] = False,
+    prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
+    as_json: Annotated[bool, Option("--json", help="Print all answers and what they got as JSON.")] = False,
 ) -> None:
     """Try rewards before any training: what the model answers now, and what each reward says of it."""
     from rich.console import Console
@@ -211,7 +209,7 @@ def rewards(
     finally:
         progress.stop()
     if as_json:
-        print(json.dumps(trial.to_dict(), indent=2, ensure_ascii=False))
+        print_json(trial.to_dict())
         return
     from tunekit.display.rewards import trial_parts
 
@@ -223,9 +221,7 @@ def rewards(
 
 @app.command("data cache", rich_help_panel=TRAIN)
 def data_cache(
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Remove all of it. Runs keep the rows that they have.")
-    ] = False,
+    clear: Annotated[bool, Option("--clear", help="Remove all of it. Runs keep the rows that they have.")] = False,
 ) -> None:
     """Show what is kept of prepared rows and fetched files, or remove it.
 
@@ -248,7 +244,7 @@ def data_cache(
 
 @app.command(rich_help_panel=RECIPES)
 def explain(
-    key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
+    key: Annotated[str | None, Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
 ) -> None:
     """Document a field or a section of recipes, or all of them."""
     from tunekit.recipe.explain import explain as describe
@@ -280,8 +276,8 @@ def _recipes(context: typer.Context) -> None:
 
 @recipes_app.command("copy")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
-    dest: Annotated[Path | None, typer.Argument(help="File or folder to copy it to.")] = None,
+    name: Annotated[str, Argument(help="Name of a shipped recipe.")],
+    dest: Annotated[Path | None, Argument(help="File or folder to copy it to.")] = None,
 ) -> None:
     """Copy a shipped recipe to edit."""
     from tunekit.recipe import library
@@ -293,11 +289,11 @@ def copy_recipe(
 def doctor(
     recipe: Annotated[
         str | None,
-        typer.Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
+        Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
     ] = None,
     overrides: OverridesArgument = None,
     network: Annotated[
-        bool, typer.Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
+        bool, Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
     ] = False,
     nodes: NodesOption = None,
 ) -> None:
@@ -319,8 +315,8 @@ def doctor(
 
 @app.command(rich_help_panel=RUNS)
 def kernels(
-    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    model: Annotated[str, Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
+    as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say which modules of a model tunekit's kernels serve, and why not the others. Reads no weights."""
     from tunekit.api import verbs
@@ -328,7 +324,7 @@ def kernels(
 
     report = verbs.coverage(model)
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        print_json(report.to_dict())
         return
     make_console().print(coverage_table(report))
 

@@ -1,18 +1,18 @@
 """The command that makes recipes of other tools' configurations."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
+from tunekit.cli.options import print_json
 from tunekit.errors import TunekitError
 
 
 def migrate(
     file: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="A configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift: YAML, JSON, or a script that "
             "calls one of them.",
             metavar="FILE",
@@ -20,17 +20,15 @@ def migrate(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             help="Behind --: the other tool's command, with what it was given besides: -- trl dpo --beta 0.1",
             metavar="[-- ARGUMENTS]",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the recipe to this file, which is not there yet.")
-    ] = None,
+    output: Annotated[Path | None, Option("-o", help="Write the recipe to this file, which is not there yet.")] = None,
     tool: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--from",
             metavar="TOOL",
             help="Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Known by its keys where left out.",
@@ -38,9 +36,9 @@ def migrate(
     ] = None,
     num_devices: Annotated[
         int | None,
-        typer.Option("--num-devices", min=1, help="Devices that it was meant for: they multiply the batch of a step."),
+        Option(min=1, help="Devices that it was meant for: they multiply the batch of a step."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and report as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
 ) -> None:
     """Make a recipe of another tool's configuration, and say what became of each of its keys."""
     from tunekit.display.console import make_console
@@ -51,7 +49,7 @@ def migrate(
     if output is not None:
         _write_new(output, migration.text)
     if as_json:
-        print(json.dumps(migration.to_dict(), indent=2, ensure_ascii=False))
+        print_json(migration.to_dict())
         return
     console = make_console()
     console.print(*migration_parts(migration), sep="\n")

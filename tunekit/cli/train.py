@@ -6,7 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from tunekit.cli.options import NodesOption, OverridesArgument, RecipeArgument
 from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
 
@@ -17,41 +19,22 @@ if TYPE_CHECKING:
     from tunekit.runs.events import Listener
     from tunekit.runs.run import Run
 
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
-]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
-]
-NodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes",
-        metavar="HOST,HOST",
-        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
-    ),
-]
-
-
 QueueOption = Annotated[
-    bool, typer.Option("--queue", help="Wait in line until no other run of this machine has the devices.")
+    bool, Option("--queue", help="Wait in line until no other run of this machine has the devices.")
 ]
 DevicesOption = Annotated[
     str | None,
-    typer.Option("--devices", metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID."),
+    Option("--devices", metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID."),
 ]
-DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Come back when the run has begun, and leave it to itself.")
-]
-AnnounceOption = Annotated[int | None, typer.Option("--announce-to", hidden=True)]
+DetachOption = Annotated[bool, Option("--detach", help="Come back when the run has begun, and leave it to itself.")]
+AnnounceOption = Annotated[int | None, Option("--announce-to", hidden=True)]
 
 
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
+        bool, Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
     ] = False,
     devices: DevicesOption = None,
     queue: QueueOption = False,
@@ -91,25 +74,19 @@ def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nodes: NodesOption = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
-    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
-    ] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
-    ] = False,
+    slurm: Annotated[bool, Option("--slurm", help="Submit it to Slurm.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Train on a cluster of Ray's.")] = False,
+    sky: Annotated[bool, Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
+    on: Annotated[str | None, Option(metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")] = None,
+    num_nodes: Annotated[int | None, Option(help="Nodes; one where left out.", min=1)] = None,
+    print_only: Annotated[bool, Option("--print", help="Print what would be submitted, and do not submit it.")] = False,
     address: Annotated[
-        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+        str | None, Option(help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
     ] = None,
-    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
-    sbatch_arg: Annotated[
-        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
-    ] = None,
+    time: Annotated[str | None, Option(help="Slurm: limit, such as 01:00:00.")] = None,
+    partition: Annotated[str | None, Option(help="Slurm: partition.")] = None,
+    account: Annotated[str | None, Option(help="Slurm: account.")] = None,
+    sbatch_arg: Annotated[list[str] | None, Option(help="Slurm: another option of sbatch, such as --qos=high.")] = None,
 ) -> None:
     """Train on other machines. But for --sky, the run folder lies on storage that they share."""
     from tunekit.api import clusters, verbs
@@ -159,17 +136,17 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
+    run: Annotated[str, Argument(help="A run's name or its folder; or a sweep's.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
+        Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
     ] = None,
     from_: Annotated[
         str | None,
-        typer.Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
+        Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Take only the weights, and begin anew with them.")
+        bool, Option("--weights-only", help="Take only the weights, and begin anew with them.")
     ] = False,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
@@ -275,8 +252,8 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
+    run: Annotated[str, Argument(help="A run's name or its folder; or a sweep's.")],
+    now: Annotated[bool, Option("--now", help="End it at once, without another checkpoint.")] = False,
 ) -> None:
     """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""
     from tunekit.api import verbs

@@ -268,17 +268,14 @@ class Plan(Facts):
         """Figures of the choice in one line: memory, speed, time and cost."""
         each = "" if self.layout.num_processes == 1 else " on each"
         memory = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)}{each}"
-        speed = self._speed_reason
-        return f"{memory}; {speed.choice if speed and self._speed_is_known else 'speed not predicted'}"
+        is_known = self.speed is not None and self.speed.tokens_per_second is not None
+        reason = self._speed_reason if is_known else None
+        return f"{memory}; {reason.choice if reason else 'speed not predicted'}"
 
     @property
     def speed_basis(self) -> str:
         """Source of the speed figures, or why there are none."""
         return self._speed_reason.why if self._speed_reason else ""
-
-    @property
-    def _speed_is_known(self) -> bool:
-        return self.speed is not None and self.speed.tokens_per_second is not None
 
     @property
     def _speed_reason(self) -> Reason | None:

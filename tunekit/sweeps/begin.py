@@ -10,7 +10,7 @@ from tunekit.estimates.facts import Hardware
 from tunekit.estimates.throughput.communication import Range
 from tunekit.launching.device_queue import when_served
 from tunekit.planner.plan import Plan, gib
-from tunekit.planner.variants import Variant, Variants
+from tunekit.planner.variants import Variant, Variants, to_words
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
@@ -22,7 +22,7 @@ from tunekit.sweeps.conduct import conduct
 from tunekit.sweeps.folder import Search, Spec, Sweep
 from tunekit.sweeps.measure import measure_of
 from tunekit.sweeps.study import check_installed
-from tunekit.sweeps.values import Axis, Changes, Span, axes_of, check_number, corners, drawn, grid, to_words, words_of
+from tunekit.sweeps.values import Axis, Changes, Span, axes_of, check_number, corners, drawn, grid, words_of
 
 
 def sweep(

@@ -25,13 +25,13 @@ from tunekit.api.devices import devices
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.device_queue import devices_of
 from tunekit.launching.stop import stop_run
+from tunekit.planner.variants import to_words
 from tunekit.runs.events import FINAL_PHASES, Event
 from tunekit.runs.requests import COMMAND, EXIT_CODES, WHO, request
 from tunekit.runs.run import Run, set_tags
 from tunekit.runs.small_files import read_object
 from tunekit.sweeps.folder import FAILED, RECIPE, STOP, TO_DO, WAITING, Outcome, Sweep, Trial, find_sweep
 from tunekit.sweeps.study import Study, check_installed
-from tunekit.sweeps.values import to_words
 
 LOOK_SECONDS = 0.3
 """Seconds between two looks at the runs."""

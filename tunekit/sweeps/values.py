@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.planner.variants import read_values
+from tunekit.planner.variants import read_values, to_words
 from tunekit.recipe.reading.parse import to_inline_yaml
 
 MAX_RUNS = 100
@@ -224,11 +224,6 @@ def corners(axes: Mapping[str, Axis]) -> list[Changes]:
         {key: column[number % len(column)] for key, column in columns.items()}
         for number in range(max(map(len, columns.values())))
     ]
-
-
-def to_words(changes: Mapping[str, Any]) -> list[str]:
-    """Changes as the words of a command line."""
-    return [f"{key}={to_inline_yaml(value)}" for key, value in changes.items()]
 
 
 def words_of(changes: Mapping[str, Any]) -> str:

@@ -20,11 +20,11 @@ from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.plan import Kernels, Plan, Reason, Schedule, count, gib
+from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.train import Optim
 
 MUCH_TRUNCATED = 0.05
@@ -71,17 +71,9 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
 
 def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
-    full = isinstance(recipe.adapter, FullAdapter)
-    stored = (
-        "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
-    )
+    stored = {"full": "float32 weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
     summed = f"; devices sum gradients in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
     return Reason(topic="precision", choice=f"{dtype} products, {stored}", why=f"{why}{summed}")
-
-
-def kernels_reason(kernels: Kernels, why: str) -> Reason:
-    """Return the reason for the kernels."""
-    return Reason(topic="kernels", choice=kernels, why=why)
 
 
 def head_reason(
@@ -340,21 +332,15 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length
-    counts = (
-        (data.num_truncated, f"cut to {cut}"),
-        (data.num_split, f"split at {cut}"),
-        (data.num_dropped, "left out"),
-    )
-    for number, what in counts:
-        if number:
-            why += f"; {number:,} {what}"
+    counts = {f"cut to {cut}": data.num_truncated, f"split at {cut}": data.num_split, "left out": data.num_dropped}
+    why += "".join(f"; {number:,} {what}" for what, number in counts.items() if number)
     if data.truncated_share > MUCH_TRUNCATED:
         why += f": {data.truncated_share:.0%} of all rows lose their end; raise data.max_length or shorten them"
-    packed = "packed sequences" if recipe.data.packing else "rows"
+    rows = "rows"
     if recipe.data.packing:
-        filled = (data.num_train_tokens or 0) / (data.num_train * cut)
+        rows, filled = "packed sequences", (data.num_train_tokens or 0) / (data.num_train * cut)
         why += f"; packing fills {filled:.1%} of the places"
-    return Reason(topic="data", choice=f"{data.num_train:,} {packed}", why=why)
+    return Reason(topic="data", choice=f"{data.num_train:,} {rows}", why=why)
 
 
 def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
@@ -369,14 +355,11 @@ def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
     section = recipe.data
     weights = [source.weight for source in section.sources]
-    if weights[0] is None:
-        why = "every row of each is used once"
-    else:
-        spoken = " : ".join(f"{weight:g}" for weight in weights)
-        ends = (
-            "no row is used twice" if section.stopping_strategy == "first_exhausted" else "small sources are repeated"
-        )
-        why = f"weights {spoken} by {section.weight_by}; {ends}"
+    why = "every row of each is used once"
+    if weights[0] is not None:
+        is_first = section.stopping_strategy == "first_exhausted"
+        why = f"weights {' : '.join(f'{weight:g}' for weight in weights)} by {section.weight_by}; "
+        why += "no row is used twice" if is_first else "small sources are repeated"
     rows = ", ".join(f"{source.num_rows:,}" for source in data.sources)
     yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
 
