@@ -288,8 +288,7 @@ def copy_recipe(
 @app.command(rich_help_panel=RUNS)
 def doctor(
     recipe: Annotated[
-        str | None,
-        Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
+        str | None, Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE")
     ] = None,
     overrides: OverridesArgument = None,
     network: Annotated[

@@ -12,8 +12,7 @@ from tunekit.cli.options import CheckpointOption, DeviceOption, ModelArgument, T
 def evaluate(
     model: ModelArgument,
     data: Annotated[
-        str | None,
-        Option(metavar="FILE", help="Rows to evaluate on; left out: those that the run has set aside."),
+        str | None, Option(metavar="FILE", help="Rows to evaluate on; left out: those that the run has set aside.")
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -39,8 +38,7 @@ def evaluate(
     seed: Annotated[int, Option(help="For the draws of answers.")] = 0,
     device: DeviceOption = "auto",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Option(help="Type of its weights; auto: as in training."),
+        Literal["auto", "float32", "bfloat16", "float16"], Option(help="Type of its weights; auto: as in training.")
     ] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    Option("--dtype", help="Type of its weights; auto: as it was trained, or as it is stored."),
+    Option(help="Type of its weights; auto: as it was trained, or as it is stored."),
 ]
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
@@ -131,8 +131,7 @@ def serve(
     ] = "127.0.0.1",
     port: PortOption = 8000,
     api_key_file: Annotated[
-        Path | None,
-        Option(help="A file that holds the key of clients; TUNEKIT_API_KEY may hold it too."),
+        Path | None, Option(help="A file that holds the key of clients; TUNEKIT_API_KEY may hold it too.")
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",

@@ -35,8 +35,7 @@ def migrate(
         ),
     ] = None,
     num_devices: Annotated[
-        int | None,
-        Option(min=1, help="Devices that it was meant for: they multiply the batch of a step."),
+        int | None, Option(min=1, help="Devices that it was meant for: they multiply the batch of a step.")
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
 ) -> None:

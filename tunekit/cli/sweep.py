@@ -6,6 +6,7 @@ failed or was stopped by itself it is 2, when all others are done.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,6 @@ from tunekit.errors import Stopped, TunekitError, writing
 from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
-    from tunekit.runs.events import Listener
     from tunekit.sweeps.folder import Sweep
 
 JsonOption = Annotated[bool, Option("--json", help="Print how all runs stand as JSON.")]
@@ -42,8 +42,7 @@ def sweep(
         Option(metavar="MEASURE", help="What tells the best, such as eval_loss. Left out: the loss or reward."),
     ] = None,
     parallel: Annotated[
-        int | None,
-        Option(metavar="N", help="Runs at once. Left out: one, or one an accelerator.", min=1),
+        int | None, Option(metavar="N", help="Runs at once. Left out: one, or one an accelerator.", min=1)
     ] = None,
     resume: Annotated[str | None, Option(metavar="SWEEP", help="Go on with a sweep, by its name or folder.")] = None,
     as_json: JsonOption = False,
@@ -64,21 +63,8 @@ def sweep(
     from tunekit.sweeps.values import read_words
 
     axes, overrides = read_words(words or [])
-    _conduct(
-        lambda told: begin(
-            recipe,
-            axes,
-            overrides,
-            random=random,
-            optuna=optuna,
-            seed=seed,
-            by=by,
-            parallel=parallel,
-            on_event=told,
-        ),
-        "the data and planning every combination",
-        as_json=as_json,
-    )
+    start = partial(begin, recipe, axes, overrides, random=random, optuna=optuna, seed=seed, by=by, parallel=parallel)
+    _conduct(start, "the data and planning every combination", as_json=as_json)
 
 
 def show_sweep(
@@ -105,14 +91,14 @@ def go_on(name: str, *, as_json: bool = False) -> None:
     """Go on with a sweep, and show how it stands in the end."""
     from tunekit.sweeps.conduct import resume_sweep
 
-    _conduct(lambda told: resume_sweep(name, on_event=told), "the sweep", as_json=as_json)
+    _conduct(partial(resume_sweep, name), "the sweep", as_json=as_json)
 
 
-def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) -> None:
+def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None:
     """Show a sweep as it goes, and its table. What is told on the way goes to stderr where the table is JSON.
 
     Args:
-        start: Conducts it, with what is to be told of its runs.
+        start: Conducts it, with `on_event`: what is to be told of its runs.
         what: What is read first, in words.
         as_json: Whether the table is JSON.
     """
@@ -127,7 +113,7 @@ def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) 
     console = Console(stderr=True) if as_json else make_console()
     console.print(f"[dim]reading {what}[/dim]")
     try:
-        finished = start(SweepProgress(console))
+        finished = start(on_event=SweepProgress(console))
     except Stopped as stopped:
         print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
         raise typer.Exit(stopped.exit_code) from None

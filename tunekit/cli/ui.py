@@ -22,8 +22,7 @@ def ui(
         Path, Option(metavar="FOLDER", help="The workspace: nothing outside of it is shown or changed.")
     ] = Path(),
     password_file: Annotated[
-        Path | None,
-        Option(help=f"A file that holds the password; {PASSWORD_VARIABLE} may hold it too."),
+        Path | None, Option(help=f"A file that holds the password; {PASSWORD_VARIABLE} may hold it too.")
     ] = None,
     read_only: Annotated[bool, Option("--read-only", help="Only show: start, change and delete nothing.")] = False,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Show it in this machine's browser.")] = True,

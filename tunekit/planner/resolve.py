@@ -11,19 +11,7 @@ from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, savin
 from tunekit.estimates.memory.sharding import pad_to_multiple_of, zero_buckets
 from tunekit.estimates.memory.states import num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
-from tunekit.planner.decisions import reasons
-from tunekit.planner.decisions.backends import (
-    check_float8,
-    choose_attention,
-    choose_compile,
-    choose_kernels,
-    compile_reasons,
-    dense_reason,
-    flash_attention_of,
-    of_rows,
-    padding_of,
-    why_trl_head,
-)
+from tunekit.planner.decisions import backends, reasons
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
 from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
@@ -67,18 +55,20 @@ def resolve(
     hardware = hardware.with_processes(recipe.parallel.num_processes)
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
-    attention = choose_attention(recipe, hardware, model, dtype)
+    attention = backends.choose_attention(recipe, hardware, model, dtype)
     check_recipe(recipe, hardware, model, attention.choice, teacher)
-    check_float8(recipe, hardware, model, dtype)
+    backends.check_float8(recipe, hardware, model, dtype)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
-    kernels, why_kernels = choose_kernels(recipe, hardware, layout)
-    compiled, why_compiled = choose_compile(recipe, hardware, kernels, layout)
+    kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
+    compiled, why_compiled = backends.choose_compile(recipe, hardware, kernels, layout)
     check_retry(recipe, fitting.micro_batch_size)
-    padding = padding_of(recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes)
-    if of_rows(attention.choice, lie_apart=padding.is_free) != attention.choice:
-        attention = dense_reason()
+    padding = backends.padding_of(
+        recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes
+    )
+    if backends.of_rows(attention.choice, lie_apart=padding.is_free) != attention.choice:
+        attention = backends.dense_reason()
     schedule = reasons.schedule_of(recipe, data)
     step = step_of(
         recipe,
@@ -114,7 +104,7 @@ def resolve(
         dtype=dtype,
         autocast=dtype != "float32",
         attn_implementation=attention.choice,
-        flash_attention=flash_attention_of(hardware, model) if attention.choice == VARLEN else "FA2",
+        flash_attention=backends.flash_attention_of(hardware, model) if attention.choice == VARLEN else "FA2",
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
@@ -151,7 +141,7 @@ def resolve(
             reasons.precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             Reason(topic="kernels", choice=kernels, why=why_kernels),
-            *compile_reasons(recipe, model, compiled, why_compiled),
+            *backends.compile_reasons(recipe, model, compiled, why_compiled),
             reasons.head_reason(
                 hardware,
                 model,
@@ -159,7 +149,7 @@ def resolve(
                 dtype,
                 # With the most padding that there can be.
                 fitting.micro_batch_size * setting.passes.sequences_per_row * recipe.data.max_length,
-                why_trl_head(kernels, layout),
+                backends.why_trl_head(kernels, layout),
             ),
             *reasons.method_reasons(recipe, model.origin),
             *reasons.reference_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
@@ -219,7 +209,7 @@ def setting_of(
         hardware=hardware,
         model=model,
         dtype=dtype,
-        attention=choose_attention(recipe, hardware, model, dtype).choice,
+        attention=backends.choose_attention(recipe, hardware, model, dtype).choice,
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],

@@ -1,7 +1,7 @@
 """Start of a sweep: every combination is checked and planned before the first is trained, all faults at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tunekit.api.plan_inputs import Lookup
 from tunekit.api.verbs import Source, check_recipe
@@ -68,9 +68,8 @@ def sweep(
     spec = Spec(axes, search, num_runs, seed, measure, begun.parallel, begun.one_device_each)
     new_sweep = Sweep.create(recipe, spec, all_changes)
     if on_event is not None:
-        on_event(
-            {"event": "sweep", "sweep": new_sweep, "plans": begun.variants(recipe), "estimate": begun.total(num_runs)}
-        )
+        plans, estimate = begun.variants(recipe), begun.total(num_runs)
+        on_event({"event": "sweep", "sweep": new_sweep, "plans": plans, "estimate": estimate})
     conduct(new_sweep, on_event)
     return new_sweep
 
@@ -100,6 +99,9 @@ def _refuse_own_folders(recipe: Recipe, axes: Mapping[str, Axis]) -> None:
         raise RecipeError(
             "output.dir: each run of a sweep has a folder of its own in runs/", hint="set output.dir=null"
         )
+
+
+_Made = TypeVar("_Made")
 
 
 class _Planned:
@@ -150,7 +152,13 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     Raises:
         TunekitError: Some cannot be trained so. All are named.
     """
-    recipes = _changed(recipe, all_changes)
+    originals = [recipe] * len(all_changes)
+    recipes = _each(lambda base, changes: read_recipe(base, to_words(changes))[0], originals, all_changes)
+
+    def plans_on(hardware: Hardware) -> list[Plan]:
+        lookup = Lookup([None], probe_model, here=hardware)
+        return _each(lambda changed, _: check_recipe(changed, lookup)[0], recipes, all_changes)
+
     whole = when_served(probe_hardware())
     num = len(whole.accelerators)
     if parallel is not None and num and parallel > num:
@@ -161,67 +169,39 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     if each:
         single = whole.model_copy(update={"accelerators": whole.freest(1)})
         try:
-            plans = _plans(recipes, all_changes, single)
+            plans = plans_on(single)
             return _Planned(all_changes, plans, min(parallel or num, len(plans)), each=True)
         except PlanError:
             if parallel is not None:
                 raise
-    return _Planned(all_changes, _plans(recipes, all_changes, whole), 1 if num else parallel or 1, each=False)
+    return _Planned(all_changes, plans_on(whole), 1 if num else parallel or 1, each=False)
 
 
-def _changed(recipe: Recipe, all_changes: Sequence[Changes]) -> list[Recipe]:
-    faults = _Faults(len(all_changes))
-    recipes = []
-    for changes in all_changes:
-        try:
-            recipes.append(read_recipe(recipe, to_words(changes))[0])
-        except TunekitError as error:
-            faults.add(error, changes)
-    faults.check()
-    return recipes
+def _each(
+    make: Callable[[Recipe, Changes], _Made], recipes: Sequence[Recipe], all_changes: Sequence[Changes]
+) -> list[_Made]:
+    """Return what is made of each combination and its recipe.
 
-
-def _plans(recipes: Sequence[Recipe], all_changes: Sequence[Changes], hardware: Hardware) -> list[Plan]:
-    faults, plans = _Faults(len(recipes)), []
-    lookup = Lookup([None], probe_model, here=hardware)
+    Raises:
+        TunekitError: Some have faults, of the first one's kind. One that holds for several is told once.
+    """
+    made: list[_Made] = []
+    faults: dict[str, tuple[type[TunekitError], list[Changes]]] = {}
     for recipe, changes in zip(recipes, all_changes, strict=True):
         try:
-            plans.append(check_recipe(recipe, lookup)[0])
+            made.append(make(recipe, changes))
         except TunekitError as error:
-            faults.add(error, changes)
-    faults.check()
-    return plans
+            faults.setdefault(str(error), (type(error), []))[1].append(changes)
+    if not faults:
+        return made
+    lines = [f"{_which(changes, len(all_changes))}{words}" for words, (_, changes) in faults.items()]
+    kind = next(iter(faults.values()))[0]
+    raise kind("\n".join(lines))
 
 
-class _Faults:
-    """Faults of combinations: one that holds for several is reported once.
-
-    Args:
-        num: Combinations that there are.
-    """
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-        self._found: dict[str, tuple[TunekitError, list[Changes]]] = {}
-
-    def add(self, error: TunekitError, changes: Changes) -> None:
-        """Take in what is wrong with one."""
-        self._found.setdefault(str(error), (error, []))[1].append(changes)
-
-    def check(self) -> None:
-        """Raise what was found.
-
-        Raises:
-            TunekitError: Something was, of the first one's kind.
-        """
-        if not self._found:
-            return
-        lines = [f"{self._which(changes)}{words}" for words, (_, changes) in self._found.items()]
-        first = next(iter(self._found.values()))[0]
-        raise type(first)("\n".join(lines))
-
-    def _which(self, changes: Sequence[Changes]) -> str:
-        if len(changes) == self._num:
-            return ""
-        more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-        return f"with {words_of(changes[0])}{more}: "
+def _which(changes: Sequence[Changes], num: int) -> str:
+    """Return which of so many combinations a fault holds for; nothing if all."""
+    if len(changes) == num:
+        return ""
+    more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+    return f"with {words_of(changes[0])}{more}: "

@@ -106,12 +106,10 @@ def axes_of(values: Mapping[str, Sequence[Any] | str | Span]) -> dict[str, Axis]
     """
     axes: dict[str, Axis] = {}
     for key, values_text in values.items():
-        span = read_span(f"{key}={values_text}", values_text) if isinstance(values_text, str) else None
-        axis = (
-            values_text
-            if isinstance(values_text, Span)
-            else span or (() if isinstance(values_text, str) else _distinct(key, values_text))
-        )
+        if isinstance(values_text, str):
+            axis: Axis = read_span(f"{key}={values_text}", values_text) or ()
+        else:
+            axis = values_text if isinstance(values_text, Span) else _distinct(key, values_text)
         if not axis:
             raise RecipeError(f"{key}: there is nothing to try", hint="give a list, or a range such as '1e-5..1e-3'")
         axes[key] = axis

@@ -21,14 +21,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
-from tunekit.planner.decisions.backends import (
-    choose_kernels,
-    head_kind,
-    lies_in_one_row,
-    needs_mask,
-    of_rows,
-    padding_of,
-)
+from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.vllm import VLLM, vllm_bytes, vllm_of
 from tunekit.planner.plan import VARLEN, Reason, gib
 from tunekit.recipe.schema import Recipe
@@ -101,13 +94,13 @@ class Setting:
     def attention_in(self, layout: Layout) -> str:
         """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
         is_divided = max(layout.cp_size, layout.sp_size, layout.tp_size) > 1
-        return of_rows(self.attention, lie_apart=not is_divided)
+        return backends.of_rows(self.attention, lie_apart=not is_divided)
 
     def passes_in(self, layout: Layout) -> Passes:
         """The same in a layout, which has a say in whose head scores tokens."""
-        kernels, _ = choose_kernels(self.recipe, self.hardware, layout)
+        kernels, _ = backends.choose_kernels(self.recipe, self.hardware, layout)
         passes = self.passes
-        return replace(passes, head=head_kind(passes.head, self.recipe.method, kernels, layout))
+        return replace(passes, head=backends.head_kind(passes.head, self.recipe.method, kernels, layout))
 
     def vllm(self, layout: Layout) -> VLLM | None:
         """Return how vLLM is used, where it generates answers."""
@@ -117,7 +110,7 @@ class Setting:
         """Estimate the memory of each device with `size` sequences in a micro-batch."""
         length = self.recipe.data.max_length
         attention = self.attention_in(layout)
-        padding = padding_of(self.recipe.data, self.model, attention, size, self.passes)
+        padding = backends.padding_of(self.recipe.data, self.model, attention, size, self.passes)
         mask_length = padding.mask_length
         if padding.is_free and attention == VARLEN and self.device.kind == "cpu":
             # SDPA for one document after another: keys and values are repeated as with a mask, and there is none.
@@ -125,7 +118,7 @@ class Setting:
         # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
         window = self.model.sliding_window
         vllm = self.vllm(layout)
-        masks = needs_mask(of_rows(attention, lie_apart=padding.is_free))
+        masks = backends.needs_mask(backends.of_rows(attention, lie_apart=padding.is_free))
         slides = masks and window is not None and length >= window
         whole = size * self.passes.sequences_per_row * length if padding.is_free else length
         return estimate(
@@ -197,7 +190,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     sizes = _sizes(setting, batch // layout.sp_size)
     row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
-    widens_mask = requested is None and lies_in_one_row(recipe.data) and needs_mask(setting.attention)
+    widens_mask = requested is None and backends.lies_in_one_row(recipe.data) and backends.needs_mask(setting.attention)
     if widens_mask:
         sizes = [size for size in sizes if size <= enough]
         enough = sizes[0]

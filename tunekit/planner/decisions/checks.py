@@ -8,16 +8,7 @@ from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import FORMER_LINEARS, adapted_experts, last_part
 from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
-from tunekit.planner.decisions.backends import (
-    check_compile,
-    check_isolation,
-    check_kernels,
-    lies_in_one_row,
-    of_rows,
-    why_no_float8_in,
-    why_no_kernels,
-    why_not_compiled_in,
-)
+from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
 from tunekit.recipe.methods import generates, is_rewarded
@@ -226,9 +217,9 @@ def check_recipe(
     Raises:
         PlanError: There is such a thing.
     """
-    check_isolation(recipe.data, model, attn_implementation)
-    check_kernels(recipe, hardware, model)
-    check_compile(recipe, hardware)
+    backends.check_isolation(recipe.data, model, attn_implementation)
+    backends.check_kernels(recipe, hardware, model)
+    backends.check_compile(recipe, hardware)
     _check_lengths(recipe, model)
     _check_adapter(recipe, model)
     _check_merge(recipe, model)
@@ -313,11 +304,11 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     if setting.model.origin is not None and layout.strategy in ("fsdp2", "zero3"):
         yield from _origin_refusals(recipe, setting.model.origin, layout)
     if recipe.model.kernels != "auto":
-        yield why_no_kernels(recipe.model.kernels, layout), "leave model.kernels out, or use torch"
+        yield backends.why_no_kernels(recipe.model.kernels, layout), "leave model.kernels out, or use torch"
     if recipe.train.torch_compile is True:
-        yield why_not_compiled_in(layout), "leave train.torch_compile out"
+        yield backends.why_not_compiled_in(layout), "leave train.torch_compile out"
     if recipe.train.fp8:
-        yield why_no_float8_in(layout), "leave train.fp8 out, or use fsdp2"
+        yield backends.why_no_float8_in(layout), "leave train.fp8 out, or use fsdp2"
     if layout.tp_size > 1 and not is_full:
         yield "PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size"
     if layout.tp_size > 1 and trains_on != "tokens":
@@ -373,7 +364,7 @@ def _ulysses_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, s
         yield "Ulysses does not divide eager attention", "use sdpa"
     if setting.attention.startswith("flash_attention"):
         return
-    if lies_in_one_row(recipe.data):
+    if backends.lies_in_one_row(recipe.data):
         why = f"{setting.attention} does not keep packed documents apart when they are divided"
         yield why, "use flash_attention_2, or rows without packing"
     if window is not None and recipe.data.max_length > window:
@@ -383,11 +374,11 @@ def _ulysses_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, s
 def _ring_refusals(setting: Setting) -> Iterator[tuple[str, str]]:
     """Context parallel passes keys and values on and keeps no mask but the causal one."""
     recipe, window = setting.recipe, setting.model.sliding_window
-    if lies_in_one_row(recipe.data):
+    if backends.lies_in_one_row(recipe.data):
         key = "data.packing" if recipe.data.packing else "data.padding_free"
         yield "context parallel drops the mask that keeps packed documents apart", f"set {key}=false"
     key = recipe.model.attn_implementation
-    attention = of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
+    attention = backends.of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
     if attention != "sdpa":
         yield f"context parallel divides sdpa, not {attention}", "set model.attn_implementation=sdpa"
     if window is not None and recipe.data.max_length > window:
