@@ -8,7 +8,9 @@ does not agree with its run; of a run that was stopped 130 after Ctrl-C, 143 aft
 SIGTERM, 129 after SIGHUP, and 0 after `tunekit stop` and SIGUSR1.
 """
 
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,13 +22,11 @@ from typer.core import TyperGroup
 from tunekit.cli.evaluate import evaluate
 from tunekit.cli.export import export, report
 from tunekit.cli.generate import chat, generate, serve
-from tunekit.cli.migrate import migrate
-from tunekit.cli.options import NodesOption, OverridesArgument, RecipeArgument, print_json
+from tunekit.cli.options import NodesOption, OverridesArgument, PortOption, RecipeArgument, print_json, secret_in
 from tunekit.cli.runs import compare, rerun, runs_app
 from tunekit.cli.sweep import show_sweep, sweep
 from tunekit.cli.train import launch, resume, stop, train
-from tunekit.cli.ui import ui
-from tunekit.errors import PlanError, TunekitError, writing
+from tunekit.errors import DependencyError, PlanError, TunekitError, writing
 from tunekit.process.log_capture import send_nothing
 from tunekit.redact import Redacting, open_standard_streams
 
@@ -58,6 +58,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
+
+PASSWORD_VARIABLE = "TUNEKIT_UI_PASSWORD"
 
 TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and the machine"
 
@@ -334,8 +336,86 @@ app.command("eval", rich_help_panel=AFTER)(evaluate)
 
 app.command(rich_help_panel=AFTER)(sweep)
 app.command("sweep show", rich_help_panel=AFTER)(show_sweep)
-app.command(rich_help_panel=RECIPES)(migrate)
-app.command(rich_help_panel=RUNS)(ui)
+
+
+@app.command(rich_help_panel=RECIPES)
+def migrate(
+    file: Annotated[
+        Path,
+        Argument(
+            help="A configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift: YAML, JSON, or a script that "
+            "calls one of them.",
+            metavar="FILE",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        Argument(
+            help="Behind --: the other tool's command, with what it was given besides: -- trl dpo --beta 0.1",
+            metavar="[-- ARGUMENTS]",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Write the recipe to this file, which is not there yet.")
+    ] = None,
+    tool: Annotated[
+        str | None,
+        Option(
+            "--from",
+            metavar="TOOL",
+            help="Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Known by its keys where left out.",
+        ),
+    ] = None,
+    num_devices: Annotated[
+        int | None, Option(min=1, help="Devices that it was meant for: they multiply the batch of a step.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
+) -> None:
+    """Make a recipe of another tool's configuration, and say what became of each of its keys."""
+    from tunekit.display.console import make_console
+    from tunekit.display.migration import migration_parts
+    from tunekit.migration.migration import migrate as make
+
+    migration = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
+    if output is not None:
+        _write_new(output, migration.text)
+    if as_json:
+        print_json(migration.to_dict())
+        return
+    console = make_console()
+    console.print(*migration_parts(migration), sep="\n")
+    if output is not None:
+        print(f"{output}: written; `tunekit plan {output}` says how it would run")
+
+
+@app.command(rich_help_panel=RUNS)
+def ui(
+    host: Annotated[
+        str, Option(help="The address to listen at. Any but this machine's own needs a password.")
+    ] = "127.0.0.1",
+    port: PortOption = 7860,
+    root: Annotated[
+        Path, Option(metavar="FOLDER", help="The workspace: nothing outside of it is shown or changed.")
+    ] = Path(),
+    password_file: Annotated[
+        Path | None, Option(help=f"A file that holds the password; {PASSWORD_VARIABLE} may hold it too.")
+    ] = None,
+    read_only: Annotated[bool, Option("--read-only", help="Only show: start, change and delete nothing.")] = False,
+    open_browser: Annotated[bool, Option("--open/--no-open", help="Show it in this machine's browser.")] = True,
+) -> None:
+    """Open the web UI over this folder: data, plans, runs, comparisons, chats."""
+    if importlib.util.find_spec("gradio") is None:
+        raise DependencyError("the web UI needs gradio", hint="install it with: pip install 'tunekit[webui]'")
+    from webui.server import serve, workspace
+    from webui.site import Site
+
+    password = os.environ.get(PASSWORD_VARIABLE) or None
+    if password_file is not None:
+        password = secret_in(password_file, "--password-file", "password")
+    site = Site(workspace(root), read_only=read_only)
+    serve(site, host=host, port=port, password=password, open_browser=open_browser)
+
+
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 
@@ -349,3 +429,14 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:
     """A plan as plain data, or why there is none."""
     return {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise TunekitError(f"'{path}' is there already", hint="name a new file, or remove it") from error
+    except OSError as error:
+        problem = f"cannot write '{path}': {error.strerror}"
+        raise TunekitError(problem, hint="name a file in a folder that exists") from error

@@ -2,7 +2,7 @@
 
 What a method does in a step stands with its section (`tunekit.recipe.methods.spec`).
 
-Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
+Where vLLM generates (`tunekit.planner.decisions.backends`) there is no cache of transformers'.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type.

@@ -14,7 +14,6 @@ from tunekit.estimates.memory.memory import Confidence, MemoryEstimate, Part, Sa
 from tunekit.estimates.memory.sharding import ZeroBuckets
 from tunekit.estimates.memory.states import Dtype, Reference
 from tunekit.estimates.throughput.speed import Speed
-from tunekit.planner.decisions.vllm import VLLM
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 
@@ -111,6 +110,14 @@ class Schedule(Facts):
     save_steps: int
     save_together: int = 1
     """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
+
+
+class VLLM(Facts):
+    """Use of vLLM."""
+
+    mode: Literal["colocate", "server"]
+    gpu_memory_utilization: float | None = None
+    """Share of each device's whole memory; None for a server, which is started with a share of its own."""
 
 
 class Plan(Facts):

@@ -23,7 +23,6 @@ from tunekit.planner.decisions.environment import (
     timeout_of,
     timeout_reasons,
 )
-from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
 from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
@@ -55,8 +54,8 @@ def resolve(
     hardware = hardware.with_processes(recipe.parallel.num_processes)
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
-    attention = backends.choose_attention(recipe, hardware, model, dtype)
-    check_recipe(recipe, hardware, model, attention.choice, teacher)
+    attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype)
+    check_recipe(recipe, hardware, model, attention, teacher)
     backends.check_float8(recipe, hardware, model, dtype)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
@@ -67,8 +66,8 @@ def resolve(
     padding = backends.padding_of(
         recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes
     )
-    if backends.of_rows(attention.choice, lie_apart=padding.is_free) != attention.choice:
-        attention = backends.dense_reason()
+    if backends.of_rows(attention, lie_apart=padding.is_free) != attention:
+        attention, why_attention = backends.DENSE
     schedule = reasons.schedule_of(recipe, data)
     step = step_of(
         recipe,
@@ -103,8 +102,8 @@ def resolve(
         device=setting.device,
         dtype=dtype,
         autocast=dtype != "float32",
-        attn_implementation=attention.choice,
-        flash_attention=backends.flash_attention_of(hardware, model) if attention.choice == VARLEN else "FA2",
+        attn_implementation=attention,
+        flash_attention=backends.flash_attention_of(hardware, model) if attention == VARLEN else "FA2",
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
@@ -139,7 +138,7 @@ def resolve(
             *reasons.origin_reasons(recipe, model),
             *reasons.code_reasons(recipe),
             reasons.precision_reason(recipe, layout, dtype, why_dtype),
-            attention,
+            Reason(topic="attention", choice=attention, why=why_attention),
             Reason(topic="kernels", choice=kernels, why=why_kernels),
             *backends.compile_reasons(recipe, model, compiled, why_compiled),
             reasons.head_reason(
@@ -209,7 +208,7 @@ def setting_of(
         hardware=hardware,
         model=model,
         dtype=dtype,
-        attention=backends.choose_attention(recipe, hardware, model, dtype).choice,
+        attention=backends.choose_attention(recipe, hardware, model, dtype)[0],
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
@@ -264,8 +263,8 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
         return setting, chosen, "as in the recipe"
     if hardware.vllm is None:
         return setting, chosen, "whether vLLM is installed there is not known"
-    refused = why_no_vllm(recipe, hardware)
-    why = refused[0] if refused is not None else why_not_in(recipe, chosen.fit.layout)
+    refused = backends.why_no_vllm(recipe, hardware)
+    why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:
         other = replace(setting, by_vllm=True)
         fitting = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)

@@ -1,4 +1,4 @@
-"""Choice of what computes a layer: attention, padding, fused kernels, torch.compile and float8.
+"""Choice of what computes a layer: attention, padding, kernels, torch.compile and float8; and of the answering engine.
 
 Attention. Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are
 told their boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one
@@ -24,11 +24,17 @@ torch.compile and float8 change how a layer is computed and nothing of what: lay
 so that they share what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic
 scales for whole tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are
 compiled.
+
+vLLM (TRL 1.16). Colocated, every device has a vLLM of its own beside the trained model
+(trl/generation/vllm_generation.py): a copy of all weights, which is given new values whenever answers are due, and a
+cache. It takes its share of a device's whole memory when it starts, and keeps it. A server has devices of its own. No
+run stands behind these figures: they are formulas.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 
 import yaml
@@ -39,7 +45,8 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS, CARRY_STATE
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.planner.plan import LOADER, VARLEN, FlashAttention, Kernels, Reason
+from tunekit.planner.plan import LOADER, VARLEN, VLLM, FlashAttention, Kernels, Reason
+from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
@@ -92,7 +99,7 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     return None
 
 
-def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Reason:
+def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> tuple[str, str]:
     """Attention implementation, and why.
 
     Raises:
@@ -100,30 +107,28 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
     """
     device, requested = hardware.device, recipe.model.attn_implementation
     without_flash = "eager" if _is_among("without_sdpa", model) else "sdpa"
+    has_flash, squeezes = _has_flash(device, dtype), _is_among("flex", model)
     if requested != "auto":
         _check_asked(recipe, hardware, model, dtype, use=without_flash)
-        return Reason(topic="attention", choice=requested, why="as in the recipe")
+        return requested, "as in the recipe"
     if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
         if device.kind == "cpu":
-            why = "sdpa for one document after another: no mask over the whole row"
-            return Reason(topic="attention", choice=VARLEN, why=why)
+            return VARLEN, "sdpa for one document after another: no mask over the whole row"
         if flash != "FA2" or not hardware.flash_attn:
-            why = f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
-            return Reason(topic="attention", choice=VARLEN, why=why)
-    if lies_in_one_row(recipe.data) and _is_among("flex", model) and _has_flash(device, dtype):
+            return VARLEN, f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
+    if lies_in_one_row(recipe.data) and squeezes and has_flash:
         why = f"it squeezes scores as {model.model_type} does, and its mask has an entry for blocks of tokens"
-        return Reason(topic="attention", choice="flex_attention", why=why)
-    if _has_flash(device, dtype) and hardware.flash_attn and not _is_among("flex", model):
-        return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
+        return "flex_attention", why
+    if has_flash and hardware.flash_attn and not squeezes:
+        return "flash_attention_2", "flash-attn is installed and runs here"
     if without_flash != "sdpa":
-        return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
-    return dense_reason()
+        return without_flash, f"transformers has no sdpa for {model.model_type}"
+    return DENSE
 
 
-def dense_reason() -> Reason:
-    """The attention of rows that are padded."""
-    return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
+DENSE = ("sdpa", "torch's fused attention; needs no further package")
+"""Attention of rows that are padded, and why."""
 
 
 def of_rows(attn_implementation: str, *, lie_apart: bool) -> str:
@@ -482,3 +487,65 @@ def _forms(hardware: Hardware) -> str:
     if hardware.triton is False:
         return "in their torch forms, as Triton is not installed; the head is what pays so"
     return "in Triton, for each module that computes what they do; the log names the others"
+
+
+BATCHED_TOKENS = 4096
+"""Tokens that vLLM computes at once, as TRL starts it."""
+
+VALUE_BYTES = 2
+"""Of a weight and in its cache: what is stored in float32 becomes 16-bit there."""
+
+USUAL_SHARE = 0.3
+"""Share of a device's memory that TRL gives vLLM by default. More is taken only where the weights alone need it."""
+
+
+def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
+    """Return why vLLM cannot generate for a recipe on a machine in any layout, and the remedy; None where it can."""
+    method = recipe.method
+    assert generates(method)
+    if hardware.vllm is False:
+        return "vLLM is not installed", "pip install 'tunekit[vllm]'"
+    if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
+        return f"tunekit uses vLLM on CUDA devices alone; this is {hardware.device.name}", "leave use_vllm out"
+    if isinstance(recipe.adapter, QloraAdapter):
+        why = "TRL merges the adapter into the 4-bit weights for vLLM and takes it out again, which rounds them each "
+        return f"{why}time", "use adapter.type=lora, or leave use_vllm out"
+    return method.why_no_vllm()
+
+
+def why_no_vllm_in(recipe: Recipe, layout: Layout) -> str | None:
+    """Return why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
+    if layout.offload_param_device != "none":
+        return "vLLM is not given weights that lie beside the device"
+    if layout.strategy == "fsdp2" and not isinstance(recipe.adapter, FullAdapter):
+        return "TRL merges no adapter into weights that FSDP2 divides, which vLLM would need"
+    return None
+
+
+def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -> VLLM:
+    """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
+    method = recipe.method
+    assert generates(method)
+    generation = method.generation
+    if generation.vllm_mode == "server":
+        return VLLM(mode="server")
+    if generation.vllm_gpu_memory_utilization is not None:
+        return VLLM(mode="colocate", gpu_memory_utilization=generation.vllm_gpu_memory_utilization)
+    num_sequences = -(-recipe.train.global_batch_size // layout.num_batches)
+    fixed = _fixed_bytes(model, num_sequences)
+    a_token = 2 * VALUE_BYTES * model.num_kv_heads * model.head_dim * model.num_layers
+    sequence_bytes = a_token * recipe.data.max_length
+    usual = USUAL_SHARE * device.memory_total_bytes
+    needed = min(fixed + num_sequences * sequence_bytes, max(fixed + sequence_bytes, usual))
+    return VLLM(mode="colocate", gpu_memory_utilization=ceil(100 * needed / device.memory_total_bytes) / 100)
+
+
+def vllm_bytes(vllm: VLLM, device: Device) -> int:
+    """Return the bytes that vLLM takes of each device that trains."""
+    return int((vllm.gpu_memory_utilization or 0) * device.memory_total_bytes)
+
+
+def _fixed_bytes(model: ModelFacts, num_sequences: int) -> int:
+    """Its copy of the weights, a layer's activations of `BATCHED_TOKENS`, and logits of a token of each sequence."""
+    layer = BATCHED_TOKENS * VALUE_BYTES * (3 * model.intermediate_size + 4 * model.hidden_size)
+    return VALUE_BYTES * model.num_params + layer + 12 * model.vocab_size * num_sequences

@@ -22,8 +22,7 @@ from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
 from tunekit.planner.decisions import backends
-from tunekit.planner.decisions.vllm import VLLM, vllm_bytes, vllm_of
-from tunekit.planner.plan import VARLEN, Reason, gib
+from tunekit.planner.plan import VARLEN, VLLM, Reason, gib
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.train import ParallelSection
@@ -104,7 +103,7 @@ class Setting:
 
     def vllm(self, layout: Layout) -> VLLM | None:
         """Return how vLLM is used, where it generates answers."""
-        return vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
+        return backends.vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
 
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """Estimate the memory of each device with `size` sequences in a micro-batch."""
@@ -136,7 +135,7 @@ class Setting:
             devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
             passes=self.passes_in(layout),
-            vllm_bytes=0 if vllm is None else vllm_bytes(vllm, self.device),
+            vllm_bytes=0 if vllm is None else backends.vllm_bytes(vllm, self.device),
             scores_length=whole if attention == "eager" else None,
         )
 

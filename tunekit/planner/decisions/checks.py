@@ -10,7 +10,6 @@ from tunekit.estimates.memory.experts import FORMER_LINEARS, adapted_experts, la
 from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.candidates import Setting, divisors
-from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
@@ -204,7 +203,7 @@ def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
     method = recipe.method
     if not generates(method) or method.generation.use_vllm is not True:
         return
-    obstacle = why_no_vllm(recipe, hardware)
+    obstacle = backends.why_no_vllm(recipe, hardware)
     if obstacle is not None:
         raise PlanError(f"method.generation.use_vllm: {obstacle[0]}", hint=obstacle[1])
 
@@ -300,7 +299,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         why = "a checkpoint of divided weights has no reference that follows the model"
         yield why, "use ddp, or leave method.trainer_args.sync_ref_model out"
     if setting.by_vllm:
-        yield why_not_in(recipe, layout), "leave method.generation.use_vllm out"
+        yield backends.why_no_vllm_in(recipe, layout), "leave method.generation.use_vllm out"
     if setting.model.origin is not None and layout.strategy in ("fsdp2", "zero3"):
         yield from _origin_refusals(recipe, setting.model.origin, layout)
     if recipe.model.kernels != "auto":

@@ -19,8 +19,7 @@ from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.kernels.chunks import chunk_rows
-from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
+from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
