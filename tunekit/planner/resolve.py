@@ -55,8 +55,7 @@ def resolve(
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype)
-    check_recipe(recipe, hardware, model, attention, teacher)
-    backends.check_float8(recipe, hardware, model, dtype)
+    check_recipe(recipe, hardware, model, attention, dtype, teacher)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout

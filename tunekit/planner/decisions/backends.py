@@ -31,7 +31,7 @@ cache. It takes its share of a device's whole memory when it starts, and keeps i
 run stands behind these figures: they are formulas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -109,7 +109,10 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
     without_flash = "eager" if _is_among("without_sdpa", model) else "sdpa"
     has_flash, squeezes = _has_flash(device, dtype), _is_among("flex", model)
     if requested != "auto":
-        _check_asked(recipe, hardware, model, dtype, use=without_flash)
+        why_not = _why_not_asked(recipe, hardware, model, dtype, without_flash)
+        if why_not is not None:
+            install = "install flash-attn, or " if why_not.endswith("is not installed") else ""
+            raise PlanError(f"model.attn_implementation: {why_not}", hint=f"{install}use {without_flash}")
         return requested, "as in the recipe"
     if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
@@ -194,27 +197,20 @@ def _has_flash(device: Device, dtype: Dtype) -> bool:
     return device.kind == "cuda" and (device.compute_capability or (0, 0)) >= FLASH_CAPABILITY and dtype != "float32"
 
 
-def _check_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, use: str) -> None:
+def _why_not_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, dense: str) -> str | None:
+    """Return why the attention that a recipe asks for cannot be had; None where it can."""
     requested, device = recipe.model.attn_implementation, hardware.device
     if requested.startswith("flash_attention") and not _has_flash(device, dtype):
-        raise PlanError(
-            f"model.attn_implementation: {requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
-            f"products; this is {device.name} with {dtype}",
-            hint=f"use {use}",
-        )
+        why = f"{requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit products; this is "
+        return f"{why}{device.name} with {dtype}"
     if requested.startswith("flash_attention") and hardware.flash_attn is False:
-        raise PlanError(
-            f"model.attn_implementation: {requested} is not installed", hint=f"install flash-attn, or use {use}"
-        )
-    if requested == "sdpa" and use != "sdpa":
-        raise PlanError(
-            f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {use}"
-        )
+        return f"{requested} is not installed"
+    if requested == "sdpa" and dense != "sdpa":
+        return f"transformers has no sdpa for {model.model_type}"
     if requested == "flex_attention" and device.kind != "cuda":
-        raise PlanError("model.attn_implementation: flex_attention has no backward pass on a CPU", hint=f"use {use}")
+        return "flex_attention has no backward pass on a CPU"
     why_not = why_no_varlen(recipe, hardware, model, dtype) if requested == VARLEN else None
-    if why_not is not None:
-        raise PlanError(f"model.attn_implementation: {VARLEN} cannot be used: {why_not}", hint=f"use {use}")
+    return None if why_not is None else f"{VARLEN} cannot be used: {why_not}"
 
 
 @dataclass(frozen=True)
@@ -276,20 +272,15 @@ def needs_mask(attn_implementation: str) -> bool:
     return not (attn_implementation.startswith("flash_attention") or attn_implementation in (VARLEN, "flex_attention"))
 
 
-def check_isolation(data: DataSection, model: ModelFacts, attn_implementation: str) -> None:
-    """Refuse what the recipe asks for where documents in one row would see each other.
-
-    Raises:
-        PlanError: Packing or padding-free batches are asked for, and the model does not keep documents apart.
-    """
+def isolation_faults(data: DataSection, model: ModelFacts, attn_implementation: str) -> Iterator[tuple[str, str]]:
+    """Refuse packing and padding-free batches where documents in one row would see each other."""
     why = why_not_isolated(model, attn_implementation) if lies_in_one_row(data) else None
-    if why is None:
-        return
-    key = "data.packing" if data.packing else "data.padding_free"
-    hint = f"set {key}=false"
-    if _is_among("isolates_with_flash_only", model) and why_not_isolated(model, "flash_attention_2") is None:
-        hint += ", or use flash_attention_2 on a device that has it"
-    raise PlanError(f"{key}: documents in one row would see each other in {model.path}: {why}", hint=hint)
+    if why is not None:
+        key = "data.packing" if data.packing else "data.padding_free"
+        hint = f"set {key}=false"
+        if _is_among("isolates_with_flash_only", model) and why_not_isolated(model, "flash_attention_2") is None:
+            hint += ", or use flash_attention_2 on a device that has it"
+        yield f"{key}: documents in one row would see each other in {model.path}: {why}", hint
 
 
 FLOAT8_CAPABILITY = (9, 0)
@@ -299,21 +290,15 @@ FLOAT8_MULTIPLE = 16
 """Divisor of both sizes of a matrix."""
 
 
-def check_compile(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse to compile what cannot be compiled.
-
-    Raises:
-        PlanError: There is no C++ compiler, or the adapter's base is one that is not compiled.
-    """
+def compile_faults(recipe: Recipe, hardware: Hardware) -> Iterator[tuple[str, str]]:
+    """Refuse to compile what cannot be compiled."""
     if recipe.train.torch_compile is not True:
         return
     if hardware.device.kind == "cpu" and hardware.cxx is False:
-        raise PlanError("train.torch_compile: torch compiles for a CPU with g++, which is not here", hint="install g++")
+        yield "train.torch_compile: torch compiles for a CPU with g++, which is not here", "install g++"
     if isinstance(recipe.adapter, QloraAdapter):
-        raise PlanError(
-            "train.torch_compile: products with the 4-bit weights of bitsandbytes are not compiled",
-            hint="leave it out, or use adapter.type=lora",
-        )
+        problem = "train.torch_compile: products with the 4-bit weights of bitsandbytes are not compiled"
+        yield problem, "leave it out, or use adapter.type=lora"
 
 
 def why_not_compiled_in(layout: Layout) -> str | None:
@@ -349,34 +334,24 @@ def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout:
     return True, "packed rows are about as long as each other, and no other kernels are used"
 
 
-def check_float8(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> None:
-    """Refuse training in float8 where it cannot be.
-
-    Raises:
-        PlanError: It is asked for, and the device, the adapter, the types or the packages are not for it.
-    """
+def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Iterator[tuple[str, str]]:
+    """Refuse training in float8 where device, adapter, types or packages are not for it."""
     if not recipe.train.fp8:
         return
     device = hardware.device
     if device.kind != "cuda" or (device.compute_capability or (0, 0)) < FLOAT8_CAPABILITY:
-        raise PlanError(
-            f"train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is {device.name}",
-            hint="leave it out",
-        )
+        problem = f"train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is {device.name}"
+        yield problem, "leave it out"
     if not isinstance(recipe.adapter, FullAdapter):
-        raise PlanError(
-            f"train.fp8: trains all weights, and adapter.type is {recipe.adapter.type}",
-            hint="leave it out, or use adapter.type=full",
-        )
+        problem = f"train.fp8: trains all weights, and adapter.type is {recipe.adapter.type}"
+        yield problem, "leave it out, or use adapter.type=full"
     if dtype != "bfloat16":
-        raise PlanError(f"train.fp8: other products are bfloat16 then, not {dtype}", hint="use model.dtype=bfloat16")
+        yield f"train.fp8: other products are bfloat16 then, not {dtype}", "use model.dtype=bfloat16"
     if hardware.torchao is False:
-        raise PlanError("train.fp8: torchao is not installed", hint="pip install 'tunekit[fp8]'")
+        yield "train.fp8: torchao is not installed", "pip install 'tunekit[fp8]'"
     if not num_float8(model):
-        raise PlanError(
-            f"train.fp8: no matrix of {model.path} has sizes that are multiples of {FLOAT8_MULTIPLE}",
-            hint="leave it out",
-        )
+        problem = f"train.fp8: no matrix of {model.path} has sizes that are multiples of {FLOAT8_MULTIPLE}"
+        yield problem, "leave it out"
 
 
 def why_no_float8_in(layout: Layout) -> str | None:
@@ -404,31 +379,20 @@ def compile_reasons(recipe: Recipe, model: ModelFacts, compiled: bool, why: str)
     return tuple(reasons)
 
 
-def check_kernels(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
-    """Refuse kernels that this machine or model cannot have.
-
-    Raises:
-        PlanError: Liger's are asked for, and it does not run here, is not installed, or does not know the model.
-    """
+def kernels_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse Liger's kernels where it does not run, is not installed, or does not know the model."""
     if recipe.model.kernels != "liger":
         return
     device = hardware.device
     if device.kind != "cuda" or hardware.triton is False:
         why = "is not installed" if device.kind == "cuda" else f"does not run on {device.name}"
-        raise PlanError(
-            f"model.kernels: liger's kernels are written in Triton, which {why}",
-            hint="use tunekit, whose operations torch can compute too, or torch",
-        )
+        problem = f"model.kernels: liger's kernels are written in Triton, which {why}"
+        yield problem, "use tunekit, whose operations torch can compute too, or torch"
     if hardware.liger_kernel is False:
-        raise PlanError(
-            "model.kernels: liger-kernel is not installed",
-            hint="pip install 'tunekit[gpu]', or leave model.kernels out",
-        )
+        yield "model.kernels: liger-kernel is not installed", "pip install 'tunekit[gpu]', or leave model.kernels out"
     if not _is_among("liger", model):
-        raise PlanError(
-            f"model.kernels: liger-kernel has none for {model.model_type}",
-            hint="leave model.kernels out: tunekit's go by what a module computes, not by the name of a model",
-        )
+        hint = "leave model.kernels out: tunekit's go by what a module computes, not by the name of a model"
+        yield f"model.kernels: liger-kernel has none for {model.model_type}", hint
 
 
 def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:

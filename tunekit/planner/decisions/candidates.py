@@ -201,17 +201,15 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                 memory = setting.memory(variant, num_nodes, size, checkpointing=checkpointing)
                 if not setting.fits(memory, devices_per_node):
                     continue
-                busy = widens_mask and size == sizes[0]
+                limit, busy = setting.limit_bytes(devices_per_node), widens_mask and size == sizes[0]
                 return Fit(
                     layout=variant,
                     micro_batch_size=size,
                     gradient_accumulation_steps=batch // size,
                     gradient_checkpointing=checkpointing,
                     memory=memory,
-                    why_batch=_why_batch(
-                        setting, layout, size, batch, setting.limit_bytes(devices_per_node), busy=busy
-                    ),
-                    why_checkpointing=_why_checkpointing(forced, checkpointing),
+                    why_batch=_why_batch(setting, layout, size, batch, limit, busy=busy),
+                    why_checkpointing="as in the recipe" if forced != "auto" else WHY_CHECKPOINTING[checkpointing],
                 )
     return None
 
@@ -255,10 +253,8 @@ def _why_batch(setting: Setting, layout: Layout, size: int, batch: int, limit_by
     return f"the most that fits {gib(limit_bytes)}"
 
 
-def _why_checkpointing(forced: object, checkpointing: bool) -> str:
-    if forced != "auto":
-        return "as in the recipe"
-    return "activations would not fit without" if checkpointing else "activations fit without recomputing them"
+WHY_CHECKPOINTING = {True: "activations would not fit without", False: "activations fit without recomputing them"}
+"""Reason to recompute activations, or not to."""
 
 
 def divisors(number: int) -> list[int]:
@@ -335,17 +331,8 @@ def _is_asked_for(asked: ParallelSection, layout: Layout, *, divides_second: boo
         return False
     if asked.reshard_after_forward != "auto" and layout.strategy != "fsdp2":
         return False
-    wishes = (
-        (asked.strategy, layout.strategy),
-        (asked.dp_shard_size, layout.dp_shard_size),
-        (asked.tp_size, layout.tp_size),
-        (asked.cp_size, layout.cp_size),
-        (asked.sp_size, layout.sp_size),
-        (asked.reshard_after_forward, layout.reshard_after_forward),
-        (asked.offload_param_device, layout.offload_param_device),
-        (asked.offload_optimizer_device, layout.offload_optimizer_device),
-    )
-    return all(wish in (None, "auto", has) for wish, has in wishes)
+    wishes, has = dict(asked), dict(layout)
+    return all(wishes[name] in (None, "auto", has[name]) for name in wishes.keys() & has.keys())
 
 
 def _single(setting: Setting) -> Iterator[Candidate]:

@@ -55,44 +55,54 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
     return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
 
 
-def _check_lengths(recipe: Recipe, model: ModelFacts) -> None:
-    limit = model.max_position_embeddings
+def check_recipe(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attention: str, dtype: Dtype, teacher: ModelFacts | None
+) -> None:
+    """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
+
+    Raises:
+        PlanError: There is such a thing.
+    """
+    for problem, hint in _faults(recipe, hardware, model, attention, dtype, teacher):
+        raise PlanError(problem, hint=hint)
+
+
+def _faults(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attention: str, dtype: Dtype, teacher: ModelFacts | None
+) -> Iterator[tuple[str, str | None]]:
+    """Yield what is wrong with a recipe on this device with this model, each with its remedy."""
+    device, limit, train = hardware.device, model.max_position_embeddings, recipe.train
+    yield from backends.isolation_faults(recipe.data, model, attention)
+    yield from backends.kernels_faults(recipe, hardware, model)
+    yield from backends.compile_faults(recipe, hardware)
     if limit is not None and recipe.data.max_length > limit:
-        raise PlanError(
-            f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}",
-            hint=f"set it to {limit} or less",
-        )
-
-
-def _check_optim(recipe: Recipe, device: Device) -> None:
-    optim = recipe.train.optim
-    if optim.startswith("paged_") and device.kind == "cpu":
+        problem = f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}"
+        yield problem, f"set it to {limit} or less"
+    yield from _adapter_faults(recipe, model)
+    yield from _merge_faults(recipe, model)
+    if train.optim.startswith("paged_") and device.kind == "cpu":
         twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
-        raise PlanError(
-            f"train.optim: {optim} moves its states between an accelerator and main memory; "
-            f"{device.name} has one memory",
-            hint=f"use {twins.get(optim, optim.removeprefix('paged_'))}",
-        )
-
-
-def _check_lr_scheduler(recipe: Recipe) -> None:
-    name = recipe.train.lr_scheduler_type
-    names, example = LR_SCHEDULER_KWARGS.get(name, ((), ""))
-    scheduler_args = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
-    if names and not set(names) & set(scheduler_args):
-        raise PlanError(
-            f"train.lr_scheduler_type: {name} needs {' or '.join(names)}",
-            hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`",
-        )
-
-
-def _check_batch(recipe: Recipe) -> None:
-    batch, requested = recipe.train.global_batch_size, recipe.train.micro_batch_size
-    if requested is not None and batch % requested:
-        raise PlanError(
-            f"train.micro_batch_size: {requested} does not divide train.global_batch_size {batch}",
-            hint=f"use one of {', '.join(str(size) for size in divisors(batch))}",
-        )
+        problem = f"train.optim: {train.optim} moves its states between an accelerator and main memory; "
+        hint = f"use {twins.get(train.optim, train.optim.removeprefix('paged_'))}"
+        yield f"{problem}{device.name} has one memory", hint
+    batch, size = train.global_batch_size, train.micro_batch_size
+    if size is not None and batch % size:
+        problem = f"train.micro_batch_size: {size} does not divide train.global_batch_size {batch}"
+        yield problem, f"use one of {', '.join(map(str, divisors(batch)))}"
+    names, example = LR_SCHEDULER_KWARGS.get(train.lr_scheduler_type, ((), ""))
+    if names and not set(names) & set(recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}):
+        hint = f"add to method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`"
+        yield f"train.lr_scheduler_type: {train.lr_scheduler_type} needs {' or '.join(names)}", hint
+    yield from _parallel_faults(recipe, hardware, model)
+    if teacher is not None and teacher.vocab_size != model.vocab_size:
+        problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
+        problem += f"{model.vocab_size:,}: probabilities are compared token by token"
+        yield problem, "take a larger model of the same family as the teacher"
+    if generates(recipe.method) and recipe.method.generation.use_vllm is True:
+        obstacle = backends.why_no_vllm(recipe, hardware)
+        if obstacle is not None:
+            yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
+    yield from backends.float8_faults(recipe, hardware, model, dtype)
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
@@ -114,127 +124,27 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
         )
 
 
-def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
+def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
         return
-    check_adapted_experts(model, adapter)
+    yield from _expert_faults(model, adapter)
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     missing = [target for target in targets if not model.adapter_linears([target])]
     if missing or not model.adapter_linears(adapter.target_modules):
         endings = sorted({name.rpartition(".")[2] for name in model.linears})
-        raise PlanError(
-            f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}",
-            hint=f"it has {', '.join(endings)}",
-        )
+        problem = f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}"
+        yield problem, f"it has {', '.join(endings)}"
     unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
     if unknown:
-        raise PlanError(
-            f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}",
-            hint="a head tied to the embedding has no weights of its own; name the module that holds them",
-        )
+        hint = "a head tied to the embedding has no weights of its own; name the module that holds them"
+        yield f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}", hint
 
 
-def _check_merge(recipe: Recipe, model: ModelFacts) -> None:
-    """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
-    origin = model.origin
-    if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
-        return
-    if unties_head(model, origin.adapter):
-        raise PlanError(
-            f"adapter.type: the adapter of {origin.name} trained an embedding that the head of {origin.base.path} "
-            "shares, and cannot be merged: the head would change with it",
-            hint="use adapter.type=lora, which trains that adapter further",
-        )
+def _expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
+    """Yield what PEFT refuses to put on fused experts and routers.
 
-
-def _those(hardware: Hardware) -> str:
-    """The machine in words."""
-    if not hardware.accelerators:
-        return f"there are {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else f"this is {hardware.device.name}"
-    return f"there are {hardware.num_accelerators}"
-
-
-def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
-    """Refuse what contradicts itself or the machine; what a library cannot do is refused by layout."""
-    requested = recipe.parallel
-    if (requested.num_processes or 1) > max(1, hardware.num_accelerators):
-        raise PlanError(
-            f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the same "
-            f"number in each node; {_those(hardware)}",
-            hint="each process computes on one of its own",
-        )
-    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(requested)[name] or 1) > 1]
-    if requested.strategy in ("ddp", "fsdp2", "zero1"):
-        several.insert(0, "strategy")
-    if several and hardware.num_accelerators < 2:
-        what = f"parallel.{several[0]}: {dict(requested)[several[0]]} needs several accelerators"
-        hint = "leave it to the plan" if hardware.accelerators else "set parallel.num_processes to share the processor"
-        raise PlanError(f"{what}; this is {hardware.device.name}", hint=hint)
-    if requested.strategy not in ("auto", "single") and not hardware.accelerators:
-        raise PlanError(
-            f"parallel.strategy: {requested.strategy} needs accelerators; this is {hardware.device.name}",
-            hint="leave it to the plan",
-        )
-    for name in ("tp_size", "sp_size"):
-        size = dict(requested)[name] or 1
-        if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
-            heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
-            raise PlanError(f"parallel.{name}: {size} does not divide the {heads} of {model.path}")
-    if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
-        raise PlanError("parallel.cp_size and parallel.sp_size: Accelerate takes one of them", hint="leave one out")
-    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if dict(requested)[name] == "nvme"]
-    if on_disk and requested.nvme_path is None:
-        raise PlanError(
-            f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", hint="name a folder on a fast local disk"
-        )
-
-
-def _check_teacher(model: ModelFacts, teacher: ModelFacts | None) -> None:
-    if teacher is not None and teacher.vocab_size != model.vocab_size:
-        raise PlanError(
-            f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
-            f"{model.vocab_size:,}: probabilities are compared token by token",
-            hint="take a larger model of the same family as the teacher",
-        )
-
-
-def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
-    method = recipe.method
-    if not generates(method) or method.generation.use_vllm is not True:
-        return
-    obstacle = backends.why_no_vllm(recipe, hardware)
-    if obstacle is not None:
-        raise PlanError(f"method.generation.use_vllm: {obstacle[0]}", hint=obstacle[1])
-
-
-def check_recipe(
-    recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str, teacher: ModelFacts | None
-) -> None:
-    """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
-
-    Raises:
-        PlanError: There is such a thing.
-    """
-    backends.check_isolation(recipe.data, model, attn_implementation)
-    backends.check_kernels(recipe, hardware, model)
-    backends.check_compile(recipe, hardware)
-    _check_lengths(recipe, model)
-    _check_adapter(recipe, model)
-    _check_merge(recipe, model)
-    _check_optim(recipe, hardware.device)
-    _check_batch(recipe)
-    _check_lr_scheduler(recipe)
-    _check_parallel(recipe, hardware, model)
-    _check_teacher(model, teacher)
-    _check_vllm(recipe, hardware)
-
-
-def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
-    """Refuse what PEFT refuses to put on fused experts and routers.
-
-    Raises:
-        PlanError: A part of a fused matrix is named without the others, or the adapter has dropout or is DoRA's.
+    That is a part of a fused matrix without the others, dropout, and DoRA.
     """
     former = FORMER_LINEARS.get(model.model_type) if model.num_experts else None
     if former is None:
@@ -242,23 +152,60 @@ def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
     targets = set(map(last_part, adapter.target_modules)) if isinstance(adapter.target_modules, list) else set()
     for fused in sorted(set(former.values())):
         parts = [old for old, new in former.items() if new == fused]
-        missing = [part for part in parts if part not in targets]
-        if missing and len(missing) < len(parts):
-            named = ", ".join(part for part in parts if part in targets)
-            raise PlanError(
-                f"adapter.target_modules: {named} without {', '.join(missing)}; the experts of {model.path} have them "
-                f"in one matrix, {fused}",
-                hint=f"name {', '.join(missing)} too, or leave {named} out",
-            )
+        missing = ", ".join(part for part in parts if part not in targets)
+        named = ", ".join(part for part in parts if part in targets)
+        if missing and named:
+            problem = f"adapter.target_modules: {named} without {missing}; the experts of {model.path} have them "
+            yield f"{problem}in one matrix, {fused}", f"name {missing} too, or leave {named} out"
     if not adapted_experts(model.tensors, former, adapter.target_modules):
         return
     unfused = sorted({last_part(name) for name in model.linears} - set(former))
+    hint = f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules"
     for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
         if is_set:
-            raise PlanError(
-                f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of {model.path}",
-                hint=f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules",
-            )
+            problem = f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of "
+            yield f"{problem}{model.path}", hint
+
+
+def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
+    origin = model.origin
+    if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
+        return
+    if unties_head(model, origin.adapter):
+        problem = f"adapter.type: the adapter of {origin.name} trained an embedding that the head of "
+        problem += f"{origin.base.path} shares, and cannot be merged: the head would change with it"
+        yield problem, "use adapter.type=lora, which trains that adapter further"
+
+
+def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
+    """Yield what contradicts itself or the machine; what a library cannot do is refused by layout."""
+    requested, values = recipe.parallel, dict(recipe.parallel)
+    num, this = hardware.num_accelerators, f"this is {hardware.device.name}"
+    if (requested.num_processes or 1) > max(1, num):
+        those = f"there are {num}" if num else this
+        if not num and hardware.num_nodes > 1:
+            those = f"there are {hardware.num_nodes} nodes"
+        problem = f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the same "
+        yield f"{problem}number in each node; {those}", "each process computes on one of its own"
+    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (values[name] or 1) > 1]
+    if requested.strategy in ("ddp", "fsdp2", "zero1"):
+        several.insert(0, "strategy")
+    if several and num < 2:
+        hint = "leave it to the plan" if hardware.accelerators else "set parallel.num_processes to share the processor"
+        yield f"parallel.{several[0]}: {values[several[0]]} needs several accelerators; {this}", hint
+    if requested.strategy not in ("auto", "single") and not hardware.accelerators:
+        yield f"parallel.strategy: {requested.strategy} needs accelerators; {this}", "leave it to the plan"
+    for name in ("tp_size", "sp_size"):
+        size = values[name] or 1
+        if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
+            heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
+            yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
+    if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
+        yield "parallel.cp_size and parallel.sp_size: Accelerate takes one of them", "leave one out"
+    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if values[name] == "nvme"]
+    if on_disk and requested.nvme_path is None:
+        yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "name a folder on a fast local disk"
 
 
 class Refusal(NamedTuple):
