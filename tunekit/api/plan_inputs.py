@@ -5,7 +5,7 @@ And the run that a recipe has already, of which a plan may be the continuation.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import learner_of
@@ -14,7 +14,7 @@ from tunekit.data.tokenization.tokenize import check_first_rows
 from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.estimates.models.model_config import KnownModel, known_models
+from tunekit.estimates.models.model_config import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
@@ -167,18 +167,14 @@ class Lookup:
             num_rows = counted_facts(recipe, self.data(recipe)).num_train
             num_devices = max(1, self.hardware(machine).num_accelerators)
             return largest_batch(recipe, plan_of, machine, num_devices=num_devices, num_rows=num_rows)
-        return largest_models(
-            recipe,
-            lambda other: self.plan_or_error(other, machine, known_model(other.model.path)),
-            machine,
-            _by_size(known_models()),
-        )
+        models = known_models()
+        # The largest first; of one size the newer and the trained to chat first.
+        sizes = {name: (-models[name].num_params, not models[name].has_chat_template) for name in reversed(models)}
 
+        def plan_of_known(recipe: Recipe) -> Planned:
+            return self.plan_or_error(recipe, machine, known_model(recipe.model.path))
 
-def _by_size(models: Mapping[str, KnownModel]) -> list[str]:
-    """Names of models, the largest first; of one size the newer and the trained to chat first."""
-    newest_first = list(models)[::-1]
-    return sorted(newest_first, key=lambda name: (-models[name].num_params, not models[name].has_chat_template))
+        return largest_models(recipe, plan_of_known, machine, sorted(sizes, key=sizes.__getitem__))
 
 
 def run_of(recipe: Recipe) -> Run | None:

@@ -66,16 +66,10 @@ def generate(
     from tunekit.redact import lasting
     from tunekit.runs.events import Event
 
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console, is_hidden = Console(file=lasting(sys.stderr)), not sys.stderr.isatty()
     bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(file=lasting(sys.stderr)),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=False,
-        redirect_stderr=False,
+        *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
     )
     task = bar.add_task("reading the prompts", total=None)
 

@@ -60,7 +60,9 @@ def sweep(
     axes = axes_of(values)
     all_changes, search = _chosen(axes, random, optuna, seed)
     recipe = absolute(read_recipe(source, overrides)[0])
-    _refuse_own_folders(recipe, axes)
+    if recipe.output.dir is not None or "output.dir" in axes:
+        problem = "output.dir: each run of a sweep has a folder of its own in runs/"
+        raise RecipeError(problem, hint="set output.dir=null")
     begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
     num_runs = len(all_changes) or optuna or 0
     begun.check_disk(num_runs)
@@ -93,14 +95,6 @@ def _chosen(
     return [], "optuna"
 
 
-def _refuse_own_folders(recipe: Recipe, axes: Mapping[str, Axis]) -> None:
-    """Refuse a folder that all runs would share."""
-    if recipe.output.dir is not None or "output.dir" in axes:
-        raise RecipeError(
-            "output.dir: each run of a sweep has a folder of its own in runs/", hint="set output.dir=null"
-        )
-
-
 _Made = TypeVar("_Made")
 
 
@@ -129,8 +123,7 @@ class _Planned:
         Raises:
             PlanError: They would.
         """
-        place = place_of_run(self.plans[0].recipe)
-        sizes = [plan.saving.run_bytes or 0 for plan in self.plans]
+        place, sizes = place_of_run(self.plans[0].recipe), [plan.saving.run_bytes or 0 for plan in self.plans]
         needed, free = sum(sizes) * num_runs // len(sizes), free_bytes(place)
         if needed > free:
             raise PlanError(

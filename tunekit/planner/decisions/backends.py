@@ -411,7 +411,11 @@ def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[
     requested, device = recipe.model.kernels, hardware.device
     if requested != "auto":
         return requested, "as in the recipe" if requested != "tunekit" else f"as in the recipe; {_forms(hardware)}"
-    why_not = why_no_kernels("tunekit", layout) or _why_not_on(device)
+    why_not = why_no_kernels("tunekit", layout)
+    if why_not is None and device.gfx is not None:
+        why_not = "tunekit's kernels are not tried on ROCm"
+    elif why_not is None and device.kind == "cuda" and (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
+        why_not = f"tunekit's kernels are made for compute capability 8.0 and later, and {device.name} is older"
     if why_not is not None:
         return "torch", f"torch's own operations: {why_not}"
     return "tunekit", _forms(hardware)
@@ -434,14 +438,6 @@ def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: L
         return kind
     incompatible = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
     return "sums" if method.spec.trains_on == "tokens" and not incompatible else "chunks"
-
-
-def _why_not_on(device: Device) -> str | None:
-    if device.gfx is not None:
-        return "tunekit's kernels are not tried on ROCm"
-    if device.kind == "cuda" and (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
-        return f"tunekit's kernels are made for compute capability 8.0 and later, and {device.name} is older"
-    return None
 
 
 def _forms(hardware: Hardware) -> str:

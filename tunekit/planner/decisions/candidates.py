@@ -401,7 +401,7 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
     for size in SIZES:
         used = spread(setting, size)
         divides = model.num_heads % size == 0 and model.num_kv_heads % size == 0
-        if used and size <= used.per_node and used.per_node % size == 0 and divides:
+        if used and used.per_node % size == 0 and divides:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, tp_size=size)
             why = "each layer is divided over devices of a node; without checkpoints, which transformers cannot resume"
             yield Candidate(layout, used.num_nodes, why)
@@ -435,7 +435,7 @@ def _sequence_sizes(setting: Setting, asked: int | None) -> list[int]:
 
 def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
     """Optimizer states in main memory, where all is trained: what an adapter needs of them is small."""
-    used = spread(setting) if setting.hardware.accelerators else None
+    used = spread(setting)
     requested = setting.recipe.parallel.offload_optimizer_device == "cpu"
     if not used or not (requested or isinstance(setting.recipe.adapter, FullAdapter)):
         return
@@ -447,7 +447,7 @@ def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
 
 def _offload(setting: Setting) -> Iterator[Candidate]:
     """Weights in main memory too: they come to the device layer by layer, in each micro-batch."""
-    used = spread(setting) if setting.hardware.accelerators else None
+    used = spread(setting)
     if not used:
         return
     why = "weights lie in main memory and come layer by layer, in each micro-batch"
@@ -465,7 +465,7 @@ def _offload(setting: Setting) -> Iterator[Candidate]:
 
 def _nvme(setting: Setting) -> Iterator[Candidate]:
     """On a disk, for those who name one."""
-    used = spread(setting) if setting.hardware.accelerators else None
+    used = spread(setting)
     if used and setting.recipe.parallel.nvme_path:
         both = {"offload_param_device": "nvme", "offload_optimizer_device": "nvme"}
         layout = Layout.model_validate({"strategy": "zero3", "dp_shard_size": used.num_devices, **both})

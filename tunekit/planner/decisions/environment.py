@@ -103,7 +103,12 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: M
         method: The method.
     """
     of_a_node = layout.num_processes // num_nodes
-    variables = _visible_devices(hardware, of_a_node, num_nodes)
+    variables = {}
+    used = hardware.freest(of_a_node)
+    names = [device.visible_as for device in used if device.visible_as is not None]
+    if names and num_nodes == 1:
+        # A trainer takes all devices that it sees. On several nodes it is to use all of them.
+        variables["CUDA_VISIBLE_DEVICES" if used[0].gfx is None else "HIP_VISIBLE_DEVICES"] = ",".join(names)
     if of_a_node > 1 and hardware.num_cores is not None:
         # Each of several processes would take all cores.
         variables["OMP_NUM_THREADS"] = str(max(1, hardware.num_cores // of_a_node))
@@ -119,15 +124,6 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: M
         # TRL's own switch for its words about what is experimental there, which the plan says too.
         variables["TRL_EXPERIMENTAL_SILENCE"] = "1"
     return variables | {name: value for name, value in hardware.environment.items() if name in DECIDED}
-
-
-def _visible_devices(hardware: Hardware, of_a_node: int, num_nodes: int) -> dict[str, str]:
-    """The devices that are used, since a trainer takes all that it sees. On several nodes it is all of them."""
-    used = hardware.freest(of_a_node)
-    names = [device.visible_as for device in used if device.visible_as is not None]
-    if not names or num_nodes > 1:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES" if used[0].gfx is None else "HIP_VISIBLE_DEVICES": ",".join(names)}
 
 
 def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_nodes: int) -> Iterator[Reason]:

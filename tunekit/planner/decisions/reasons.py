@@ -150,26 +150,17 @@ def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
         yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
 
 
-def model_reason(model: ModelFacts) -> Reason:
-    """Return the reason about the model."""
+def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reasons about the model, what training starts from, and code besides that of the libraries."""
     shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
-    return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
-
-
-def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
-    """Yield the reasons about the run or adapter that training starts from."""
+    yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
-
-
-def code_reasons(recipe: Recipe) -> Iterator[Reason]:
-    """Yield the reason about code that runs besides that of the libraries."""
-    model = recipe.model
-    if model.trust_remote_code:
-        at = f"at commit {model.revision}" if model.revision else "as it is when the run is made"
+    if recipe.model.trust_remote_code:
+        at = f"at commit {recipe.model.revision}" if recipe.model.revision else "as it is when the run is made"
         yield Reason(topic="code", choice=f"what comes with the model, {at}", why="model.trust_remote_code is true")
 
 
@@ -209,22 +200,17 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
     return model.router_aux_loss_coef if coefficient is None else coefficient
 
 
-def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
-    """Yield the reasons for the method, if it is not supervised fine-tuning."""
-    words = method_words(recipe.method, recipe.adapter, origin)
-    if words is not None:
-        choice, why = words
-        yield Reason(topic="method", choice=choice, why=why)
-
-
-def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
-    """Yield the reasons for the reference model, and its cost.
+def method_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
+    """Yield the reasons for the method, if it is not supervised fine-tuning, and for its reference with its cost.
 
     Args:
         recipe: The recipe.
         origin: Where training starts.
-        kept_bytes: What each device keeps of it.
+        kept_bytes: What each device keeps of the reference.
     """
+    words = method_words(recipe.method, recipe.adapter, origin)
+    if words is not None:
+        yield Reason(topic="method", choice=words[0], why=words[1])
     reference = reference_of(recipe.method, recipe.adapter, origin)
     match reference:
         case "without adapter":
