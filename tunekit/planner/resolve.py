@@ -83,8 +83,9 @@ def resolve(
         num_cores=hardware.num_cores,
         passes=setting.passes_in(layout),
     )
-    num_steps, saves, speed = None if schedule is None else schedule.num_steps, recipe.train.save_steps, None
+    num_steps, speed = None if schedule is None else schedule.num_steps, None
     if step is not None:
+        saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
     saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=_spare_bytes(setting, chosen))
     environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
@@ -316,7 +317,7 @@ def _choose(setting: Setting) -> _Chosen:
         PlanError: None of them fits, or there is none.
     """
     rejected: list[Rejected] = []
-    nearest: tuple[MemoryEstimate, int] | None = None
+    needs: list[tuple[MemoryEstimate, int]] = []
     refusals: list[Refusal] = []
     for candidate in candidates(setting):
         layout, per_node = candidate.layout, candidate.devices_per_node
@@ -331,11 +332,10 @@ def _choose(setting: Setting) -> _Chosen:
         needed = least(setting, layout, candidate.num_nodes)
         why = setting.why_not(needed, per_node)
         rejected.append(Rejected(layout=layout, why=why, needed_bytes=needed.total_bytes))
-        if nearest is None or needed.total_bytes < nearest[0].total_bytes:
-            nearest = needed, per_node
-    if nearest is None:
+        needs.append((needed, per_node))
+    if not needs:
         raise _nothing_possible(setting, rejected, refusals)
-    smallest, per_node = nearest
+    smallest, per_node = min(needs, key=lambda need: need[0].total_bytes)
     limit = setting.limit_bytes(per_node)
     over = smallest.total_bytes - limit
     tried = [f"  {rejection.layout.name}: {rejection.why}" for rejection in rejected] if len(rejected) > 1 else []

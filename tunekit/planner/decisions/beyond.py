@@ -15,7 +15,8 @@ that a stage is cut into.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 
 from tunekit.estimates.facts import Facts, Figures, Hardware, ModelFacts
 from tunekit.estimates.throughput.communication import Range, Transfer
@@ -332,28 +333,13 @@ def _ways(model: ModelFacts, sizes: _Sizes, hardware: Hardware, nodes: int, batc
     cp = 2 ** math.ceil(math.log2(max(1.0, length / LONG_SEQUENCE)))
     whole_node = [tp for tp in _powers(min(per_node, MOST_TENSOR)) if model.num_heads % tp == 0]
     # Experts are narrow already, so for them less is looked at too.
-    for tp in whole_node if model.num_experts else whole_node[-1:]:
-        for ep in _powers(model.num_experts)[1:] if model.num_experts else [1]:
-            for again in (False, True):
-                ways = (
-                    _Way(
-                        model=model,
-                        sizes=sizes,
-                        figures=hardware.figures or Figures(),
-                        per_node=per_node,
-                        num_nodes=nodes,
-                        batch=batch,
-                        length=length,
-                        tp=tp,
-                        pp=pp,
-                        cp=cp,
-                        ep=ep,
-                        recomputes=again,
-                    )
-                    for pp in _powers(model.num_layers)
-                )
-                fitting = (way for way in ways if way.is_even and way.memory_bytes <= limit)
-                yield from islice(fitting, 1)
+    tensor = whole_node if model.num_experts else whole_node[-1:]
+    expert = _powers(model.num_experts)[1:] if model.num_experts else [1]
+    way_of = partial(_Way, model, sizes, hardware.figures or Figures(), per_node, nodes, batch, length)
+    for tp, ep, again in product(tensor, expert, (False, True)):
+        ways = (way_of(tp=tp, pp=pp, cp=cp, ep=ep, recomputes=again) for pp in _powers(model.num_layers))
+        fitting = (way for way in ways if way.is_even and way.memory_bytes <= limit)
+        yield from islice(fitting, 1)
 
 
 def _limit(hardware: Hardware) -> int:
