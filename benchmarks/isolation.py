@@ -11,7 +11,7 @@ Flash attention needs an accelerator. What can be seen without is whether a mode
 transformers' own wrapper runs here around a varlen attention written in plain torch. tunekit's attention for packed
 rows is to be right besides: what a document has alone is taken from eager attention there.
 
-The rules in `tunekit/planner/decisions/isolation.py` were derived from this table.
+The rules in `tunekit/planner/decisions/families.yaml` were derived from this table.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tunekit.models.attention import register_packed_attention
-from tunekit.planner.decisions.isolation import VARLEN
+from tunekit.planner.plan import VARLEN
 
 RESULTS = Path(__file__).parent / "results" / "isolation.json"
 

@@ -6,7 +6,8 @@ from importlib import metadata
 
 import pytest
 
-from tunekit.api.doctor import STACK, Diagnosis, Driver, Feature, Package, compare, diagnose, features, installed
+from tunekit.api.doctor import Diagnosis, Driver, Feature, Package, compare, diagnose, features, installed
+from tunekit.api.doctor import stack as names_of_stack
 from tunekit.estimates.facts import Device, Hardware
 
 GIB = 2**30
@@ -42,7 +43,7 @@ def stack(**versions: str | None) -> tuple[Package, ...]:
     """The whole stack, absent but for `versions`; underscores stand for hyphens."""
     given = {name.replace("_", "-"): version for name, version in versions.items()}
     requires = ["torch>=2.11,<2.14", "bitsandbytes>=0.50,<1", 'matplotlib>=3.9,<4; extra == "notebook"']
-    return compare(requires, ["notebook"], dict.fromkeys(STACK) | given)
+    return compare(requires, ["notebook"], dict.fromkeys(names_of_stack()) | given)
 
 
 def feature(
@@ -189,7 +190,7 @@ def test_installed_reads_the_version_that_pip_recorded() -> None:
 
 def test_diagnosis_of_this_machine_is_whole() -> None:
     found = diagnose()
-    assert tuple(package.name for package in found.packages) == STACK
+    assert tuple(package.name for package in found.packages) == tuple(names_of_stack())
     by_name = {package.name: package for package in found.packages}
     assert by_name["torch"].version == metadata.version("torch")
     assert found.hardware is not None and found.hardware.num_cores >= 1
@@ -209,7 +210,7 @@ def test_diagnosis_imports_no_torch() -> None:
 
 def test_each_tracker_is_a_feature_that_its_package_brings() -> None:
     assert feature("report_to: mlflow", stack(mlflow="3.17.2"), LAPTOP).available
-    missing = compare(['wandb>=0.22,<1; extra == "tracking"'], ["tracking"], dict.fromkeys(STACK))
+    missing = compare(['wandb>=0.22,<1; extra == "tracking"'], ["tracking"], dict.fromkeys(names_of_stack()))
     found = feature("report_to: wandb", stack(), LAPTOP)
     assert not found.available
     assert next(one.hint for one in missing if one.name == "wandb") == "pip install 'tunekit[tracking]'"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunekit.cli.ui import _password_in
+from tunekit.cli.options import secret_in
 from tunekit.errors import TunekitError
 
 
@@ -15,10 +15,10 @@ def test_a_file_without_a_password_is_none_that_opens_the_pages(tmp_path, conten
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(TunekitError, match=words):
-        _password_in(file)
+        secret_in(file, "--password-file", "password")
 
 
 def test_a_password_is_what_a_file_says_without_the_end_of_its_line(tmp_path):
     file = tmp_path / "password"
     file.write_text("öpen sesame\n", encoding="utf-8")
-    assert _password_in(file) == "öpen sesame"
+    assert secret_in(file, "--password-file", "password") == "öpen sesame"

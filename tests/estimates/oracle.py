@@ -46,7 +46,7 @@ from tunekit.estimates.models.model_config import (
     num_experts_per_token_of,
 )
 from tunekit.models.load import keep_trained_in_float32
-from tunekit.planner.decisions.isolation import WITHOUT_SDPA
+from tunekit.planner.decisions.backends import families
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 
@@ -269,7 +269,7 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
     full = isinstance(step.adapter, FullAdapter)
     weights = torch.float32 if full else getattr(torch, step.dtype)
     # What has no sdpa in transformers is run with its own code where flash-attn is not installed.
-    attention = "eager" if step.family in WITHOUT_SDPA else "sdpa"
+    attention = "eager" if step.family in families()["without_sdpa"] else "sdpa"
     config = step.config()
     if judges:
         config.num_labels, config.pad_token_id = 1, 0
@@ -467,5 +467,5 @@ def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noq
         layout=layout,
         devices_per_node=min(8, layout.num_processes),
         reserve_share=0.0,
-        scores_length=step.length if step.family in WITHOUT_SDPA else None,
+        scores_length=step.length if step.family in families()["without_sdpa"] else None,
     )

@@ -8,7 +8,7 @@ from tests.estimates.oracle import Step, estimate_of, facts_of, trace
 from tunekit.estimates.memory.activations import is_traced
 from tunekit.estimates.models.architectures import FAMILIES
 from tunekit.estimates.models.model_config import model_types
-from tunekit.planner.decisions.isolation import WITHOUT_SDPA
+from tunekit.planner.decisions.backends import families
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -66,7 +66,7 @@ def test_every_type_that_is_known_without_weights_is_traced():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) & WITHOUT_SDPA))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) & families()["without_sdpa"]))
 def test_the_scores_that_eager_attention_keeps_are_what_is_traced(family, checkpointing):
     """Of rows four times as long, where they are nearly all that there is."""
     how = step(family, ON_ATTENTION, checkpointing=checkpointing)

@@ -24,7 +24,7 @@ from tunekit.estimates.passes import kv_cache_bytes, passes_of
 from tunekit.estimates.throughput.speed import step_of
 from tunekit.estimates.throughput.step import Range, Step, generating
 from tunekit.kernels import linear_ce
-from tunekit.planner.decisions.kernels import head_kind
+from tunekit.planner.decisions.backends import head_kind
 from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe

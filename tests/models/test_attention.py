@@ -12,7 +12,7 @@ from tests.training.test_one_row import trainer_of
 from tunekit.errors import RunError
 from tunekit.models import attention
 from tunekit.models.attention import packed_attention, register_packed_attention, sdpa_by_document
-from tunekit.planner.decisions.isolation import VARLEN
+from tunekit.planner.plan import VARLEN
 from tunekit.training.check_reference import prove_attention
 
 LENGTHS = (17, 1, 30, 5)

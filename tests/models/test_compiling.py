@@ -8,7 +8,7 @@ from tests.models.test_attention import batch_of, documents
 from tunekit.errors import ModelError
 from tunekit.models.attention import register_packed_attention
 from tunekit.models.load import compile_layers, to_float8
-from tunekit.planner.decisions.isolation import VARLEN
+from tunekit.planner.plan import VARLEN
 
 
 def losses(model, *, checkpointing):

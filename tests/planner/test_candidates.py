@@ -12,7 +12,8 @@ from tests.estimates.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tests.planner.golden import ROWS, recipe
 from tunekit.errors import PlanError
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.planner.decisions.candidates import SHARDED_OPTIMS, candidates
+from tunekit.planner.decisions.candidates import candidates
+from tunekit.planner.decisions.checks import SHARDED_OPTIMS
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model
 from tunekit.recipe.sections.train import Optim, ParallelSection

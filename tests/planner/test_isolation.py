@@ -8,7 +8,8 @@ from benchmarks.isolation import RESULTS, measure
 from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts
-from tunekit.planner.decisions.isolation import FLEX_TYPES, VARLEN, VARLEN_TYPES, WITHOUT_SDPA, why_not_isolated
+from tunekit.planner.decisions.backends import families, why_not_isolated
+from tunekit.planner.plan import VARLEN
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 
@@ -35,19 +36,21 @@ def test_the_plan_knows_what_was_measured():
 
 
 def test_own_attention_is_for_models_that_were_seen_to_be_right_with_it():
-    assert {name for name in VARLEN_TYPES if VERDICTS[name]["varlen"] != "isolates"} == set()
-    assert len(VARLEN_TYPES) > 60
+    assert {name for name in families()["varlen"] if VERDICTS[name]["varlen"] != "isolates"} == set()
+    assert len(families()["varlen"]) > 60
     assert why_not_isolated(model("llama"), VARLEN) is None
     assert why_not_isolated(model("new"), VARLEN) == "tunekit_varlen was not seen to keep them apart in new"
 
 
 def test_squeezed_scores_are_kept_apart_by_a_mask():
     """FlexAttention's masks are those of eager attention."""
-    assert {VERDICTS[name]["eager"] for name in FLEX_TYPES} == {"isolates"}
+    assert {VERDICTS[name]["eager"] for name in families()["flex"]} == {"isolates"}
 
 
 def test_models_that_have_no_sdpa_get_eager_attention():
-    assert {name for name, verdicts in VERDICTS.items() if verdicts.get("sdpa") == "unsupported"} == WITHOUT_SDPA
+    assert {name for name, verdicts in VERDICTS.items() if verdicts.get("sdpa") == "unsupported"} == families()[
+        "without_sdpa"
+    ]
     plain = {"model": "m", "data": {"train": "chats.jsonl", "max_length": 256}}
     gemma2 = model("gemma2")
     plan = resolve(Recipe.model_validate(plain), LAPTOP, gemma2, ROWS)

@@ -6,7 +6,7 @@ import yaml
 from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, T4
 from tests.planner.golden import ROWS, recipe
 from tunekit.errors import PlanError
-from tunekit.planner.decisions.kernels import LIGER_TYPES
+from tunekit.planner.decisions.backends import families
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 
@@ -103,4 +103,4 @@ def test_a_plan_of_before_there_were_kernels_has_none():
 
 def test_the_types_that_liger_is_said_to_know_are_its_own():
     known = pytest.importorskip("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-    assert set(known) >= LIGER_TYPES
+    assert set(known) >= families()["liger"]

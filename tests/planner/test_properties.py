@@ -9,7 +9,7 @@ from tunekit.errors import PlanError
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate
-from tunekit.planner.decisions.fit import Setting
+from tunekit.planner.decisions.candidates import Setting
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve, setting_of
 

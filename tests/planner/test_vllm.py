@@ -8,8 +8,7 @@ from tests.estimates.shapes import LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.plan import Plan
+from tunekit.planner.plan import VLLM, Plan
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ from tests.tiny import make_tokenizer, save_tiny_model
 from tests.training.watching import logged, seeing
 from tunekit.api import verbs
 from tunekit.methods.generation import _end, generation_arguments
-from tunekit.planner.decisions.vllm import VLLM
+from tunekit.planner.plan import VLLM
 from tunekit.recipe.load import load_recipe
 
 STOP = ["a", "e", "i", "o", "u", "0", "1", "2", "bc"]

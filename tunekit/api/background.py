@@ -54,12 +54,10 @@ def start(
     Raises:
         TunekitError: There is no run, for the reason that `train` gives too.
     """
-    with contextlib.ExitStack() as stack:
-        if isinstance(source, Recipe | Mapping):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunekit-")))
-            source = _written(source, folder)
+    with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
+        recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
         options = ["--resume"] if resume else []
-        return _start(["train", str(source), *overrides, *options], devices, queue=queue)
+        return _start(["train", str(recipe), *overrides, *options], devices, queue=queue)
 
 
 def start_resume(
@@ -85,9 +83,8 @@ def start_resume(
         TunekitError: It cannot be gone on with, for the reason that `resume` gives too.
     """
     existing = run if isinstance(run, Run) else find_run(str(run), exact=True)
-    words = ["resume", str(existing.path), *overrides]
-    words += [] if from_ is None else ["--from", from_]
-    return _start([*words, *(["--weights-only"] if weights_only else [])], devices, queue=queue)
+    options = [*([] if from_ is None else ["--from", from_]), *(["--weights-only"] if weights_only else [])]
+    return _start(["resume", str(existing.path), *overrides, *options], devices, queue=queue)
 
 
 def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) -> Run:
@@ -95,8 +92,7 @@ def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) 
     environment = {**os.environ, **(visible_to(devices) if devices else {})}
     listening, telling = os.pipe()
     options = [*(["--queue"] if queue else []), "--announce-to", str(telling)]
-    verb, *arguments = words
-    command = [sys.executable, "-m", "tunekit", verb, *options, *arguments]
+    command = [sys.executable, "-m", "tunekit", words[0], *options, *words[1:]]
     with os.fdopen(listening, encoding="utf-8") as reader, tempfile.TemporaryFile() as console:
         try:
             process = subprocess.Popen(

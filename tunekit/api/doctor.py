@@ -7,10 +7,13 @@ imported. Nothing is printed here.
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Literal, get_args
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -20,34 +23,6 @@ from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
 from tunekit.recipe.sections.train import Tracker
-
-STACK = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "trl",
-    "datasets",
-    "bitsandbytes",
-    "huggingface-hub",
-    "jinja2",
-    "pyyaml",
-    "matplotlib",
-    "nvidia-ml-py",
-    "flash-attn",
-    "triton",
-    "liger-kernel",
-    "deepspeed",
-    "torchao",
-    "ray",
-    "vllm",
-    "gradio",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "trackio",
-)
-"""The packages that decide how training goes, whether tunekit asks for them or only works beside them."""
 
 Driver = Literal["NVIDIA", "AMD"]
 
@@ -137,10 +112,9 @@ def diagnose() -> Diagnosis:
         version, requires, extras = own["Version"], own.get_all("Requires-Dist"), own.get_all("Provides-Extra")
     except metadata.PackageNotFoundError:
         version, requires, extras = "source tree, not installed", None, None
-    packages = compare(requires or [], extras or [], installed(STACK))
-    torch_is_here = any(package.name == "torch" and package.version for package in packages)
+    packages = compare(requires or [], extras or [], installed(stack()))
     hardware, problem = None, None
-    if torch_is_here:
+    if any(package.name == "torch" and package.version for package in packages):
         try:
             hardware = probe_node()
             hardware = with_nodes(hardware, os.environ)
@@ -157,6 +131,12 @@ def diagnose() -> Diagnosis:
     )
 
 
+def stack() -> list[str]:
+    """The packages that decide how training goes, from `stack.yaml`."""
+    names: list[str] = yaml.safe_load(Path(__file__).with_name("stack.yaml").read_text(encoding="utf-8"))
+    return names
+
+
 def _driver() -> Driver | None:
     """Return the driver that an accelerator of this machine has, whether or not torch can use it."""
     from tunekit.probe.nvidia import has_nvidia_driver
@@ -168,12 +148,10 @@ def _driver() -> Driver | None:
 
 def installed(names: Iterable[str]) -> dict[str, str | None]:
     """The installed version of each distribution, or None."""
-    versions: dict[str, str | None] = {}
-    for name in names:
-        try:
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    for name in versions:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 
@@ -214,13 +192,13 @@ def features(packages: Iterable[Package], hardware: Hardware | None, *, driver: 
         driver: Whose driver there is for an accelerator.
     """
     by_name = {package.name: package for package in packages}
-    trackers = [_tracker(by_name[name]) for name in get_args(Tracker)]
-    available = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"]), *trackers]
+    plots = _brought("plots as figures and PNG", by_name["matplotlib"])
+    trackers = (_brought(f"output.report_to: {name}", by_name[name]) for name in get_args(Tracker))
+    available = (_four_bit(by_name["bitsandbytes"], hardware), plots, *trackers)
     if hardware is None:
-        return tuple(available)
-    available = [_gpu(by_name["torch"], hardware, driver), _bfloat16(hardware), *available]
-    available.append(_flash_attention(by_name["flash-attn"], hardware))
-    return tuple(available)
+        return available
+    flash = _flash_attention(by_name["flash-attn"], hardware)
+    return _gpu(by_name["torch"], hardware, driver), _bfloat16(hardware), *available, flash
 
 
 def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
@@ -232,8 +210,7 @@ def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
     if driver is None or torch.version is None:
         return Feature(name, False, "no GPU; training runs on the CPU")
     platform, tool, variable = BY_DRIVER[driver]
-    foreign_tags = [f"+{other}" for other in ("cpu", "cu", "rocm") if other != platform]
-    if any(other in torch.version for other in foreign_tags):
+    if any(f"+{other}" in torch.version for other in ("cpu", "cu", "rocm") if other != platform):
         detail = f"an {driver} driver is installed, but torch {torch.version} is not built for it"
         api_name = "CUDA" if driver == "NVIDIA" else "ROCm"
         return Feature(name, False, detail, f"install a {api_name} build of torch: https://pytorch.org/get-started")
@@ -242,20 +219,13 @@ def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
 
 
 def _bfloat16(hardware: Hardware) -> Feature:
-    device = hardware.device
-    if device.native_bfloat16:
-        return Feature("bfloat16 at full speed", True, device.name)
-    return Feature("bfloat16 at full speed", False, f"{device.name} has no fast bfloat16; float32 is used")
+    name, is_fast = hardware.device.name, hardware.device.native_bfloat16
+    detail = name if is_fast else f"{name} has no fast bfloat16; float32 is used"
+    return Feature("bfloat16 at full speed", is_fast, detail)
 
 
-def _plots(matplotlib: Package) -> Feature:
-    if matplotlib.version is not None:
-        return Feature("plots as figures and PNG", True, f"matplotlib {matplotlib.version}")
-    return Feature("plots as figures and PNG", False, "needs matplotlib", matplotlib.hint)
-
-
-def _tracker(package: Package) -> Feature:
-    name = f"output.report_to: {package.name}"
+def _brought(name: str, package: Package) -> Feature:
+    """A feature that there is where a package is installed."""
     if package.version is not None:
         return Feature(name, True, f"{package.name} {package.version}")
     return Feature(name, False, f"needs {package.name}", package.hint)

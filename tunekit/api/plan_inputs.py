@@ -1,6 +1,12 @@
-"""Inputs of plans: machines, models, rows and finished runs, each read once for any number of plans."""
+"""Inputs of plans: machines, models, rows and finished runs, each read once for any number of plans.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+And the run that a recipe has already, of which a plan may be the continuation.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
@@ -8,18 +14,22 @@ from tunekit.data.tokenization.tokenize import check_first_rows
 from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.estimates.models.model_config import KnownModel, known_models
+from tunekit.estimates.models.model_config import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import chat_template_of, known_model, sketch_model
+from tunekit.probe.nodes import with_started
+from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
+from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.fingerprints import continued, settled
-from tunekit.runs.prepared_data import counted_facts
+from tunekit.runs.prepared_data import absolute, counted_facts
 from tunekit.runs.record import free_bytes, place_of_run, recorded_runs
+from tunekit.runs.run import Run, list_runs
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
 """Fields of the data section that say what becomes of rows once they are read."""
@@ -157,15 +167,44 @@ class Lookup:
             num_rows = counted_facts(recipe, self.data(recipe)).num_train
             num_devices = max(1, self.hardware(machine).num_accelerators)
             return largest_batch(recipe, plan_of, machine, num_devices=num_devices, num_rows=num_rows)
-        return largest_models(
-            recipe,
-            lambda other: self.plan_or_error(other, machine, known_model(other.model.path)),
-            machine,
-            _by_size(known_models()),
-        )
+        models = known_models()
+        # The largest first; of one size the newer and the trained to chat first.
+        sizes = {name: (-models[name].num_params, not models[name].has_chat_template) for name in reversed(models)}
+
+        def plan_of_known(recipe: Recipe) -> Planned:
+            return self.plan_or_error(recipe, machine, known_model(recipe.model.path))
+
+        return largest_models(recipe, plan_of_known, machine, sorted(sizes, key=sizes.__getitem__))
 
 
-def _by_size(models: Mapping[str, KnownModel]) -> list[str]:
-    """Names of models, the largest first; of one size the newer and the trained to chat first."""
-    newest_first = list(models)[::-1]
-    return sorted(newest_first, key=lambda name: (-models[name].num_params, not models[name].has_chat_template))
+def run_of(recipe: Recipe) -> Run | None:
+    """The run that a recipe may mean to go on with; None where it has none.
+
+    That is the one in its `output.dir`, whatever has become of it. Where it names none, it is the newest run of its
+    name with the same recipe, if that has ended early and can be gone on with.
+    """
+    if recipe.output.dir is not None:
+        path = Path(recipe.output.dir)
+        return Run(path) if (path / "status.json").is_file() else None
+    mine = re.compile(rf"{re.escape(str(recipe.output.name))}-\d{{8}}-\d{{6}}(-\d+)?")
+    for run in list_runs():
+        if mine.fullmatch(run.name) and is_same(recipe, run):
+            return run if run.state in ENDED_EARLY and can_go_on(run) else None
+    return None
+
+
+def is_same(recipe: Recipe, run: Run) -> bool:
+    """Return whether a run was made from a recipe."""
+    stored = run.recipe
+    return not edits(stored, as_stored(recipe, stored))
+
+
+def as_stored(recipe: Recipe, stored: Recipe) -> Recipe:
+    """A recipe as a run would keep it that keeps another one: what a run fills in is taken from there."""
+    recipe = absolute(continued(with_started(recipe, os.environ)))
+    written_output = recipe.output
+    prompts = stored.output.sample_prompts if written_output.sample_prompts is None else written_output.sample_prompts
+    output = written_output.model_copy(
+        update={"sample_prompts": prompts, "dir": stored.output.dir, "name": stored.output.name}
+    )
+    return recipe.model_copy(update={"output": output})

@@ -120,11 +120,8 @@ def agreement_of(run: Run, again: Run) -> Agreement:
     tolerance = (HALF_TOLERANCE if half else FLOAT32_TOLERANCE) if otherwise else 0.0
     was, now = _values(run.events()), _values(again.events())
     places = sorted(was.keys() | now.keys())
-    differing = [
-        Difference(name, step, was.get((step, name)), now.get((step, name)))
-        for step, name in places
-        if was.get((step, name)) != now.get((step, name))
-    ]
+    pairs = [Difference(name, step, was.get((step, name)), now.get((step, name))) for step, name in places]
+    differing = [pair for pair in pairs if pair.was != pair.is_now]
     beyond = next((difference for difference in differing if not _is_near(difference, tolerance)), None)
     weights = _weights(run.model_path)
     same = weights == _weights(again.model_path) if weights else None
@@ -151,11 +148,11 @@ def _is_near(one: Difference, tolerance: float) -> bool:
 
 
 def _weights(folder: Path) -> list[tuple[str, str]]:
-    differing_layers = []
+    digests = []
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
-            differing_layers.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
-    return differing_layers
+            digests.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
+    return digests
 
 
 def _otherwise(run: Run, again: Run) -> Iterator[str]:
@@ -204,7 +201,8 @@ def rerun(
     from tunekit.launching.local import begin, launch
 
     story = story_of(run)
-    _check(story)
+    for problem, hint in _obstacles(story):
+        raise RunError(problem, hint=hint)
     again = _made(story, name)
     if on_event is not None:
         on_event({"event": "plan", "run": again, "plan": again.plan, "notes": [f"repeats {story.run.path}"]})
@@ -216,39 +214,33 @@ def rerun(
     return result
 
 
-def _check(story: Story) -> None:
-    """Refuse what cannot be repeated."""
+def _obstacles(story: Story) -> Iterator[tuple[str, str]]:
+    """Yield what a run cannot be repeated for, each with its remedy."""
     run, plan = story.run, story.plan
     if story.state != "finished":
-        raise RunError(
-            f"{run.name} is {story.state}, at step {story.step_words}: there is no whole run to repeat",
-            hint=prospects(run) or "wait for its end",
-        )
+        problem = f"{run.name} is {story.state}, at step {story.step_words}: there is no whole run to repeat"
+        yield problem, prospects(run) or "wait for its end"
     if not run.result():
-        raise RunError(f"{run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
+        yield f"{run.path / 'events.jsonl'} tells of no result", "the run's folder is damaged"
     anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=null` trains by what is there now"
     for event in run.events():
         if event["event"] == "resume" and (event["changes"] or event.get("weights_only")):
             words = ", ".join(event["changes"]) or "the weights alone"
-            raise RunError(
-                f"{run.name} was gone on with otherwise from step {event['step']}: {words}",
-                hint=f"no one recipe repeats that; {anew}",
-            )
+            problem = f"{run.name} was gone on with otherwise from step {event['step']}: {words}"
+            yield problem, f"no one recipe repeats that; {anew}"
     versions = made_with(run)
     changed = [] if versions is None else [f"{run.path / name} has changed" for name in changed_texts(run, versions)]
     changed += fingerprints.changes(run, story.recipe)
     if changed:
-        raise RunError(
-            "\n".join((f"{run.name} is not made of the same things any more:", *changed)),
-            hint=f"put back what it was; or {anew}",
-        )
+        problem = "\n".join((f"{run.name} is not made of the same things any more:", *changed))
+        yield problem, f"put back what it was; or {anew}"
     check_run_code(run)
     if plan.num_nodes > 1 or place_of().num_processes > 1:
-        raise RunError(f"{run.name} cannot be repeated by a launcher, or on several nodes", hint=anew)
+        yield f"{run.name} cannot be repeated by a launcher, or on several nodes", anew
     if plan.device.kind != "cpu":
         here = probe_hardware()
         if here.device.name != plan.device.name or here.num_accelerators < plan.layout.num_processes:
-            raise RunError(f"{run.name} was planned for {plan.devices_words}, which are not here", hint=anew)
+            yield f"{run.name} was planned for {plan.devices_words}, which are not here", anew
 
 
 def _made(story: Story, name: str | None) -> Run:

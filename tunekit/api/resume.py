@@ -1,59 +1,20 @@
-"""A run made ready to go on, by the processes and on the machines that are there, and the run that a recipe has."""
+"""A run made ready to go on, by the processes and on the machines that are there."""
 
-import os
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from tunekit.api.plan_inputs import Lookup
+from tunekit.api.plan_inputs import Lookup, as_stored, is_same
 from tunekit.errors import PlanError, RunError
 from tunekit.launching.ssh import for_hosts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
-from tunekit.probe.nodes import check_may_go_back, with_started
-from tunekit.recipe.edits import edits
+from tunekit.probe.nodes import check_may_go_back
 from tunekit.recipe.schema import Recipe
-from tunekit.runs.available_actions import ENDED_EARLY, can_go_on, has_checkpoints
+from tunekit.runs.available_actions import ENDED_EARLY, has_checkpoints
 from tunekit.runs.events import Event
-from tunekit.runs.fingerprints import continued
-from tunekit.runs.prepared_data import absolute
-from tunekit.runs.run import Run, list_runs
+from tunekit.runs.run import Run
 from tunekit.runs.small_files import place_of
 from tunekit.training.checkpointing.resume import carry_out, decide
-
-
-def run_of(recipe: Recipe) -> Run | None:
-    """The run that a recipe may mean to go on with; None where it has none.
-
-    That is the one in its `output.dir`, whatever has become of it. Where it names none, it is the newest run of its
-    name with the same recipe, if that has ended early and can be gone on with.
-    """
-    if recipe.output.dir is not None:
-        path = Path(recipe.output.dir)
-        return Run(path) if (path / "status.json").is_file() else None
-    mine = re.compile(rf"{re.escape(str(recipe.output.name))}-\d{{8}}-\d{{6}}(-\d+)?")
-    for run in list_runs():
-        if mine.fullmatch(run.name) and is_same(recipe, run):
-            return run if run.state in ENDED_EARLY and can_go_on(run) else None
-    return None
-
-
-def is_same(recipe: Recipe, run: Run) -> bool:
-    """Return whether a run was made from a recipe."""
-    stored = run.recipe
-    return not edits(stored, as_stored(recipe, stored))
-
-
-def as_stored(recipe: Recipe, stored: Recipe) -> Recipe:
-    """A recipe as a run would keep it that keeps another one: what a run fills in is taken from there."""
-    recipe = absolute(continued(with_started(recipe, os.environ)))
-    written_output = recipe.output
-    prompts = stored.output.sample_prompts if written_output.sample_prompts is None else written_output.sample_prompts
-    output = written_output.model_copy(
-        update={"sample_prompts": prompts, "dir": stored.output.dir, "name": stored.output.name}
-    )
-    return recipe.model_copy(update={"output": output})
 
 
 def resumed(

@@ -6,8 +6,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.api.plan_inputs import Lookup
-from tunekit.api.resume import resumed, run_of
+from tunekit.api.plan_inputs import Lookup, run_of
+from tunekit.api.resume import resumed
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import Progress
 from tunekit.data.reports.preview import DataPreview
@@ -108,14 +108,12 @@ def sweep_plans(
     machines = [on] if isinstance(on, str) or on is None else list(on)
     combined = combinations(recipe, values, num_machines=len(machines))
     lookup = Lookup(machines)
-    return Variants(
-        recipe,
-        tuple(
-            Variant(machine, changes, lookup.plan_or_error(changed, machine))
-            for machine in machines
-            for changes, changed in combined
-        ),
+    variants = (
+        Variant(machine, changes, lookup.plan_or_error(changed, machine))
+        for machine in machines
+        for changes, changed in combined
     )
+    return Variants(recipe, tuple(variants))
 
 
 def fit(
@@ -140,10 +138,8 @@ def fit(
     recipe, _ = read_recipe(source, overrides)
     machines = [on] if isinstance(on, str) or on is None else list(on)
     lookup = Lookup(machines)
-    return Variants(
-        recipe,
-        tuple(variant for machine in machines for variant in lookup.largest(recipe, machine, largest)),
-    )
+    variants = (variant for machine in machines for variant in lookup.largest(recipe, machine, largest))
+    return Variants(recipe, tuple(variants))
 
 
 def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
@@ -309,8 +305,7 @@ def _going_on(run: Run, overrides: Sequence[str] = (), **how: Any) -> Run:
 
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *, queue: bool) -> Run:
     """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
-    place = place_of()
-    if place.num_processes > 1:
+    if (place := place_of()).num_processes > 1:
         _refuse_queue(queue, "in processes that a launcher has started")
         from tunekit.launching.external import train_joined
 
@@ -392,15 +387,11 @@ def make_run(
     _check_rewards(recipe, data)
     words = StringIO()
     with library_words_to(words):
-        prepared = _prepare(recipe, data, _progress_to(on_event))
-        final = resolve(
-            record(recipe, data),
-            lookup.hardware_for(recipe),
-            model,
-            prepared.facts,
-            lookup.records,
-            lookup.teacher(recipe),
-        )
+        # Sequences for supervised fine-tuning, rows for methods whose data TRL tokenizes.
+        make = prepare if recipe.method.spec.trains_on == "tokens" else prepare_rows
+        prepared: PreparedData | PreparedRows = make(recipe, data, _progress_to(on_event))
+        hardware, teacher = lookup.hardware_for(recipe), lookup.teacher(recipe)
+        final = resolve(record(recipe, data), hardware, model, prepared.facts, lookup.records, teacher)
         if shares_disk:
             _check_disk(final)
         run = Run.create(final)
@@ -538,12 +529,6 @@ def preview(
     recipe, _ = read_recipe(source, overrides)
     with library_words_to(StringIO()):
         return preview_data(recipe, learner_of(recipe.method.type), key=key, start=start, num_rows=num_rows)
-
-
-def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:
-    """Prepare the rows of a run: sequences for supervised fine-tuning, rows for methods whose data TRL tokenizes."""
-    make = prepare if recipe.method.spec.trains_on == "tokens" else prepare_rows
-    return make(recipe, data, on_progress)
 
 
 def _check_rewards(recipe: Recipe, data: LoadedData) -> None:

@@ -8,23 +8,25 @@ does not agree with its run; of a run that was stopped 130 after Ctrl-C, 143 aft
 SIGTERM, 129 after SIGHUP, and 0 after `tunekit stop` and SIGUSR1.
 """
 
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from tunekit.cli.evaluate import evaluate
-from tunekit.cli.export import chat, export, report
-from tunekit.cli.generate import generate, serve
-from tunekit.cli.migrate import migrate
+from tunekit.cli.export import export, report
+from tunekit.cli.generate import chat, generate, serve
+from tunekit.cli.options import NodesOption, OverridesArgument, PortOption, RecipeArgument, print_json, secret_in
 from tunekit.cli.runs import compare, rerun, runs_app
 from tunekit.cli.sweep import show_sweep, sweep
-from tunekit.cli.train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
-from tunekit.cli.ui import ui
-from tunekit.errors import PlanError, TunekitError, writing
+from tunekit.cli.train import launch, resume, stop, train
+from tunekit.errors import DependencyError, PlanError, TunekitError, writing
 from tunekit.process.log_capture import send_nothing
 from tunekit.redact import Redacting, open_standard_streams
 
@@ -57,6 +59,8 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
 
+PASSWORD_VARIABLE = "TUNEKIT_UI_PASSWORD"
+
 TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and the machine"
 
 
@@ -88,27 +92,23 @@ def plan(
     overrides: OverridesArgument = None,
     on: Annotated[
         list[str] | None,
-        typer.Option(
-            "--on",
+        Option(
             metavar="MACHINE",
             help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Give it again to compare.",
         ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sweep",
+        Option(
             metavar="KEY=VALUE,VALUE",
             help="Plan with each of these values, such as adapter.type=lora,qlora. Given again: every combination.",
         ),
     ] = None,
     fit: Annotated[
         Literal["length", "batch", "model"] | None,
-        typer.Option(
-            "--fit", help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."
-        ),
+        Option(help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and plan as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and plan as JSON.")] = False,
 ) -> None:
     """Say how a recipe would run, here or on a machine that is named, and why, without starting it."""
     from tunekit.api import verbs
@@ -132,7 +132,7 @@ def plan(
         resolved = verbs.plan(source, on=on[0] if on else None)
         document, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
     if as_json:
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
         return
     console = make_console()
     for note in notes:
@@ -155,9 +155,9 @@ def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def data(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    rows: Annotated[int, typer.Option("--rows", help="Sample rows to show of each split.", min=0)] = 3,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    rows: Annotated[int, Option(help="Sample rows to show of each split.", min=0)] = 3,
+    html: Annotated[Path | None, Option(help="Write the report as a page to this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Look at the data as the model will see it, before any training."""
     from rich.console import Console
@@ -181,7 +181,7 @@ def data(
         with writing(html):
             html.write_text(page, encoding="utf-8")
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        print_json(report.to_dict())
         return
     if html is not None:
         print(html)
@@ -195,8 +195,8 @@ def data(
 def rewards(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    prompts: Annotated[int, typer.Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all answers and what they got as JSON.")] = False,
+    prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
+    as_json: Annotated[bool, Option("--json", help="Print all answers and what they got as JSON.")] = False,
 ) -> None:
     """Try rewards before any training: what the model answers now, and what each reward says of it."""
     from rich.console import Console
@@ -211,7 +211,7 @@ def rewards(
     finally:
         progress.stop()
     if as_json:
-        print(json.dumps(trial.to_dict(), indent=2, ensure_ascii=False))
+        print_json(trial.to_dict())
         return
     from tunekit.display.rewards import trial_parts
 
@@ -223,9 +223,7 @@ def rewards(
 
 @app.command("data cache", rich_help_panel=TRAIN)
 def data_cache(
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Remove all of it. Runs keep the rows that they have.")
-    ] = False,
+    clear: Annotated[bool, Option("--clear", help="Remove all of it. Runs keep the rows that they have.")] = False,
 ) -> None:
     """Show what is kept of prepared rows and fetched files, or remove it.
 
@@ -248,7 +246,7 @@ def data_cache(
 
 @app.command(rich_help_panel=RECIPES)
 def explain(
-    key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
+    key: Annotated[str | None, Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
 ) -> None:
     """Document a field or a section of recipes, or all of them."""
     from tunekit.recipe.explain import explain as describe
@@ -280,8 +278,8 @@ def _recipes(context: typer.Context) -> None:
 
 @recipes_app.command("copy")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
-    dest: Annotated[Path | None, typer.Argument(help="File or folder to copy it to.")] = None,
+    name: Annotated[str, Argument(help="Name of a shipped recipe.")],
+    dest: Annotated[Path | None, Argument(help="File or folder to copy it to.")] = None,
 ) -> None:
     """Copy a shipped recipe to edit."""
     from tunekit.recipe import library
@@ -292,12 +290,11 @@ def copy_recipe(
 @app.command(rich_help_panel=RUNS)
 def doctor(
     recipe: Annotated[
-        str | None,
-        typer.Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
+        str | None, Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE")
     ] = None,
     overrides: OverridesArgument = None,
     network: Annotated[
-        bool, typer.Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
+        bool, Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
     ] = False,
     nodes: NodesOption = None,
 ) -> None:
@@ -319,8 +316,8 @@ def doctor(
 
 @app.command(rich_help_panel=RUNS)
 def kernels(
-    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    model: Annotated[str, Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
+    as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say which modules of a model tunekit's kernels serve, and why not the others. Reads no weights."""
     from tunekit.api import verbs
@@ -328,7 +325,7 @@ def kernels(
 
     report = verbs.coverage(model)
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        print_json(report.to_dict())
         return
     make_console().print(coverage_table(report))
 
@@ -339,8 +336,86 @@ app.command("eval", rich_help_panel=AFTER)(evaluate)
 
 app.command(rich_help_panel=AFTER)(sweep)
 app.command("sweep show", rich_help_panel=AFTER)(show_sweep)
-app.command(rich_help_panel=RECIPES)(migrate)
-app.command(rich_help_panel=RUNS)(ui)
+
+
+@app.command(rich_help_panel=RECIPES)
+def migrate(
+    file: Annotated[
+        Path,
+        Argument(
+            help="A configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift: YAML, JSON, or a script that "
+            "calls one of them.",
+            metavar="FILE",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        Argument(
+            help="Behind --: the other tool's command, with what it was given besides: -- trl dpo --beta 0.1",
+            metavar="[-- ARGUMENTS]",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Write the recipe to this file, which is not there yet.")
+    ] = None,
+    tool: Annotated[
+        str | None,
+        Option(
+            "--from",
+            metavar="TOOL",
+            help="Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Known by its keys where left out.",
+        ),
+    ] = None,
+    num_devices: Annotated[
+        int | None, Option(min=1, help="Devices that it was meant for: they multiply the batch of a step.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
+) -> None:
+    """Make a recipe of another tool's configuration, and say what became of each of its keys."""
+    from tunekit.display.console import make_console
+    from tunekit.display.migration import migration_parts
+    from tunekit.migration.migration import migrate as make
+
+    migration = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
+    if output is not None:
+        _write_new(output, migration.text)
+    if as_json:
+        print_json(migration.to_dict())
+        return
+    console = make_console()
+    console.print(*migration_parts(migration), sep="\n")
+    if output is not None:
+        print(f"{output}: written; `tunekit plan {output}` says how it would run")
+
+
+@app.command(rich_help_panel=RUNS)
+def ui(
+    host: Annotated[
+        str, Option(help="The address to listen at. Any but this machine's own needs a password.")
+    ] = "127.0.0.1",
+    port: PortOption = 7860,
+    root: Annotated[
+        Path, Option(metavar="FOLDER", help="The workspace: nothing outside of it is shown or changed.")
+    ] = Path(),
+    password_file: Annotated[
+        Path | None, Option(help=f"A file that holds the password; {PASSWORD_VARIABLE} may hold it too.")
+    ] = None,
+    read_only: Annotated[bool, Option("--read-only", help="Only show: start, change and delete nothing.")] = False,
+    open_browser: Annotated[bool, Option("--open/--no-open", help="Show it in this machine's browser.")] = True,
+) -> None:
+    """Open the web UI over this folder: data, plans, runs, comparisons, chats."""
+    if importlib.util.find_spec("gradio") is None:
+        raise DependencyError("the web UI needs gradio", hint="install it with: pip install 'tunekit[webui]'")
+    from webui.server import serve, workspace
+    from webui.site import Site
+
+    password = os.environ.get(PASSWORD_VARIABLE) or None
+    if password_file is not None:
+        password = secret_in(password_file, "--password-file", "password")
+    site = Site(workspace(root), read_only=read_only)
+    serve(site, host=host, port=port, password=password, open_browser=open_browser)
+
+
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 
@@ -354,3 +429,14 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:
     """A plan as plain data, or why there is none."""
     return {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise TunekitError(f"'{path}' is there already", hint="name a new file, or remove it") from error
+    except OSError as error:
+        problem = f"cannot write '{path}': {error.strerror}"
+        raise TunekitError(problem, hint="name a file in a folder that exists") from error

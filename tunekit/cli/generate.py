@@ -1,4 +1,4 @@
-"""The commands in which a model answers others than a person: many prompts of a file, and programs."""
+"""The commands in which a model answers: a person, many prompts of a file, and programs."""
 
 import json
 import os
@@ -7,61 +7,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Option
 
-from tunekit.errors import TunekitError
+from tunekit.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    ModelArgument,
+    PortOption,
+    TemperatureOption,
+    facts_table,
+    print_json,
+    secret_in,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterator
 
-    from tunekit.inference.generate import Generated
+    from tunekit.inference.chat import Talk
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="A run's name or folder; or a model's folder or name on the hub.", metavar="RUN|MODEL")
-]
-CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="STEP", help="The checkpoint of this step, not the result.")
-]
-DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model is; auto: a GPU if there is one.")
-]
+
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option("--dtype", help="Type of its weights; auto: as it was trained, or as it is stored."),
+    Option(help="Type of its weights; auto: as it was trained, or as it is stored."),
 ]
-
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
-    typer.Option("--backend", help="What generates; auto: vLLM where it is installed and takes the model."),
+    Option(help="What generates; auto: vLLM where it is installed and takes the model."),
 ]
+TopPOption = Annotated[float, Option(help="Share of the probability that is drawn from.", max=1)]
+LengthOption = Annotated[int, Option(help="Longest answer, in tokens.", min=1)]
+SeedOption = Annotated[int | None, Option(help="For the draws.")]
 
 
 def generate(
     model: ModelArgument,
-    prompts: Annotated[
-        Path, typer.Option("--prompts", help="Rows with messages, prompt, instruction, conversations or text.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="File to write: the rows with their answers, as JSON lines.")],
+    prompts: Annotated[Path, Option(help="Rows with messages, prompt, instruction, conversations or text.")],
+    out: Annotated[Path, Option(help="File to write: the rows with their answers, as JSON lines.")],
     checkpoint: CheckpointOption = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt of the conversations that have none.")
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="How freely it answers; 0: always the likeliest token.", min=0)
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Share of the probability that is drawn from.", max=1)] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.", min=1)] = 256,
-    num_samples: Annotated[int, typer.Option("--num-samples", help="Answers to each prompt.", min=1)] = 1,
-    seed: Annotated[int | None, typer.Option("--seed", help="For the draws.")] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", help="Answers given at once; halved where memory runs out.", min=1)
-    ] = 16,
-    column: Annotated[
-        str | None, typer.Option("--column", help="Name of the column of answers, instead of answer or answers.")
-    ] = None,
+    system: Annotated[str | None, Option(help="System prompt of the conversations that have none.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    max_new_tokens: LengthOption = 256,
+    num_samples: Annotated[int, Option(help="Answers to each prompt.", min=1)] = 1,
+    seed: SeedOption = None,
+    batch_size: Annotated[int, Option(help="Answers given at once; halved where memory runs out.", min=1)] = 16,
+    column: Annotated[str | None, Option(help="Name of the column of answers, instead of answer or answers.")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print what was done as JSON.")] = False,
 ) -> None:
     """Answer the prompts of a file with what a run made, or with any model."""
     from rich.console import Console
@@ -72,16 +66,10 @@ def generate(
     from tunekit.redact import lasting
     from tunekit.runs.events import Event
 
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console, is_hidden = Console(file=lasting(sys.stderr)), not sys.stderr.isatty()
     bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(file=lasting(sys.stderr)),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=False,
-        redirect_stderr=False,
+        *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
     )
     task = bar.add_task("reading the prompts", total=None)
 
@@ -116,38 +104,28 @@ def generate(
         print(f"stopped; {part} holds what was answered" if part.exists() else "stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
+        print_json(result.to_dict())
         return
-    _show(result, make_console())
-
-
-def _show(done: "Generated", console: "Console") -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    ended = done.num_answers - done.num_cut
-    rate = done.num_tokens / done.seconds if done.seconds > 0 else 0.0
-    for name, value in (
-        ("answered", f"{done.num_prompts:,} prompts with {done.num_answers:,} answers, by {done.name}"),
-        ("to", done.out),
-        ("ended", f"{ended:,} by themselves, {done.num_cut:,} at the longest length"),
-        ("speed", f"{done.num_tokens:,} tokens in {done.seconds:.1f} s, {rate:,.0f} tokens/s on {done.device}"),
-    ):
-        table.add_row(name, Text(value))
-    console.print(table)
+    ended = result.num_answers - result.num_cut
+    rate = result.num_tokens / result.seconds if result.seconds > 0 else 0.0
+    rows = [
+        ("answered", f"{result.num_prompts:,} prompts with {result.num_answers:,} answers, by {result.name}"),
+        ("to", result.out),
+        ("ended", f"{ended:,} by themselves, {result.num_cut:,} at the longest length"),
+        ("speed", f"{result.num_tokens:,} tokens in {result.seconds:.1f} s, {rate:,.0f} tokens/s on {result.device}"),
+    ]
+    make_console().print(facts_table(rows))
 
 
 def serve(
     model: ModelArgument,
     checkpoint: CheckpointOption = None,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen at. Any but this machine's own needs an API key.")
+        str, Option(help="The address to listen at. Any but this machine's own needs an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    port: PortOption = 8000,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", help="A file that holds the key of clients; TUNEKIT_API_KEY may hold it too."),
+        Path | None, Option(help="A file that holds the key of clients; TUNEKIT_API_KEY may hold it too.")
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -159,7 +137,7 @@ def serve(
 
     key = os.environ.get(serving.KEY_VARIABLE) or None
     if api_key_file is not None:
-        key = _key_in(api_key_file)
+        key = secret_in(api_key_file, "--api-key-file", "key")
 
     def show(event: Event) -> None:
         if event["phase"] == "loading":
@@ -187,17 +165,74 @@ def serve(
     )
 
 
-def _key_in(file: Path) -> str:
-    """The key that a file holds.
+def chat(
+    model: ModelArgument,
+    compare: Annotated[bool, Option("--compare", help="What it was before training answers too.")] = False,
+    system: Annotated[str | None, Option(help="System prompt.")] = None,
+    checkpoint: CheckpointOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    max_new_tokens: LengthOption = 256,
+    seed: SeedOption = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "transformers",
+) -> None:
+    """Talk with what a run made, or with any model. A line is a message; /clear forgets, /exit or Ctrl-D ends."""
+    from tunekit.inference import chat as talking
 
-    Raises:
-        TunekitError: It cannot be read, or holds none.
-    """
-    hint = "name a text file that holds nothing but the key"
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        print(f"loading {model}", file=sys.stderr)
+    with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
+        if at_terminal:
+            where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
+            print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        sides = (False, True) if compare else (False,)
+        histories = {base: list(first) for base in sides}
+        while (line := _line(at_terminal)) is not None:
+            if line.strip() in ("", "/clear"):
+                histories = {base: list(first) for base in sides} if line.strip() else histories
+                continue
+            if line.strip() == "/exit":
+                return
+            for base in sides:
+                histories[base].append({"role": "user", "content": line})
+                name = "" if not compare else "before: " if base else "after:  "
+                pieces = talk.say(
+                    histories[base],
+                    base=base,
+                    temperature=temperature,
+                    top_p=top_p,
+                    max_new_tokens=max_new_tokens,
+                    seed=seed,
+                )
+                words = _answer(talk, pieces, name)
+                histories[base].append({"role": "assistant", "content": words})
+
+
+def _line(at_terminal: bool) -> str | None:
+    """The next line that is typed or piped in; None at the end."""
     try:
-        key = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TunekitError(f"--api-key-file {file}: it cannot be read: {error}", hint=hint) from error
-    if not key:
-        raise TunekitError(f"--api-key-file {file}: there is nothing in it", hint=hint)
-    return key
+        return input("> " if at_terminal else "")
+    except (EOFError, KeyboardInterrupt):
+        if at_terminal:
+            print()
+        return None
+
+
+def _answer(talk: "Talk", pieces: "Iterator[str]", name: str) -> str:
+    """Print an answer as it comes, and return it. Ctrl-C ends it where it is."""
+    answer: list[str] = []
+    print(name, end="", flush=True)
+    try:
+        for piece in pieces:
+            answer.append(piece)
+            # Without characters that a terminal would take for commands.
+            plain = "".join(letter for letter in piece if letter.isprintable() or letter in "\n\t")
+            print(plain, end="", flush=True)
+    except KeyboardInterrupt:
+        talk.stop()
+        answer += pieces
+    print()
+    return "".join(answer)

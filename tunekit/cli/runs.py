@@ -3,17 +3,16 @@
 The commands that hold runs against each other: side by side, and a run against its own repetition.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
+from tunekit.cli.options import RunArgument, print_json
 from tunekit.errors import TunekitError, writing
 from tunekit.redact import outlive_readers, without_secrets
-
-RunArgument = Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
 
 runs_app = typer.Typer(help="List the runs of this folder; show, tag or delete one.", invoke_without_command=True)
 
@@ -36,7 +35,7 @@ def _runs(context: typer.Context) -> None:
 @runs_app.command("show")
 def show_run(
     run: RunArgument,
-    plot: Annotated[Path | None, typer.Option(help="Write the loss curve as a PNG file.")] = None,
+    plot: Annotated[Path | None, Option(help="Write the loss curve as a PNG file.")] = None,
 ) -> None:
     """Show a run with its loss curve."""
     from tunekit.display.console import make_console, run_report
@@ -55,9 +54,9 @@ def show_run(
 
 @runs_app.command("tag")
 def tag_run(
-    run: Annotated[str, typer.Argument(help="A run's name, or its folder.", metavar="RUN")],
-    tags: Annotated[list[str] | None, typer.Argument(help="Its tags from now on.", metavar="TAG")] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take all tags away.")] = False,
+    run: Annotated[str, Argument(help="A run's name, or its folder.", metavar="RUN")],
+    tags: Annotated[list[str] | None, Argument(help="Its tags from now on.", metavar="TAG")] = None,
+    clear: Annotated[bool, Option("--clear", help="Take all tags away.")] = False,
 ) -> None:
     """Give a run tags in the place of those that it has; without any, say which it has."""
     from tunekit.runs.run import find_run, set_tags
@@ -72,8 +71,8 @@ def tag_run(
 
 @runs_app.command("delete")
 def delete(
-    run: Annotated[str, typer.Argument(help="A run's whole name, or its folder.", metavar="RUN")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    run: Annotated[str, Argument(help="A run's whole name, or its folder.", metavar="RUN")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete a run that is over, with its checkpoints and its model."""
     from tunekit.launching.stop import delete_run
@@ -91,10 +90,10 @@ def delete(
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs.", metavar="RUN")],
-    html: Annotated[Path | None, typer.Option("--html", help="Write one page that needs nothing else.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves as a PNG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print recipes' differences and figures as JSON.")] = False,
+    runs: Annotated[list[str], Argument(help="Names or folders of runs.", metavar="RUN")],
+    html: Annotated[Path | None, Option(help="Write one page that needs nothing else.")] = None,
+    plot: Annotated[Path | None, Option(help="Write the curves as a PNG file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print recipes' differences and figures as JSON.")] = False,
 ) -> None:
     """Show runs side by side: in what they differ, what came of them, and their curves."""
     from tunekit.display.comparison import comparison_parts
@@ -111,7 +110,7 @@ def compare(
         with writing(plot):
             figure.savefig(plot, dpi=150, format="png")
     if as_json:
-        print(json.dumps(without_secrets(result.to_dict()), indent=2, ensure_ascii=False))
+        print_json(without_secrets(result.to_dict()))
         return
     if html is not None or plot is not None:
         print(*filter(None, (html, plot)), sep="\n")
@@ -121,8 +120,8 @@ def compare(
 
 
 def rerun(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")],
-    name: Annotated[str | None, typer.Option("--name", help="Name of the new folder in runs/.")] = None,
+    run: RunArgument,
+    name: Annotated[str | None, Option(help="Name of the new folder in runs/.")] = None,
 ) -> None:
     """Repeat a finished run from its folder, and say whether its losses come out again: exit code 3 where not."""
     from tunekit.api import rerun as repetition

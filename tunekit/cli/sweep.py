@@ -4,55 +4,47 @@
 failed or was stopped by itself it is 2, when all others are done.
 """
 
-import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from tunekit.cli.options import print_json
 from tunekit.errors import Stopped, TunekitError, writing
 from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
-    from tunekit.runs.events import Listener
     from tunekit.sweeps.folder import Sweep
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print how all runs stand as JSON.")]
+JsonOption = Annotated[bool, Option("--json", help="Print how all runs stand as JSON.")]
 
 
 def sweep(
     recipe: Annotated[
-        str | None, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
+        str | None, Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             help="Values to try, such as train.learning_rate=1e-5,1e-4 or =1e-5..1e-3; one alone is for all runs.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = None,
-    random: Annotated[
-        int | None, typer.Option("--random", metavar="N", help="Draw N combinations by chance.", min=1)
-    ] = None,
-    optuna: Annotated[
-        int | None, typer.Option("--optuna", metavar="N", help="Let Optuna choose N, one after the other.", min=1)
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="For the draws.", min=0)] = 0,
+    random: Annotated[int | None, Option(metavar="N", help="Draw N combinations by chance.", min=1)] = None,
+    optuna: Annotated[int | None, Option(metavar="N", help="Let Optuna choose N, one after the other.", min=1)] = None,
+    seed: Annotated[int, Option(help="For the draws.", min=0)] = 0,
     by: Annotated[
         str | None,
-        typer.Option(
-            "--by", metavar="MEASURE", help="What tells the best, such as eval_loss. Left out: the loss or reward."
-        ),
+        Option(metavar="MEASURE", help="What tells the best, such as eval_loss. Left out: the loss or reward."),
     ] = None,
     parallel: Annotated[
-        int | None,
-        typer.Option("--parallel", metavar="N", help="Runs at once. Left out: one, or one an accelerator.", min=1),
+        int | None, Option(metavar="N", help="Runs at once. Left out: one, or one an accelerator.", min=1)
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option("--resume", metavar="SWEEP", help="Go on with a sweep, by its name or folder.")
-    ] = None,
+    resume: Annotated[str | None, Option(metavar="SWEEP", help="Go on with a sweep, by its name or folder.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train with every combination of some values, or with some of them, and say which is best.
@@ -71,26 +63,13 @@ def sweep(
     from tunekit.sweeps.values import read_words
 
     axes, overrides = read_words(words or [])
-    _conduct(
-        lambda told: begin(
-            recipe,
-            axes,
-            overrides,
-            random=random,
-            optuna=optuna,
-            seed=seed,
-            by=by,
-            parallel=parallel,
-            on_event=told,
-        ),
-        "the data and planning every combination",
-        as_json=as_json,
-    )
+    start = partial(begin, recipe, axes, overrides, random=random, optuna=optuna, seed=seed, by=by, parallel=parallel)
+    _conduct(start, "the data and planning every combination", as_json=as_json)
 
 
 def show_sweep(
-    sweep: Annotated[str, typer.Argument(help="A sweep's name, the beginning of it, or its folder.", metavar="SWEEP")],
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write the picture to this PNG file.")] = None,
+    sweep: Annotated[str, Argument(help="A sweep's name, the beginning of it, or its folder.", metavar="SWEEP")],
+    plot: Annotated[Path | None, Option(help="Write the picture to this PNG file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show how the runs of a sweep stand."""
@@ -112,14 +91,14 @@ def go_on(name: str, *, as_json: bool = False) -> None:
     """Go on with a sweep, and show how it stands in the end."""
     from tunekit.sweeps.conduct import resume_sweep
 
-    _conduct(lambda told: resume_sweep(name, on_event=told), "the sweep", as_json=as_json)
+    _conduct(partial(resume_sweep, name), "the sweep", as_json=as_json)
 
 
-def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) -> None:
+def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None:
     """Show a sweep as it goes, and its table. What is told on the way goes to stderr where the table is JSON.
 
     Args:
-        start: Conducts it, with what is to be told of its runs.
+        start: Conducts it, with `on_event`: what is to be told of its runs.
         what: What is read first, in words.
         as_json: Whether the table is JSON.
     """
@@ -134,7 +113,7 @@ def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) 
     console = Console(stderr=True) if as_json else make_console()
     console.print(f"[dim]reading {what}[/dim]")
     try:
-        finished = start(SweepProgress(console))
+        finished = start(on_event=SweepProgress(console))
     except Stopped as stopped:
         print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
         raise typer.Exit(stopped.exit_code) from None
@@ -156,6 +135,6 @@ def _show(found: "Sweep", *, as_json: bool) -> None:
     from tunekit.display.sweep import sweep_table
 
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        print_json(found.to_dict())
         return
     make_console().print(sweep_table(found, found.outcomes()))

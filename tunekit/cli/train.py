@@ -3,10 +3,13 @@
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from tunekit.cli.options import NodesOption, OverridesArgument, RecipeArgument
 from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
 
@@ -14,44 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tunekit.api.clusters import Submitted
-    from tunekit.runs.events import Listener
     from tunekit.runs.run import Run
 
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
-]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
-]
-NodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes",
-        metavar="HOST,HOST",
-        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
-    ),
-]
-
-
 QueueOption = Annotated[
-    bool, typer.Option("--queue", help="Wait in line until no other run of this machine has the devices.")
+    bool, Option("--queue", help="Wait in line until no other run of this machine has the devices.")
 ]
-DevicesOption = Annotated[
-    str | None,
-    typer.Option("--devices", metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID."),
-]
-DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Come back when the run has begun, and leave it to itself.")
-]
-AnnounceOption = Annotated[int | None, typer.Option("--announce-to", hidden=True)]
+DevicesOption = Annotated[str | None, Option(metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID.")]
+DetachOption = Annotated[bool, Option("--detach", help="Come back when the run has begun, and leave it to itself.")]
+AnnounceOption = Annotated[int | None, Option(hidden=True)]
 
 
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
+        bool, Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
     ] = False,
     devices: DevicesOption = None,
     queue: QueueOption = False,
@@ -80,96 +60,73 @@ def train(
             resume = typer.confirm(
                 f"{existing.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
             )
-    _watch(
-        lambda on_event: verbs.train(recipe, words, resume=resume, queue=queue, on_event=on_event),
-        "the data and the model's files",
-        announce_to,
-    )
+    go = partial(verbs.train, recipe, words, resume=resume, queue=queue)
+    _watch(go, "the data and the model's files", announce_to)
 
 
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nodes: NodesOption = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
-    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
-    ] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
-    ] = False,
+    slurm: Annotated[bool, Option("--slurm", help="Submit it to Slurm.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Train on a cluster of Ray's.")] = False,
+    sky: Annotated[bool, Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
+    on: Annotated[str | None, Option(metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")] = None,
+    num_nodes: Annotated[int | None, Option(help="Nodes; one where left out.", min=1)] = None,
+    print_only: Annotated[bool, Option("--print", help="Print what would be submitted, and do not submit it.")] = False,
     address: Annotated[
-        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+        str | None, Option(help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
     ] = None,
-    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
-    sbatch_arg: Annotated[
-        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
-    ] = None,
+    time: Annotated[str | None, Option(help="Slurm: limit, such as 01:00:00.")] = None,
+    partition: Annotated[str | None, Option(help="Slurm: partition.")] = None,
+    account: Annotated[str | None, Option(help="Slurm: account.")] = None,
+    sbatch_arg: Annotated[list[str] | None, Option(help="Slurm: another option of sbatch, such as --qos=high.")] = None,
 ) -> None:
     """Train on other machines. But for --sky, the run folder lies on storage that they share."""
     from tunekit.api import clusters, verbs
 
     if (nodes is not None) + slurm + ray + sky != 1:
         raise TunekitError("it is to be said where to launch", hint="give one of --nodes, --slurm, --ray and --sky")
+    words = overrides or []
     if nodes is not None:
-        hosts = nodes.split(",")
-        _watch(lambda told: verbs.launch(recipe, overrides or [], nodes=hosts, on_event=told), "the hosts and the data")
+        _watch(partial(verbs.launch, recipe, words, nodes=nodes.split(",")), "the hosts and the data")
     elif ray:
-        _watch(
-            lambda told: clusters.launch_ray(
-                recipe, overrides or [], address=address, on=on, num_nodes=num_nodes, on_event=told
-            ),
-            "the data",
-        )
+        go = partial(clusters.launch_ray, recipe, words, address=address, on=on, num_nodes=num_nodes)
+        _watch(go, "the data")
     elif slurm:
         from tunekit.launching.slurm import Wishes
 
         wishes = Wishes(time, partition, account, tuple(sbatch_arg or ()))
-        _submit(
-            lambda told: clusters.launch_slurm(
-                recipe, overrides or [], wishes=wishes, on=on, num_nodes=num_nodes, submit=not print_only, on_event=told
-            ),
-            print_only=print_only,
-        )
+        give = partial(clusters.launch_slurm, recipe, words, wishes=wishes, on=on, num_nodes=num_nodes)
+        _submit(give, print_only=print_only)
     else:
         if on is None:
             raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
-        _submit(
-            lambda told: clusters.launch_sky(
-                recipe, overrides or [], on=on, num_nodes=num_nodes, submit=not print_only, on_event=told
-            ),
-            print_only=print_only,
-        )
+        _submit(partial(clusters.launch_sky, recipe, words, on=on, num_nodes=num_nodes), print_only=print_only)
 
 
-def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> None:
+def _submit(give: "Callable[..., Submitted]", *, print_only: bool) -> None:
     """Say what became of a run that somebody else starts, or print what it would be given. The plan goes to stderr."""
     from rich.console import Console
 
     from tunekit.display.console import Progress
 
     outlive_readers()
-    submitted = make(Progress(Console(stderr=True)))
+    submitted = give(submit=not print_only, on_event=Progress(Console(stderr=True)))
     print(submitted.script.read_text(encoding="utf-8").rstrip() if print_only else submitted.words)
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
+    run: Annotated[str, Argument(help="A run's name or its folder; or a sweep's.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
+        list[str] | None, Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE")
     ] = None,
     from_: Annotated[
         str | None,
-        typer.Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
+        Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Take only the weights, and begin anew with them.")
+        bool, Option("--weights-only", help="Take only the weights, and begin anew with them.")
     ] = False,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
@@ -188,29 +145,18 @@ def resume(
 
         go_on(run)
         return
-    hosts = nodes.split(",") if nodes else None
+    hosts, words = nodes.split(",") if nodes else None, overrides or []
     if detach:
         if hosts:
             raise TunekitError("--detach is for this machine, and --nodes for others", hint="leave out one of them")
         from tunekit.api.background import start_resume
 
         named = devices.split(",") if devices else None
-        _leave(start_resume(run, overrides or [], from_=from_, weights_only=weights_only, devices=named, queue=queue))
+        _leave(start_resume(run, words, from_=from_, weights_only=weights_only, devices=named, queue=queue))
         return
     _use(devices)
-    _watch(
-        lambda on_event: verbs.resume(
-            run,
-            overrides or [],
-            from_=from_,
-            weights_only=weights_only,
-            nodes=hosts,
-            queue=queue,
-            on_event=on_event,
-        ),
-        "the run",
-        announce_to,
-    )
+    go = partial(verbs.resume, run, words, from_=from_, weights_only=weights_only, nodes=hosts, queue=queue)
+    _watch(go, "the run", announce_to)
 
 
 def _use(devices: str | None) -> None:
@@ -230,11 +176,11 @@ def _leave(run: "Run") -> None:
     print(f"end it:    tunekit stop {run.path}")
 
 
-def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to: int | None = None) -> None:
+def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = None) -> None:
     """Show a run as it goes, in the one process that does so.
 
     Args:
-        start: Starts it, with what is to be told of its events.
+        start: Starts it, with `on_event`: what is to be told of its events.
         what: What is read first, in words.
         announce_to: The pipe of whoever started this process and waits to hear of the run.
     """
@@ -256,7 +202,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
         for sign in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(sign) is signal.SIG_DFL:
                 signal.signal(sign, before_a_run)
-        start(progress if announcer is None or progress is None else announcer.heard_by(progress))
+        start(on_event=progress if announcer is None or progress is None else announcer.heard_by(progress))
     except TunekitError as error:
         if announcer is not None:
             announcer.refuse(error)
@@ -275,8 +221,8 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
+    run: Annotated[str, Argument(help="A run's name or its folder; or a sweep's.")],
+    now: Annotated[bool, Option("--now", help="End it at once, without another checkpoint.")] = False,
 ) -> None:
     """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""
     from tunekit.api import verbs

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.estimates.memory.states import Reference
-from tunekit.planner.decisions.kernels import head_kind
+from tunekit.planner.decisions.backends import head_kind
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.data import DataSection

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tunekit.planner.decisions.isolation import VARLEN, FlashAttention
+from tunekit.planner.plan import VARLEN, FlashAttention
 
 QUERIES_AT_ONCE = 256
 """Queries that share a mask where a window slides on a CPU; at least as many as the window is wide."""

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
-from tunekit.planner.decisions.isolation import VARLEN
+from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_WEIGHTS
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter

@@ -14,11 +14,17 @@ from tunekit.estimates.memory.memory import Confidence, MemoryEstimate, Part, Sa
 from tunekit.estimates.memory.sharding import ZeroBuckets
 from tunekit.estimates.memory.states import Dtype, Reference
 from tunekit.estimates.throughput.speed import Speed
-from tunekit.planner.decisions.isolation import FlashAttention
-from tunekit.planner.decisions.kernels import Kernels
-from tunekit.planner.decisions.vllm import VLLM
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
+
+FlashAttention = Literal["FA2", "FA3", "FA4"]
+"""Flash attentions that torch's varlen attention can go to; the first is torch's own."""
+
+Kernels = Literal["tunekit", "liger", "torch"]
+"""Kernels of norms, gated MLPs, rotary embeddings, adapters and the head."""
+
+VARLEN = "tunekit_varlen"
+"""Name of tunekit's attention for rows that lie one behind the other."""
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """YAML loader of plans: in C where PyYAML was built with it, ten times as fast."""
@@ -104,6 +110,14 @@ class Schedule(Facts):
     save_steps: int
     save_together: int = 1
     """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
+
+
+class VLLM(Facts):
+    """Use of vLLM."""
+
+    mode: Literal["colocate", "server"]
+    gpu_memory_utilization: float | None = None
+    """Share of each device's whole memory; None for a server, which is started with a share of its own."""
 
 
 class Plan(Facts):
@@ -261,17 +275,14 @@ class Plan(Facts):
         """Figures of the choice in one line: memory, speed, time and cost."""
         each = "" if self.layout.num_processes == 1 else " on each"
         memory = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)}{each}"
-        speed = self._speed_reason
-        return f"{memory}; {speed.choice if speed and self._speed_is_known else 'speed not predicted'}"
+        is_known = self.speed is not None and self.speed.tokens_per_second is not None
+        reason = self._speed_reason if is_known else None
+        return f"{memory}; {reason.choice if reason else 'speed not predicted'}"
 
     @property
     def speed_basis(self) -> str:
         """Source of the speed figures, or why there are none."""
         return self._speed_reason.why if self._speed_reason else ""
-
-    @property
-    def _speed_is_known(self) -> bool:
-        return self.speed is not None and self.speed.tokens_per_second is not None
 
     @property
     def _speed_reason(self) -> Reason | None:

@@ -11,19 +11,10 @@ from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, savin
 from tunekit.estimates.memory.sharding import zero_buckets
 from tunekit.estimates.memory.states import num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
-from tunekit.planner.decisions.backends import (
-    check_float8,
-    choose_attention,
-    choose_compile,
-    compile_reasons,
-    dense_reason,
-    flash_attention_of,
-    of_rows,
-    padding_of,
-)
+from tunekit.planner.decisions import backends, reasons
 from tunekit.planner.decisions.beyond import Beyond, beyond
-from tunekit.planner.decisions.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.decisions.checks import check_recipe, check_retry, choose_dtype
+from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
+from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
 from tunekit.planner.decisions.environment import (
     environment_of,
     environment_reasons,
@@ -32,37 +23,7 @@ from tunekit.planner.decisions.environment import (
     timeout_of,
     timeout_reasons,
 )
-from tunekit.planner.decisions.fit import HOST_SHARE, Fit, Setting, fit, least
-from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.planner.decisions.kernels import choose_kernels, why_trl_head
-from tunekit.planner.decisions.reasons import (
-    adapter_reason,
-    code_reasons,
-    communication_reasons,
-    data_reasons,
-    deepspeed_reasons,
-    device_reason,
-    generation_reasons,
-    head_reason,
-    kernels_reason,
-    method_reasons,
-    model_reason,
-    optimizer_reason,
-    origin_reasons,
-    precision_reason,
-    reference_reasons,
-    reserve_reasons,
-    router_aux_loss_coef,
-    router_reasons,
-    saving_reasons,
-    schedule_of,
-    speed_reason,
-    steps_reason,
-    why_unchecked,
-    workers_reason,
-)
-from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
-from tunekit.planner.plan import Plan, Reason, Rejected, gib
+from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
@@ -93,19 +54,20 @@ def resolve(
     hardware = hardware.with_processes(recipe.parallel.num_processes)
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
-    attention = choose_attention(recipe, hardware, model, dtype)
-    check_recipe(recipe, hardware, model, attention.choice, teacher)
-    check_float8(recipe, hardware, model, dtype)
+    attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype)
+    check_recipe(recipe, hardware, model, attention, dtype, teacher)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
-    kernels, why_kernels = choose_kernels(recipe, hardware, layout)
-    compiled, why_compiled = choose_compile(recipe, hardware, kernels, layout)
+    kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
+    compiled, why_compiled = backends.choose_compile(recipe, hardware, kernels, layout)
     check_retry(recipe, fitting.micro_batch_size)
-    padding = padding_of(recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes)
-    if of_rows(attention.choice, lie_apart=padding.is_free) != attention.choice:
-        attention = dense_reason()
-    schedule = schedule_of(recipe, data)
+    padding = backends.padding_of(
+        recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes
+    )
+    if backends.of_rows(attention, lie_apart=padding.is_free) != attention:
+        attention, why_attention = backends.DENSE
+    schedule = reasons.schedule_of(recipe, data)
     step = step_of(
         recipe,
         model,
@@ -121,8 +83,7 @@ def resolve(
         num_cores=hardware.num_cores,
         passes=setting.passes_in(layout),
     )
-    num_steps = None if schedule is None else schedule.num_steps
-    speed = None
+    num_steps, speed = None if schedule is None else schedule.num_steps, None
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
@@ -141,8 +102,8 @@ def resolve(
         device=setting.device,
         dtype=dtype,
         autocast=dtype != "float32",
-        attn_implementation=attention.choice,
-        flash_attention=flash_attention_of(hardware, model) if attention.choice == VARLEN else "FA2",
+        attn_implementation=attention,
+        flash_attention=backends.flash_attention_of(hardware, model) if attention == VARLEN else "FA2",
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
@@ -159,62 +120,55 @@ def resolve(
         pad_to_multiple_of=layout.pad_to_multiple_of(recipe.data.max_length, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.learning_rate,
-        router_aux_loss_coef=router_aux_loss_coef(recipe, model),
+        router_aux_loss_coef=reasons.router_aux_loss_coef(recipe, model),
         num_params=model.num_params,
         num_trainable_params=num_trained,
         data=data,
         schedule=schedule,
         saving=saving,
         memory=fitting.memory,
-        unchecked=why_unchecked(model, recipe.data.max_length),
+        unchecked=reasons.why_unchecked(model, recipe.data.max_length),
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
         reasons=(
-            device_reason(hardware, layout, chosen.candidate.num_nodes),
+            reasons.device_reason(hardware, layout, chosen.candidate.num_nodes),
             chosen.reason(setting),
-            *reserve_reasons(setting.reserve_share, setting.why_reserve),
-            model_reason(model),
-            *origin_reasons(recipe, model),
-            *code_reasons(recipe),
-            precision_reason(recipe, layout, dtype, why_dtype),
-            attention,
-            kernels_reason(kernels, why_kernels),
-            *compile_reasons(recipe, model, compiled, why_compiled),
-            head_reason(
+            *reasons.reserve_reasons(setting.reserve_share, setting.why_reserve),
+            *reasons.model_reasons(recipe, model),
+            reasons.precision_reason(recipe, layout, dtype, why_dtype),
+            Reason(topic="attention", choice=attention, why=why_attention),
+            Reason(topic="kernels", choice=kernels, why=why_kernels),
+            *backends.compile_reasons(recipe, model, compiled, why_compiled),
+            reasons.head_reason(
                 hardware,
                 model,
                 setting.passes_in(layout),
                 dtype,
-                _tokens_of_micro_batch(setting, fitting),
-                why_trl_head(kernels, layout),
+                # With the most padding that there can be.
+                fitting.micro_batch_size * setting.passes.sequences_per_row * recipe.data.max_length,
+                backends.why_trl_head(kernels, layout),
             ),
-            *method_reasons(recipe, model.origin),
-            *reference_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
-            *generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
-            *router_reasons(recipe, model),
-            adapter_reason(recipe, model),
+            *reasons.method_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
+            *reasons.generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
+            *reasons.router_reasons(recipe, model),
+            reasons.adapter_reason(recipe, model),
             *fitting.reasons(),
             padding.reason(),
-            workers_reason(recipe, speed),
-            optimizer_reason(recipe),
-            *deepspeed_reasons(layout, recipe.train.optim),
+            reasons.workers_reason(recipe, speed),
+            reasons.optimizer_reason(recipe),
+            *reasons.deepspeed_reasons(layout, recipe.train.optim),
             *environment_reasons(environment, hardware, chosen.candidate.num_nodes),
             *timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
-            *data_reasons(recipe, data),
-            steps_reason(recipe, data, schedule),
-            *saving_reasons(recipe, layout, schedule, saving, hardware),
-            speed_reason(recipe.data, data, speed),
-            *communication_reasons(speed),
+            *reasons.data_reasons(recipe, data),
+            reasons.steps_reason(recipe, data, schedule),
+            *reasons.saving_reasons(recipe, layout, schedule, saving, hardware),
+            reasons.speed_reason(recipe.data, data, speed),
+            *reasons.communication_reasons(speed),
             *_beyond_reasons(setting, chosen.candidate, speed),
         ),
         rejected=chosen.rejected,
         change_first=_change_first(setting, chosen.candidate.num_nodes, fitting),
     )
-
-
-def _tokens_of_micro_batch(setting: Setting, found: Fit) -> int:
-    """With the most padding that there can be."""
-    return found.micro_batch_size * setting.passes.sequences_per_row * setting.recipe.data.max_length
 
 
 def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
@@ -251,7 +205,7 @@ def setting_of(
         hardware=hardware,
         model=model,
         dtype=dtype,
-        attention=choose_attention(recipe, hardware, model, dtype).choice,
+        attention=backends.choose_attention(recipe, hardware, model, dtype)[0],
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
@@ -301,14 +255,13 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     Returns:
         The setting with it, the layout that was chosen, cut anew where vLLM takes its part, and the reason.
     """
-    recipe, hardware = setting.recipe, setting.hardware
-    method = recipe.method
+    recipe, hardware, method = setting.recipe, setting.hardware, setting.recipe.method
     if not generates(method) or method.generation.use_vllm != "auto":
         return setting, chosen, "as in the recipe"
     if hardware.vllm is None:
         return setting, chosen, "whether vLLM is installed there is not known"
-    refused = why_no_vllm(recipe, hardware)
-    why = refused[0] if refused is not None else why_not_in(recipe, chosen.fit.layout)
+    refused = backends.why_no_vllm(recipe, hardware)
+    why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:
         other = replace(setting, by_vllm=True)
         fitting = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)
@@ -364,10 +317,10 @@ def _choose(setting: Setting) -> _Chosen:
         PlanError: None of them fits, or there is none.
     """
     rejected: list[Rejected] = []
-    nearest: tuple[MemoryEstimate, int] | None = None
+    needs: list[tuple[MemoryEstimate, int]] = []
     refusals: list[Refusal] = []
     for candidate in candidates(setting):
-        layout = candidate.layout
+        layout, per_node = candidate.layout, candidate.devices_per_node
         refused = refusal(setting, layout)
         if refused is not None:
             refusals.append(refused)
@@ -377,35 +330,26 @@ def _choose(setting: Setting) -> _Chosen:
         if fitting is not None:
             return _Chosen(candidate, fitting, tuple(rejected))
         needed = least(setting, layout, candidate.num_nodes)
-        per_node = candidate.devices_per_node
         why = setting.why_not(needed, per_node)
         rejected.append(Rejected(layout=layout, why=why, needed_bytes=needed.total_bytes))
-        if nearest is None or needed.total_bytes < nearest[0].total_bytes:
-            nearest = needed, per_node
-    if nearest is None:
+        needs.append((needed, per_node))
+    if not needs:
         raise _nothing_possible(setting, rejected, refusals)
-    smallest, per_node = nearest
+    smallest, per_node = min(needs, key=lambda need: need[0].total_bytes)
     limit = setting.limit_bytes(per_node)
     over = smallest.total_bytes - limit
-    tried = (
-        "" if len(rejected) == 1 else "".join(f"\n  {rejection.layout.name}: {rejection.why}" for rejection in rejected)
-    )
+    tried = [f"  {rejection.layout.name}: {rejection.why}" for rejection in rejected] if len(rejected) > 1 else []
     much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
     smaller = what_would_fit(setting)
+    other = _other_engine(setting) if setting.hardware.num_accelerators > 1 else None
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
         f"{gib(limit)} may be used{much}",
-        hint="\n".join([smaller.words, *_elsewhere(setting)]) + tried,
+        hint="\n".join([smaller.words, *([] if other is None else other.words()), *tried]),
         changes=smaller.changes,
         needed_bytes=smallest.total_bytes if over > 0 else None,
         limit_bytes=limit,
     )
-
-
-def _elsewhere(setting: Setting) -> list[str]:
-    """Return where to start with another engine, for full training of a model that needs many devices."""
-    other = _other_engine(setting) if setting.hardware.num_accelerators > 1 else None
-    return [] if other is None else other.words()
 
 
 def _other_engine(setting: Setting) -> Beyond | None:
@@ -425,19 +369,14 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     """Return the error for a recipe without any layout left to try."""
     if rejected:
         return PlanError(f"{rejected[0].layout.name}: {rejected[0].why}", hint=refusals[0].hint)
-    settings = setting.recipe.parallel.model_dump(exclude_defaults=True)
-    settings_text = ", ".join(f"parallel.{name}={value}" for name, value in settings.items())
+    parallel, batch = setting.recipe.parallel, setting.recipe.train.global_batch_size
+    settings = [f"parallel.{name}={value}" for name, value in parallel.model_dump(exclude_defaults=True).items()]
+    num = parallel.num_processes
+    multiple = f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
     return PlanError(
-        f"{settings_text}: there is no such layout for {_machine(setting)} and a batch of "
-        f"{setting.recipe.train.global_batch_size}",
-        hint="leave some of it to the plan" + _multiple_of(setting),
+        f"{', '.join(settings)}: there is no such layout for {_machine(setting)} and a batch of {batch}",
+        hint=f"leave some of it to the plan{multiple}",
     )
-
-
-def _multiple_of(setting: Setting) -> str:
-    """Return advice where the batch cannot be divided over the requested processes."""
-    num, batch = setting.recipe.parallel.num_processes, setting.recipe.train.global_batch_size
-    return f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
 
 
 class Smaller(NamedTuple):

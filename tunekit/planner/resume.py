@@ -1,34 +1,25 @@
 """The plan of a run that goes on from a checkpoint: of another length, or spread in another way."""
 
-from typing import NamedTuple
-
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import metric_of
-from tunekit.estimates.throughput.step import Range
+from tunekit.planner.decisions.checks import Refusal
 from tunekit.planner.decisions.reasons import optimizer_reason, schedule_of, speed_reason, steps_reason
-from tunekit.planner.plan import Plan, Reason
+from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
 
 WHOLE = ("single", "ddp")
 """Strategies whose processes hold all of the weights and states, so that a checkpoint is that of one of them."""
 
 
-class Obstacle(NamedTuple):
-    """Reason that a checkpoint cannot be resumed in a layout, and the nearest in which it can."""
-
-    why: str
-    hint: str
-
-
-def obstacle(saved: Layout, layout: Layout) -> Obstacle | None:
-    """Return why a checkpoint of one layout cannot be resumed in another; None where it can.
+def obstacle(saved: Layout, layout: Layout) -> Refusal | None:
+    """Return why a checkpoint of one layout cannot be resumed in another, and in which it can; None where it can.
 
     torch's sharded checkpoints are read by any number of processes, and so are those of processes that hold everything.
     Each is also taken apart or put together for the other. What DeepSpeed divides, it takes back as it was.
     """
     as_before = f"parallel.strategy={saved.strategy} parallel.num_processes={saved.num_processes}"
     if layout.why_not_resumed is not None:
-        return Obstacle(layout.why_not_resumed, f"go on with {as_before}")
+        return Refusal(layout.why_not_resumed, f"go on with {as_before}")
     if not saved.strategy.startswith("zero") and not layout.strategy.startswith("zero"):
         return None
     if saved.strategy == layout.strategy and _divides(saved) == _divides(layout):
@@ -38,7 +29,7 @@ def obstacle(saved: Layout, layout: Layout) -> Obstacle | None:
         why = f"DeepSpeed divided the state over {took} by {saved.name} and takes it back in no other way"
     else:
         why = f"DeepSpeed reads no checkpoint of {saved.name}"
-    return Obstacle(why, f"go on with {as_before}")
+    return Refusal(why, f"go on with {as_before}")
 
 
 def _divides(layout: Layout) -> tuple[int, int, bool]:
@@ -51,17 +42,10 @@ def rescheduled(plan: Plan, recipe: Recipe) -> Plan:
     schedule, speed = schedule_of(recipe, plan.data), plan.speed
     if speed is not None and schedule is not None and plan.schedule is not None:
         longer = schedule.num_steps / plan.schedule.num_steps
-        speed = speed.model_copy(
-            update={"seconds": _times(speed.seconds, longer), "cost_usd": _times(speed.cost_usd, longer)}
-        )
-    changed: dict[str, Reason] = {
-        reason.topic: reason
-        for reason in (
-            steps_reason(recipe, plan.data, schedule),
-            optimizer_reason(recipe),
-            speed_reason(recipe.data, plan.data, speed),
-        )
-    }
+        spans = {"seconds": speed.seconds, "cost_usd": speed.cost_usd}
+        speed = speed.model_copy(update={name: span and span.times(longer) for name, span in spans.items()})
+    steps, optimizer = steps_reason(recipe, plan.data, schedule), optimizer_reason(recipe)
+    changed = {reason.topic: reason for reason in (steps, optimizer, speed_reason(recipe.data, plan.data, speed))}
     metric, greater = metric_of(recipe, plan.data)
     update = {
         "recipe": recipe,
@@ -73,31 +57,24 @@ def rescheduled(plan: Plan, recipe: Recipe) -> Plan:
     return plan.model_copy(update=update)
 
 
-def _times(of: Range | None, factor: float) -> Range | None:
-    return None if of is None else of.times(factor)
-
-
 def differences(before: Plan, now: Plan) -> list[str]:
     """Return the decisions that differ from those before, a phrase each."""
-    pairs = (
-        ("layout", before.layout.name, now.layout.name),
-        ("processes", before.layout.num_processes, now.layout.num_processes),
-        ("device", before.device.name, now.device.name),
-        ("batch", before.batch_words, now.batch_words),
-        ("precision", before.dtype, now.dtype),
-        ("attention", before.attn_implementation, now.attn_implementation),
-        ("kernels", before.kernels, now.kernels),
-        ("compiled layers", _word(before.torch_compile), _word(now.torch_compile)),
-        ("float8", _word(before.fp8), _word(now.fp8)),
-        ("checkpointing", _word(before.gradient_checkpointing), _word(now.gradient_checkpointing)),
-        ("padding", _padding(before), _padding(now)),
-    )
-    return [f"{what} {was} -> {is_now}" for what, was, is_now in pairs if was != is_now]
+    was, is_now = _decisions(before), _decisions(now)
+    return [f"{what} {was[what]} -> {is_now[what]}" for what in was if was[what] != is_now[what]]
 
 
-def _word(is_on: bool) -> str:
-    return "on" if is_on else "off"
-
-
-def _padding(plan: Plan) -> str:
-    return "none" if plan.padding_free else "to the longest row"
+def _decisions(plan: Plan) -> dict[str, str | int]:
+    word = {True: "on", False: "off"}
+    return {
+        "layout": plan.layout.name,
+        "processes": plan.layout.num_processes,
+        "device": plan.device.name,
+        "batch": plan.batch_words,
+        "precision": plan.dtype,
+        "attention": plan.attn_implementation,
+        "kernels": plan.kernels,
+        "compiled layers": word[plan.torch_compile],
+        "float8": word[plan.fp8],
+        "checkpointing": word[plan.gradient_checkpointing],
+        "padding": "none" if plan.padding_free else "to the longest row",
+    }

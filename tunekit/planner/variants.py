@@ -80,13 +80,8 @@ class Variants:
         return {
             "recipe": self.recipe.model_dump(mode="json"),
             "variants": [
-                {
-                    "machine": variant.machine,
-                    "note": variant.note,
-                    "changes": dict(variant.changes),
-                    **_plain(variant.plan),
-                }
-                for variant in self.variants
+                {"machine": one.machine, "note": one.note, "changes": dict(one.changes), **_plain(one.plan)}
+                for one in self.variants
             ],
         }
 
@@ -117,13 +112,9 @@ def _row(variant: Variant) -> dict[str, Any]:
         "limit_gib": plan.memory_limit_bytes / 2**30,
         "batch": plan.batch_words,
     }
-    speed = plan.speed
-    spans = (
-        {"tokens_per_second": speed.tokens_per_second, "seconds": speed.seconds, "cost_usd": speed.cost_usd}
-        if speed
-        else {}
-    )
-    for name, span in spans.items():
+    speed = {} if plan.speed is None else dict(plan.speed)
+    for name in ("tokens_per_second", "seconds", "cost_usd"):
+        span = speed.get(name)
         if span is not None:
             row |= {f"{name}_low": span.low, f"{name}_high": span.high}
     return row
@@ -180,11 +171,16 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     Raises:
         RecipeError: It is not valid so; the message names the changes.
     """
-    words = [f"{key}={to_inline_yaml(value)}" for key, value in changes.items()]
+    words = to_words(changes)
     try:
         return load_recipe(recipe, words)
     except RecipeError as error:
         raise RecipeError(f"with {' '.join(words)}: {error.problem}", hint=error.hint) from None
+
+
+def to_words(changes: Mapping[str, Any]) -> list[str]:
+    """Changes as the words of a command line."""
+    return [f"{key}={to_inline_yaml(value)}" for key, value in changes.items()]
 
 
 def largest_length(recipe: Recipe, plan_of: PlanOf, machine: str | None, max_length: int | None) -> Iterator[Variant]:

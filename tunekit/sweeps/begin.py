@@ -1,7 +1,7 @@
 """Start of a sweep: every combination is checked and planned before the first is trained, all faults at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tunekit.api.plan_inputs import Lookup
 from tunekit.api.verbs import Source, check_recipe
@@ -10,7 +10,7 @@ from tunekit.estimates.facts import Hardware
 from tunekit.estimates.throughput.step import Range
 from tunekit.launching.device_queue import when_served
 from tunekit.planner.plan import Plan, gib
-from tunekit.planner.variants import Variant, Variants
+from tunekit.planner.variants import Variant, Variants, to_words
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
@@ -22,7 +22,7 @@ from tunekit.sweeps.conduct import conduct
 from tunekit.sweeps.folder import Search, Spec, Sweep
 from tunekit.sweeps.measure import measure_of
 from tunekit.sweeps.study import check_installed
-from tunekit.sweeps.values import Axis, Changes, Span, axes_of, check_number, corners, drawn, grid, to_words, words_of
+from tunekit.sweeps.values import Axis, Changes, Span, axes_of, check_number, corners, drawn, grid, words_of
 
 
 def sweep(
@@ -60,7 +60,9 @@ def sweep(
     axes = axes_of(values)
     all_changes, search = _chosen(axes, random, optuna, seed)
     recipe = absolute(read_recipe(source, overrides)[0])
-    _refuse_own_folders(recipe, axes)
+    if recipe.output.dir is not None or "output.dir" in axes:
+        problem = "output.dir: each run of a sweep has a folder of its own in runs/"
+        raise RecipeError(problem, hint="set output.dir=null")
     begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
     num_runs = len(all_changes) or optuna or 0
     begun.check_disk(num_runs)
@@ -68,9 +70,8 @@ def sweep(
     spec = Spec(axes, search, num_runs, seed, measure, begun.parallel, begun.one_device_each)
     new_sweep = Sweep.create(recipe, spec, all_changes)
     if on_event is not None:
-        on_event(
-            {"event": "sweep", "sweep": new_sweep, "plans": begun.variants(recipe), "estimate": begun.total(num_runs)}
-        )
+        plans, estimate = begun.variants(recipe), begun.total(num_runs)
+        on_event({"event": "sweep", "sweep": new_sweep, "plans": plans, "estimate": estimate})
     conduct(new_sweep, on_event)
     return new_sweep
 
@@ -94,12 +95,7 @@ def _chosen(
     return [], "optuna"
 
 
-def _refuse_own_folders(recipe: Recipe, axes: Mapping[str, Axis]) -> None:
-    """Refuse a folder that all runs would share."""
-    if recipe.output.dir is not None or "output.dir" in axes:
-        raise RecipeError(
-            "output.dir: each run of a sweep has a folder of its own in runs/", hint="set output.dir=null"
-        )
+_Made = TypeVar("_Made")
 
 
 class _Planned:
@@ -127,8 +123,7 @@ class _Planned:
         Raises:
             PlanError: They would.
         """
-        place = place_of_run(self.plans[0].recipe)
-        sizes = [plan.saving.run_bytes or 0 for plan in self.plans]
+        place, sizes = place_of_run(self.plans[0].recipe), [plan.saving.run_bytes or 0 for plan in self.plans]
         needed, free = sum(sizes) * num_runs // len(sizes), free_bytes(place)
         if needed > free:
             raise PlanError(
@@ -150,7 +145,13 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     Raises:
         TunekitError: Some cannot be trained so. All are named.
     """
-    recipes = _changed(recipe, all_changes)
+    originals = [recipe] * len(all_changes)
+    recipes = _each(lambda base, changes: read_recipe(base, to_words(changes))[0], originals, all_changes)
+
+    def plans_on(hardware: Hardware) -> list[Plan]:
+        lookup = Lookup([None], probe_model, here=hardware)
+        return _each(lambda changed, _: check_recipe(changed, lookup)[0], recipes, all_changes)
+
     whole = when_served(probe_hardware())
     num = len(whole.accelerators)
     if parallel is not None and num and parallel > num:
@@ -161,67 +162,39 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     if each:
         single = whole.model_copy(update={"accelerators": whole.freest(1)})
         try:
-            plans = _plans(recipes, all_changes, single)
+            plans = plans_on(single)
             return _Planned(all_changes, plans, min(parallel or num, len(plans)), each=True)
         except PlanError:
             if parallel is not None:
                 raise
-    return _Planned(all_changes, _plans(recipes, all_changes, whole), 1 if num else parallel or 1, each=False)
+    return _Planned(all_changes, plans_on(whole), 1 if num else parallel or 1, each=False)
 
 
-def _changed(recipe: Recipe, all_changes: Sequence[Changes]) -> list[Recipe]:
-    faults = _Faults(len(all_changes))
-    recipes = []
-    for changes in all_changes:
-        try:
-            recipes.append(read_recipe(recipe, to_words(changes))[0])
-        except TunekitError as error:
-            faults.add(error, changes)
-    faults.check()
-    return recipes
+def _each(
+    make: Callable[[Recipe, Changes], _Made], recipes: Sequence[Recipe], all_changes: Sequence[Changes]
+) -> list[_Made]:
+    """Return what is made of each combination and its recipe.
 
-
-def _plans(recipes: Sequence[Recipe], all_changes: Sequence[Changes], hardware: Hardware) -> list[Plan]:
-    faults, plans = _Faults(len(recipes)), []
-    lookup = Lookup([None], probe_model, here=hardware)
+    Raises:
+        TunekitError: Some have faults, of the first one's kind. One that holds for several is told once.
+    """
+    made: list[_Made] = []
+    faults: dict[str, tuple[type[TunekitError], list[Changes]]] = {}
     for recipe, changes in zip(recipes, all_changes, strict=True):
         try:
-            plans.append(check_recipe(recipe, lookup)[0])
+            made.append(make(recipe, changes))
         except TunekitError as error:
-            faults.add(error, changes)
-    faults.check()
-    return plans
+            faults.setdefault(str(error), (type(error), []))[1].append(changes)
+    if not faults:
+        return made
+    lines = [f"{_which(changes, len(all_changes))}{words}" for words, (_, changes) in faults.items()]
+    kind = next(iter(faults.values()))[0]
+    raise kind("\n".join(lines))
 
 
-class _Faults:
-    """Faults of combinations: one that holds for several is reported once.
-
-    Args:
-        num: Combinations that there are.
-    """
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-        self._found: dict[str, tuple[TunekitError, list[Changes]]] = {}
-
-    def add(self, error: TunekitError, changes: Changes) -> None:
-        """Take in what is wrong with one."""
-        self._found.setdefault(str(error), (error, []))[1].append(changes)
-
-    def check(self) -> None:
-        """Raise what was found.
-
-        Raises:
-            TunekitError: Something was, of the first one's kind.
-        """
-        if not self._found:
-            return
-        lines = [f"{self._which(changes)}{words}" for words, (_, changes) in self._found.items()]
-        first = next(iter(self._found.values()))[0]
-        raise type(first)("\n".join(lines))
-
-    def _which(self, changes: Sequence[Changes]) -> str:
-        if len(changes) == self._num:
-            return ""
-        more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-        return f"with {words_of(changes[0])}{more}: "
+def _which(changes: Sequence[Changes], num: int) -> str:
+    """Return which of so many combinations a fault holds for; nothing if all."""
+    if len(changes) == num:
+        return ""
+    more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+    return f"with {words_of(changes[0])}{more}: "

@@ -7,11 +7,10 @@ waits for them, goes on with those that ended early, and starts those that have 
 
 import contextlib
 import json
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,13 +24,14 @@ from tunekit.api.devices import devices
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.device_queue import devices_of
 from tunekit.launching.stop import stop_run
+from tunekit.planner.variants import to_words
 from tunekit.runs.events import FINAL_PHASES, Event
 from tunekit.runs.requests import COMMAND, EXIT_CODES, WHO, request
-from tunekit.runs.run import Run, set_tags
+from tunekit.runs.run import set_tags
 from tunekit.runs.small_files import read_object
-from tunekit.sweeps.folder import FAILED, RECIPE, STOP, TO_DO, WAITING, Outcome, Sweep, Trial, find_sweep
+from tunekit.sweeps import folder
+from tunekit.sweeps.folder import Outcome, Sweep, Trial, find_sweep, runs_of, write_whole
 from tunekit.sweeps.study import Study, check_installed
-from tunekit.sweeps.values import to_words
 
 LOOK_SECONDS = 0.3
 """Seconds between two looks at the runs."""
@@ -74,7 +74,7 @@ def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callabl
     existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     tell = on_wait or (lambda words: None)
     if existing.is_conducted():
-        _write_stop(existing, now=now)
+        write_whole(existing.path / folder.STOP, json.dumps({"now": now}))
         tell(f"{existing.name} is asked to end")
         while existing.is_conducted():
             time.sleep(LOOK_SECONDS)
@@ -92,7 +92,7 @@ def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
     """
     try:
         with sweep.conductor(), _Signals(sweep) as signals:
-            (sweep.path / STOP).unlink(missing_ok=True)
+            (sweep.path / folder.STOP).unlink(missing_ok=True)
             _Conductor(sweep, signals, on_event).run()
     except Timeout:
         hint = f"end it there with Ctrl-C, or with: tunekit stop {sweep.path}"
@@ -144,7 +144,7 @@ class _Conductor:
         for trial in self._sweep.trials():
             self._tag(trial)
             state = self._sweep.state_of(trial)
-            if state not in (*OVER, WAITING):
+            if state not in (*OVER, folder.WAITING):
                 self._live.add(trial.number)
                 # One that somebody ends meanwhile is not begun again.
                 self._tried.add(trial.number)
@@ -167,7 +167,7 @@ class _Conductor:
         for trial in trials:
             state = self._sweep.state_of(trial)
             # What could not even begin may have been for a reason that is gone.
-            is_to_do = state in TO_DO or (state == FAILED and trial.problem is not None)
+            is_to_do = state in folder.TO_DO or (state == folder.FAILED and trial.problem is not None)
             if is_to_do and trial.number not in self._tried | self._live:
                 return trial
         if self._study is None or len(trials) >= self._spec.num_runs:
@@ -182,15 +182,10 @@ class _Conductor:
         self._tell("begins", trial)
         words = [*to_words(trial.changes), self._place_word(trial)]
         try:
-            device = self._free_device() if self._spec.one_device_each else None
-            start(
-                self._sweep.path / RECIPE,
-                words,
-                resume=True,
-                devices=None if device is None else [device],
-                # On a processor that several share, each would wait for the others.
-                queue=self._spec.one_device_each or self._spec.parallel == 1,
-            )
+            named = [self._free_device()] if self._spec.one_device_each else None
+            # On a processor that several share, each would wait for the others.
+            queue = self._spec.one_device_each or self._spec.parallel == 1
+            start(self._sweep.path / folder.RECIPE, words, resume=True, devices=named, queue=queue)
         except TunekitError as error:
             self._sweep.write(replace(trial, problem=str(error)))
             self._tell("ended", trial)
@@ -210,17 +205,12 @@ class _Conductor:
 
     def _free_device(self) -> str:
         """The accelerator that no run of this sweep has, and others use least."""
-        busy = {uuid for run in self._live_runs() for uuid in devices_of(run.plan)}
+        runs = [run for trial, run in runs_of(self._sweep) if trial.number in self._live]
+        busy = {uuid for run in runs for uuid in devices_of(run.plan)}
         free = [device for device in devices() if device.uuid not in busy]
         if not free:
             raise RunError("there are fewer accelerators than when the sweep began", hint="start the sweep anew")
         return min(free, key=lambda device: (len(device.runs) + len(device.waiting), -device.free_bytes)).uuid
-
-    def _live_runs(self) -> Iterator[Run]:
-        for trial in self._sweep.trials():
-            run = self._sweep.run_of(trial) if trial.number in self._live else None
-            if run is not None:
-                yield run
 
     def _prune(self, trial: Trial) -> None:
         """End a run whose evaluations fall behind those of others, where Optuna looks after that."""
@@ -259,25 +249,11 @@ class _Conductor:
 
 def _stop_runs(sweep: Sweep, *, now: bool, tell: Callable[[str], None]) -> None:
     """End all runs that go on: all are asked before one is waited for."""
-    live = [
-        run for trial in sweep.trials() if sweep.state_of(trial) not in (*OVER, WAITING) for run in _of(sweep, trial)
-    ]
+    live = [run for trial, run in runs_of(sweep) if sweep.state_of(trial) not in (*OVER, folder.WAITING)]
     for run in live:
         request(run, now=now)
     for run in live:
         stop_run(run, now=now, tell=tell)
-
-
-def _of(sweep: Sweep, trial: Trial) -> Iterator[Run]:
-    run = sweep.run_of(trial)
-    if run is not None:
-        yield run
-
-
-def _write_stop(sweep: Sweep, *, now: bool) -> None:
-    draft = sweep.path / f".{STOP}-{os.getpid()}-{threading.get_ident()}"
-    draft.write_text(json.dumps({"now": now}), encoding="utf-8")
-    draft.replace(sweep.path / STOP)
 
 
 class _Signals:
@@ -311,7 +287,7 @@ class _Signals:
     @property
     def asked(self) -> str | None:
         """By whom it is to end: the name of a signal, or `tunekit stop`; None where nobody has asked."""
-        if self._by is None and (self._sweep.path / STOP).is_file():
+        if self._by is None and (self._sweep.path / folder.STOP).is_file():
             self._by = COMMAND
         return self._by
 
@@ -319,7 +295,7 @@ class _Signals:
     def now(self) -> bool:
         """True if runs are to end at once."""
         with contextlib.suppress(FileNotFoundError):
-            words = read_object(self._sweep.path / STOP)
+            words = read_object(self._sweep.path / folder.STOP)
             return self._again or bool(words.get("now"))
         return self._again
 
@@ -336,7 +312,6 @@ class _Signals:
             # One closed terminal: it is sent by the kernel, and once more by the shell.
             return
         self._again = True
-        for trial in self._sweep.trials():
-            for run in _of(self._sweep, trial):
-                if run.state not in OVER:
-                    request(run, now=True)
+        for _, run in runs_of(self._sweep):
+            if run.state not in OVER:
+                request(run, now=True)

@@ -171,9 +171,8 @@ class Sweep:
         """
         try:
             words = yaml.safe_load(read_text(self.path / SPEC))
-            axes = {
-                key: read_span(key, a) or () if isinstance(a, str) else tuple(a) for key, a in words["axes"].items()
-            }
+            written = words["axes"].items()
+            axes = {key: read_span(key, a) or () if isinstance(a, str) else tuple(a) for key, a in written}
             return Spec(**{**words, "axes": axes, "measure": Measure(**words["measure"])})
         except (OSError, yaml.YAMLError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep anew") from error
@@ -246,14 +245,9 @@ class Sweep:
 
     def best(self, outcomes: Sequence[Outcome] | None = None) -> Outcome | None:
         """The best of those that have finished; None while there is none."""
-        measure = self.spec.measure
-        ended = [
-            outcome
-            for outcome in outcomes or self.outcomes()
-            if outcome.state == FINISHED and outcome.value is not None
-        ]
-        choose = max if measure.greater_is_better else min
-        return choose(ended, key=lambda one: one.value or 0.0) if ended else None
+        ended = [one for one in outcomes or self.outcomes() if one.state == FINISHED and one.value is not None]
+        choose = max if self.spec.measure.greater_is_better else min
+        return choose(ended, key=lambda one: one.value or 0.0, default=None)
 
     def is_conducted(self) -> bool:
         """Return whether the process that starts its runs is alive."""
@@ -299,6 +293,14 @@ class Sweep:
 
     def __repr__(self) -> str:
         return f"Sweep({str(self.path)!r})"
+
+
+def runs_of(sweep: Sweep) -> Iterator[tuple[Trial, Run]]:
+    """The runs that there are, each with its combination."""
+    for trial in sweep.trials():
+        run = sweep.run_of(trial)
+        if run is not None:
+            yield trial, run
 
 
 def list_sweeps() -> list[Sweep]:
@@ -352,7 +354,8 @@ def short_words(changes: Changes) -> str:
 
 def _new_folder(name: str) -> Path:
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    for path in _names(SWEEPS / stem):
+    for attempt in range(1, 100):
+        path = SWEEPS / (stem if attempt == 1 else f"{stem}-{attempt}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -363,12 +366,12 @@ def _new_folder(name: str) -> Path:
     raise RunError(f"{SWEEPS / stem} and a hundred more exist", hint="try again in a second")
 
 
-def _names(path: Path) -> Iterator[Path]:
-    yield path
-    yield from (path.with_name(f"{path.name}-{attempt}") for attempt in range(2, 100))
-
-
 def _write_trials(path: Path, trials: Sequence[Trial]) -> None:
-    draft = path / f".{TRIALS}-{os.getpid()}-{threading.get_ident()}"
-    draft.write_text(json.dumps([asdict(trial) for trial in trials], indent=1, ensure_ascii=False), encoding="utf-8")
-    draft.replace(path / TRIALS)
+    write_whole(path / TRIALS, json.dumps([asdict(trial) for trial in trials], indent=1, ensure_ascii=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once, so that readers see the old or the new."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -17,8 +17,7 @@ from tunekit.recipe.entries import UNSET
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.rewrite import edit_text
 from tunekit.recipe.sections.section import TAG
-from tunekit.redact import redacted
-from tunekit.reporting.page import Line, draw
+from tunekit.reporting.page import Line, draw, page_of
 from tunekit.sweeps.folder import FINISHED, RECIPE, Outcome, Sweep, heading, short_words
 from tunekit.sweeps.measure import PREFIX, Measure
 from tunekit.sweeps.values import LOG_FACTOR
@@ -104,11 +103,10 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
     has_lines = len(groups) < len(with_values) and len(groups) <= MAX_LINES
     for name, group in groups.items():
         pairs = sorted((place(outcome.trial.changes[key]), outcome.value or 0.0) for outcome in group)
-        across, up = [x for x, _ in pairs], [y for _, y in pairs]
         if has_lines:
-            axes.plot(across, up, "o-", label=name or None)
+            axes.plot(*_columns(pairs), "o-", label=name or None)
         else:
-            axes.plot(across, up, "o", color="tab:blue", alpha=0.8)
+            axes.plot(*_columns(pairs), "o", color="tab:blue", alpha=0.8)
     if best is not None and best.value is not None:
         at = place(best.trial.changes[key])
         axes.plot([at], [best.value], "o", markersize=14, markerfacecolor="none", color="tab:red", label="best")
@@ -124,29 +122,25 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
         axes.legend(fontsize="small")
 
 
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
 def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: Outcome | None) -> None:
     """Plot the measure of the runs over their steps."""
     from matplotlib.ticker import MaxNLocator
 
     order = ranked(outcomes, measure)
     style = "o-" if measure.is_held_out else "-"
+    values: list[float] = []
     for place, outcome in reversed(list(enumerate(order))):
         points = measure.points(outcome.run.events()) if outcome.run is not None else []
-        named = place < MAX_LINES
-        axes.plot(
-            [step for step, _ in points],
-            [value for _, value in points],
-            style,
-            color=f"C{place}" if named else "0.8",
-            linewidth=2.2 if outcome is best else 1.2,
-            markersize=4,
-            label=f"{outcome.trial.number}: {short_words(outcome.trial.changes)}{' (best)' if outcome is best else ''}"
-            if named
-            else None,
-        )
-    values = [
-        value for outcome in order if outcome.run is not None for _, value in measure.points(outcome.run.events())
-    ]
+        values += [value for _, value in points]
+        color, label = "0.8", None
+        if place < MAX_LINES:
+            color, label = f"C{place}", f"{_label(outcome)}{' (best)' if outcome is best else ''}"
+        width = 2.2 if outcome is best else 1.2
+        axes.plot(*_columns(points), style, color=color, linewidth=width, markersize=4, label=label)
     if values and min(values) > 0 and max(values) >= 100 * min(values) and math.isfinite(max(values)):
         axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -179,8 +173,6 @@ class Row:
 
 def page(sweep: Sweep) -> str:
     """A sweep as one HTML page that loads nothing from elsewhere."""
-    import jinja2
-
     spec, outcomes = sweep.spec, sweep.outcomes()
     best, order = sweep.best(outcomes), ranked(outcomes, spec.measure)
     visible = order[:MAX_LINES]
@@ -189,11 +181,8 @@ def page(sweep: Sweep) -> str:
         for outcome in visible
         if outcome.run is not None
     ]
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = Path(__file__).with_name("sweep.html.jinja").read_text(encoding="utf-8")
-    html = environment.from_string(template).render(
+    return page_of(
+        "sweep.html.jinja",
         name=sweep.name,
         num_runs=spec.num_runs,
         search=spec.search,
@@ -209,7 +198,6 @@ def page(sweep: Sweep) -> str:
         recipe=_common_text(sweep),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    return redacted(html)
 
 
 def save_page(sweep: Sweep) -> Path:

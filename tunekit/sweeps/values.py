@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.planner.variants import read_values
+from tunekit.planner.variants import read_values, to_words
 from tunekit.recipe.reading.parse import to_inline_yaml
 
 MAX_RUNS = 100
@@ -106,12 +106,10 @@ def axes_of(values: Mapping[str, Sequence[Any] | str | Span]) -> dict[str, Axis]
     """
     axes: dict[str, Axis] = {}
     for key, values_text in values.items():
-        span = read_span(f"{key}={values_text}", values_text) if isinstance(values_text, str) else None
-        axis = (
-            values_text
-            if isinstance(values_text, Span)
-            else span or (() if isinstance(values_text, str) else _distinct(key, values_text))
-        )
+        if isinstance(values_text, str):
+            axis: Axis = read_span(f"{key}={values_text}", values_text) or ()
+        else:
+            axis = values_text if isinstance(values_text, Span) else _distinct(key, values_text)
         if not axis:
             raise RecipeError(f"{key}: there is nothing to try", hint="give a list, or a range such as '1e-5..1e-3'")
         axes[key] = axis
@@ -224,11 +222,6 @@ def corners(axes: Mapping[str, Axis]) -> list[Changes]:
         {key: column[number % len(column)] for key, column in columns.items()}
         for number in range(max(map(len, columns.values())))
     ]
-
-
-def to_words(changes: Mapping[str, Any]) -> list[str]:
-    """Changes as the words of a command line."""
-    return [f"{key}={to_inline_yaml(value)}" for key, value in changes.items()]
 
 
 def words_of(changes: Mapping[str, Any]) -> str:

@@ -29,8 +29,7 @@ from tunekit.errors import DependencyError
 from tunekit.estimates.facts import continued_adapter
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import Task, attach_adapter, load_model, merge_adapter, use_liger
-from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.planner.plan import Plan, Schedule
+from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import Recipe

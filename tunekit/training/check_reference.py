@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import RunError
 from tunekit.estimates.memory.states import Reference
 from tunekit.methods.arguments import COPY
-from tunekit.planner.decisions.isolation import VARLEN, FlashAttention
-from tunekit.planner.plan import Plan
+from tunekit.planner.plan import VARLEN, FlashAttention, Plan
 from tunekit.recipe.methods import compares_with_reference, is_rewarded
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.record import Record

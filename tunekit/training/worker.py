@@ -14,8 +14,7 @@ from tunekit.data.tokenization.alignment import read_rows
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.arguments import give_weights, settle_reference
-from tunekit.planner.decisions.isolation import VARLEN
-from tunekit.planner.plan import Plan, Schedule
+from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.process.collectives import DATA_WORKER_HINT, data_worker_problem, exchange_problem
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all

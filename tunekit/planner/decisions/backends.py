@@ -1,45 +1,60 @@
-"""Choice of what computes a layer: the attention backend, padding, torch.compile and float8.
+"""Choice of what computes a layer: attention, padding, kernels, torch.compile and float8; and of the answering engine.
 
-Choice of the attention backend of a model.
+Attention. Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are
+told their boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one
+document is computed after another. Where neither is, a mask over the whole micro-batch keeps them apart.
 
-Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are told their
-boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one document
-is computed after another. Where neither is, a mask over the whole micro-batch keeps them apart.
-
-Choice between padding the rows of a micro-batch and concatenating them in a single row.
+Isolation. A packed or padding-free batch has no mask: positions that begin again at zero say where a document begins.
+Attention that builds its mask from them, or flash attention that is handed the boundaries, keeps documents apart.
+Layers that carry a state from token to token do not look at positions, and some models drop them on the way.
+`benchmarks/isolation.py` found out which: of the 196 types of causal language models in transformers 5.24 it built 169
+small with random weights, and compared the logits of a second document with those that it has alone, and with those
+after another first one (`benchmarks/results/isolation.json`). What `families.yaml` does not name was seen to isolate,
+could not be built, or is not in transformers; every run that needs it looks again, at the model itself, before it
+trains.
 
 Padding is computed and thrown away. Rows in a single row need none, but attention has to keep them apart: flash
 attention and tunekit's own are told where each begins and do no more work than for each alone, while sdpa and eager
 take a mask over the whole micro-batch and compute what it hides.
 
-Choice of torch.compile for decoder layers, and of float8 for their products.
+Kernels. tunekit's are operations with two forms: Triton kernels for accelerators, and plain torch. Both give the same
+results, so that a choice depends on nothing but where they are known to be right.
 
-Both change how a layer is computed and nothing of what: layers are compiled one by one, in place, so that they share
-what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic scales for whole
-tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are compiled.
+torch.compile and float8 change how a layer is computed and nothing of what: layers are compiled one by one, in place,
+so that they share what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic
+scales for whole tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are
+compiled.
+
+vLLM (TRL 1.16). Colocated, every device has a vLLM of its own beside the trained model
+(trl/generation/vllm_generation.py): a copy of all weights, which is given new values whenever answers are due, and a
+cache. It takes its share of a device's whole memory when it starts, and keeps it. A server has devices of its own. No
+run stands behind these figures: they are formulas.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+import yaml
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import Dtype
+from tunekit.estimates.models.architectures import ATTENTION_LAYERS
+from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.planner.decisions.isolation import (
-    FLEX_TYPES,
-    ISOLATE_WITH_FLASH_ONLY,
-    VARLEN,
-    VARLEN_TYPES,
-    WITHOUT_SDPA,
-    FlashAttention,
-    why_not_isolated,
-)
-from tunekit.planner.decisions.kernels import TRITON_CAPABILITY, Kernels
-from tunekit.planner.plan import Reason
+from tunekit.planner.plan import LOADER, VARLEN, VLLM, FlashAttention, Kernels, Reason
+from tunekit.recipe.methods import generates
+from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+
+TRITON_CAPABILITY = (8, 0)
+"""Oldest CUDA compute capability for which the kernels are compiled by the tests."""
 
 FLASH_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability with FlashAttention 2, torch's own and the package."""
@@ -51,39 +66,73 @@ FA4_HEAD_DIMS = {9: (128,), 10: (64, 128)}
 """Widths of heads that FlashAttention 4 trains with, by the major number of the compute capability."""
 
 
-def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Reason:
+@cache
+def families() -> Mapping[str, frozenset[str]]:
+    """Types of models by what was seen of them, from `families.yaml`."""
+    table = yaml.load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"), LOADER)
+    return {name: frozenset(types) for name, types in table.items()}
+
+
+def _is_among(family: str, model: ModelFacts) -> bool:
+    return model.model_type in families()[family]
+
+
+def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
+    """Return why documents in one row would see each other; None where nothing is known to cause it.
+
+    Args:
+        model: The model, of which its type and the types of its layers count.
+        attn_implementation: Attention implementation by its transformers name.
+    """
+    layer_types = sorted(set(model.layer_types) - ATTENTION_LAYERS)
+    if layer_types:
+        return f"its {' and '.join(layer_types)} layers do not keep them apart"
+    if model.model_type in model_types().carry_state and not model.layer_types:
+        return f"{model.model_type} has layers that carry a state from one to the next"
+    if _is_among("never_isolates", model):
+        return f"the code of {model.model_type} does not keep them apart"
+    if attn_implementation == VARLEN:
+        is_supported = _is_among("varlen", model)
+        return None if is_supported else f"{VARLEN} was not seen to keep them apart in {model.model_type}"
+    flash = attn_implementation.startswith("flash_attention")
+    if _is_among("isolates_with_masks_only" if flash else "isolates_with_flash_only", model):
+        return f"the code of {model.model_type} does not keep them apart with {attn_implementation}"
+    return None
+
+
+def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> tuple[str, str]:
     """Attention implementation, and why.
 
     Raises:
         PlanError: What is asked for does not run, or is not installed.
     """
     device, requested = hardware.device, recipe.model.attn_implementation
-    without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
+    without_flash = "eager" if _is_among("without_sdpa", model) else "sdpa"
+    has_flash, squeezes = _has_flash(device, dtype), _is_among("flex", model)
     if requested != "auto":
-        _check_asked(recipe, hardware, model, dtype, use=without_flash)
-        return Reason(topic="attention", choice=requested, why="as in the recipe")
+        why_not = _why_not_asked(recipe, hardware, model, dtype, without_flash)
+        if why_not is not None:
+            install = "install flash-attn, or " if why_not.endswith("is not installed") else ""
+            raise PlanError(f"model.attn_implementation: {why_not}", hint=f"{install}use {without_flash}")
+        return requested, "as in the recipe"
     if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
         if device.kind == "cpu":
-            why = "sdpa for one document after another: no mask over the whole row"
-            return Reason(topic="attention", choice=VARLEN, why=why)
+            return VARLEN, "sdpa for one document after another: no mask over the whole row"
         if flash != "FA2" or not hardware.flash_attn:
-            why = f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
-            return Reason(topic="attention", choice=VARLEN, why=why)
-    in_one_row = recipe.data.packing or recipe.data.padding_free is True
-    if in_one_row and model.model_type in FLEX_TYPES and _has_flash(device, dtype):
+            return VARLEN, f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
+    if lies_in_one_row(recipe.data) and squeezes and has_flash:
         why = f"it squeezes scores as {model.model_type} does, and its mask has an entry for blocks of tokens"
-        return Reason(topic="attention", choice="flex_attention", why=why)
-    if _has_flash(device, dtype) and hardware.flash_attn and model.model_type not in FLEX_TYPES:
-        return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
+        return "flex_attention", why
+    if has_flash and hardware.flash_attn and not squeezes:
+        return "flash_attention_2", "flash-attn is installed and runs here"
     if without_flash != "sdpa":
-        return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
-    return dense_reason()
+        return without_flash, f"transformers has no sdpa for {model.model_type}"
+    return DENSE
 
 
-def dense_reason() -> Reason:
-    """The attention of rows that are padded."""
-    return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
+DENSE = ("sdpa", "torch's fused attention; needs no further package")
+"""Attention of rows that are padded, and why."""
 
 
 def of_rows(attn_implementation: str, *, lie_apart: bool) -> str:
@@ -113,7 +162,7 @@ _FLASH_WORDS = {
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:
     """Return why a model does not use tunekit's attention for packed rows; None where it can."""
     device, parallel = hardware.device, recipe.parallel
-    if model.model_type not in VARLEN_TYPES:
+    if not _is_among("varlen", model):
         return f"it was not seen to be right for {model.model_type}"
     if model.attention_dropout:
         return f"it has no dropout, and attention of {model.path} drops {model.attention_dropout:.0%}"
@@ -126,6 +175,11 @@ def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
     if model.head_dim > FLASH_HEAD_DIM:
         return f"flash attention takes heads of up to {FLASH_HEAD_DIM}, and these have {model.head_dim}"
     return None
+
+
+def lies_in_one_row(data: DataSection) -> bool:
+    """Return whether a recipe asks for rows that lie one behind the other."""
+    return data.packing or data.padding_free is True
 
 
 def _lies_apart(recipe: Recipe, device: Device) -> bool:
@@ -144,27 +198,20 @@ def _has_flash(device: Device, dtype: Dtype) -> bool:
     return device.kind == "cuda" and (device.compute_capability or (0, 0)) >= FLASH_CAPABILITY and dtype != "float32"
 
 
-def _check_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, use: str) -> None:
+def _why_not_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, dense: str) -> str | None:
+    """Return why the attention that a recipe asks for cannot be had; None where it can."""
     requested, device = recipe.model.attn_implementation, hardware.device
     if requested.startswith("flash_attention") and not _has_flash(device, dtype):
-        raise PlanError(
-            f"model.attn_implementation: {requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
-            f"products; this is {device.name} with {dtype}",
-            hint=f"use {use}",
-        )
+        why = f"{requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit products; this is "
+        return f"{why}{device.name} with {dtype}"
     if requested.startswith("flash_attention") and hardware.flash_attn is False:
-        raise PlanError(
-            f"model.attn_implementation: {requested} is not installed", hint=f"install flash-attn, or use {use}"
-        )
-    if requested == "sdpa" and use != "sdpa":
-        raise PlanError(
-            f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {use}"
-        )
+        return f"{requested} is not installed"
+    if requested == "sdpa" and dense != "sdpa":
+        return f"transformers has no sdpa for {model.model_type}"
     if requested == "flex_attention" and device.kind != "cuda":
-        raise PlanError("model.attn_implementation: flex_attention has no backward pass on a CPU", hint=f"use {use}")
+        return "flex_attention has no backward pass on a CPU"
     why_not = why_no_varlen(recipe, hardware, model, dtype) if requested == VARLEN else None
-    if why_not is not None:
-        raise PlanError(f"model.attn_implementation: {VARLEN} cannot be used: {why_not}", hint=f"use {use}")
+    return None if why_not is None else f"{VARLEN} cannot be used: {why_not}"
 
 
 @dataclass(frozen=True)
@@ -226,22 +273,15 @@ def needs_mask(attn_implementation: str) -> bool:
     return not (attn_implementation.startswith("flash_attention") or attn_implementation in (VARLEN, "flex_attention"))
 
 
-def check_isolation(data: DataSection, model: ModelFacts, attn_implementation: str) -> None:
-    """Refuse what the recipe asks for where documents in one row would see each other.
-
-    Raises:
-        PlanError: Packing or padding-free batches are asked for, and the model does not keep documents apart.
-    """
-    if not (data.packing or data.padding_free is True):
-        return
-    why = why_not_isolated(model, attn_implementation)
-    if why is None:
-        return
-    key = "data.packing" if data.packing else "data.padding_free"
-    hint = f"set {key}=false"
-    if model.model_type in ISOLATE_WITH_FLASH_ONLY and why_not_isolated(model, "flash_attention_2") is None:
-        hint += ", or use flash_attention_2 on a device that has it"
-    raise PlanError(f"{key}: documents in one row would see each other in {model.path}: {why}", hint=hint)
+def isolation_faults(data: DataSection, model: ModelFacts, attn_implementation: str) -> Iterator[tuple[str, str]]:
+    """Refuse packing and padding-free batches where documents in one row would see each other."""
+    why = why_not_isolated(model, attn_implementation) if lies_in_one_row(data) else None
+    if why is not None:
+        key = "data.packing" if data.packing else "data.padding_free"
+        hint = f"set {key}=false"
+        if _is_among("isolates_with_flash_only", model) and why_not_isolated(model, "flash_attention_2") is None:
+            hint += ", or use flash_attention_2 on a device that has it"
+        yield f"{key}: documents in one row would see each other in {model.path}: {why}", hint
 
 
 FLOAT8_CAPABILITY = (9, 0)
@@ -251,21 +291,15 @@ FLOAT8_MULTIPLE = 16
 """Divisor of both sizes of a matrix."""
 
 
-def check_compile(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse to compile what cannot be compiled.
-
-    Raises:
-        PlanError: There is no C++ compiler, or the adapter's base is one that is not compiled.
-    """
+def compile_faults(recipe: Recipe, hardware: Hardware) -> Iterator[tuple[str, str]]:
+    """Refuse to compile what cannot be compiled."""
     if recipe.train.torch_compile is not True:
         return
     if hardware.device.kind == "cpu" and hardware.cxx is False:
-        raise PlanError("train.torch_compile: torch compiles for a CPU with g++, which is not here", hint="install g++")
+        yield "train.torch_compile: torch compiles for a CPU with g++, which is not here", "install g++"
     if isinstance(recipe.adapter, QloraAdapter):
-        raise PlanError(
-            "train.torch_compile: products with the 4-bit weights of bitsandbytes are not compiled",
-            hint="leave it out, or use adapter.type=lora",
-        )
+        problem = "train.torch_compile: products with the 4-bit weights of bitsandbytes are not compiled"
+        yield problem, "leave it out, or use adapter.type=lora"
 
 
 def why_not_compiled_in(layout: Layout) -> str | None:
@@ -301,34 +335,24 @@ def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout:
     return True, "packed rows are about as long as each other, and no other kernels are used"
 
 
-def check_float8(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> None:
-    """Refuse training in float8 where it cannot be.
-
-    Raises:
-        PlanError: It is asked for, and the device, the adapter, the types or the packages are not for it.
-    """
+def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Iterator[tuple[str, str]]:
+    """Refuse training in float8 where device, adapter, types or packages are not for it."""
     if not recipe.train.fp8:
         return
     device = hardware.device
     if device.kind != "cuda" or (device.compute_capability or (0, 0)) < FLOAT8_CAPABILITY:
-        raise PlanError(
-            f"train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is {device.name}",
-            hint="leave it out",
-        )
+        problem = f"train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is {device.name}"
+        yield problem, "leave it out"
     if not isinstance(recipe.adapter, FullAdapter):
-        raise PlanError(
-            f"train.fp8: trains all weights, and adapter.type is {recipe.adapter.type}",
-            hint="leave it out, or use adapter.type=full",
-        )
+        problem = f"train.fp8: trains all weights, and adapter.type is {recipe.adapter.type}"
+        yield problem, "leave it out, or use adapter.type=full"
     if dtype != "bfloat16":
-        raise PlanError(f"train.fp8: other products are bfloat16 then, not {dtype}", hint="use model.dtype=bfloat16")
+        yield f"train.fp8: other products are bfloat16 then, not {dtype}", "use model.dtype=bfloat16"
     if hardware.torchao is False:
-        raise PlanError("train.fp8: torchao is not installed", hint="pip install 'tunekit[fp8]'")
+        yield "train.fp8: torchao is not installed", "pip install 'tunekit[fp8]'"
     if not num_float8(model):
-        raise PlanError(
-            f"train.fp8: no matrix of {model.path} has sizes that are multiples of {FLOAT8_MULTIPLE}",
-            hint="leave it out",
-        )
+        problem = f"train.fp8: no matrix of {model.path} has sizes that are multiples of {FLOAT8_MULTIPLE}"
+        yield problem, "leave it out"
 
 
 def why_no_float8_in(layout: Layout) -> str | None:
@@ -354,3 +378,135 @@ def compile_reasons(recipe: Recipe, model: ModelFacts, compiled: bool, why: str)
         why = "as in the recipe; speed and memory are predicted as without it"
         reasons.append(Reason(topic="float8", choice=number, why=why))
     return tuple(reasons)
+
+
+def kernels_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse Liger's kernels where it does not run, is not installed, or does not know the model."""
+    if recipe.model.kernels != "liger":
+        return
+    device = hardware.device
+    if device.kind != "cuda" or hardware.triton is False:
+        why = "is not installed" if device.kind == "cuda" else f"does not run on {device.name}"
+        problem = f"model.kernels: liger's kernels are written in Triton, which {why}"
+        yield problem, "use tunekit, whose operations torch can compute too, or torch"
+    if hardware.liger_kernel is False:
+        yield "model.kernels: liger-kernel is not installed", "pip install 'tunekit[gpu]', or leave model.kernels out"
+    if not _is_among("liger", model):
+        hint = "leave model.kernels out: tunekit's go by what a module computes, not by the name of a model"
+        yield f"model.kernels: liger-kernel has none for {model.model_type}", hint
+
+
+def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
+    """Return why a layout takes no such kernels; None where it does."""
+    if kernels == "torch":
+        return None
+    if layout.tp_size > 1:
+        return "tensor parallel divides weights into DTensors, which only torch's own operations take"
+    if kernels == "tunekit" and layout.strategy == "zero3":
+        return "ZeRO-3 gathers the weights of a module for its own forward pass, and fused ones read those of several"
+    return None
+
+
+def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[Kernels, str]:
+    """Choose the kernels for a layout, with the reason; a requested kind was checked before."""
+    requested, device = recipe.model.kernels, hardware.device
+    if requested != "auto":
+        return requested, "as in the recipe" if requested != "tunekit" else f"as in the recipe; {_forms(hardware)}"
+    why_not = why_no_kernels("tunekit", layout)
+    if why_not is None and device.gfx is not None:
+        why_not = "tunekit's kernels are not tried on ROCm"
+    elif why_not is None and device.kind == "cuda" and (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
+        why_not = f"tunekit's kernels are made for compute capability 8.0 and later, and {device.name} is older"
+    if why_not is not None:
+        return "torch", f"torch's own operations: {why_not}"
+    return "tunekit", _forms(hardware)
+
+
+def why_trl_head(kernels: Kernels, layout: Layout) -> str | None:
+    """Return why tokens are scored by TRL's head; None where by tunekit's. For methods whose trainers have one."""
+    if kernels != "tunekit":
+        return f"tunekit's is one of its kernels, and those are {kernels}'s"
+    if layout.cp_size > 1 or layout.sp_size > 1:
+        return "tunekit's is not tried on sequences that are divided"
+    return None
+
+
+def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: Layout) -> HeadKind:
+    """Return the kind of head, where TRL's trainer of a method scores tokens in tiles, which tunekit's head may
+    replace.
+    """
+    if kind != "tiles" or not method.spec.uses_tiled_head or why_trl_head(kernels, layout) is not None:
+        return kind
+    incompatible = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
+    return "sums" if method.spec.trains_on == "tokens" and not incompatible else "chunks"
+
+
+def _forms(hardware: Hardware) -> str:
+    """In which of their forms tunekit's kernels run."""
+    if hardware.device.kind != "cuda":
+        return "in their torch forms, as Triton needs an accelerator; the head is what pays there"
+    if hardware.triton is False:
+        return "in their torch forms, as Triton is not installed; the head is what pays so"
+    return "in Triton, for each module that computes what they do; the log names the others"
+
+
+BATCHED_TOKENS = 4096
+"""Tokens that vLLM computes at once, as TRL starts it."""
+
+VALUE_BYTES = 2
+"""Of a weight and in its cache: what is stored in float32 becomes 16-bit there."""
+
+USUAL_SHARE = 0.3
+"""Share of a device's memory that TRL gives vLLM by default. More is taken only where the weights alone need it."""
+
+
+def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
+    """Return why vLLM cannot generate for a recipe on a machine in any layout, and the remedy; None where it can."""
+    method = recipe.method
+    assert generates(method)
+    if hardware.vllm is False:
+        return "vLLM is not installed", "pip install 'tunekit[vllm]'"
+    if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
+        return f"tunekit uses vLLM on CUDA devices alone; this is {hardware.device.name}", "leave use_vllm out"
+    if isinstance(recipe.adapter, QloraAdapter):
+        why = "TRL merges the adapter into the 4-bit weights for vLLM and takes it out again, which rounds them each "
+        return f"{why}time", "use adapter.type=lora, or leave use_vllm out"
+    return method.why_no_vllm()
+
+
+def why_no_vllm_in(recipe: Recipe, layout: Layout) -> str | None:
+    """Return why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
+    if layout.offload_param_device != "none":
+        return "vLLM is not given weights that lie beside the device"
+    if layout.strategy == "fsdp2" and not isinstance(recipe.adapter, FullAdapter):
+        return "TRL merges no adapter into weights that FSDP2 divides, which vLLM would need"
+    return None
+
+
+def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -> VLLM:
+    """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
+    method = recipe.method
+    assert generates(method)
+    generation = method.generation
+    if generation.vllm_mode == "server":
+        return VLLM(mode="server")
+    if generation.vllm_gpu_memory_utilization is not None:
+        return VLLM(mode="colocate", gpu_memory_utilization=generation.vllm_gpu_memory_utilization)
+    num_sequences = -(-recipe.train.global_batch_size // layout.num_batches)
+    fixed = _fixed_bytes(model, num_sequences)
+    a_token = 2 * VALUE_BYTES * model.num_kv_heads * model.head_dim * model.num_layers
+    sequence_bytes = a_token * recipe.data.max_length
+    usual = USUAL_SHARE * device.memory_total_bytes
+    needed = min(fixed + num_sequences * sequence_bytes, max(fixed + sequence_bytes, usual))
+    return VLLM(mode="colocate", gpu_memory_utilization=ceil(100 * needed / device.memory_total_bytes) / 100)
+
+
+def vllm_bytes(vllm: VLLM, device: Device) -> int:
+    """Return the bytes that vLLM takes of each device that trains."""
+    return int((vllm.gpu_memory_utilization or 0) * device.memory_total_bytes)
+
+
+def _fixed_bytes(model: ModelFacts, num_sequences: int) -> int:
+    """Its copy of the weights, a layer's activations of `BATCHED_TOKENS`, and logits of a token of each sequence."""
+    layer = BATCHED_TOKENS * VALUE_BYTES * (3 * model.intermediate_size + 4 * model.hidden_size)
+    return VALUE_BYTES * model.num_params + layer + 12 * model.vocab_size * num_sequences

@@ -15,11 +15,12 @@ that a stage is cut into.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 
 from tunekit.estimates.facts import Facts, Figures, Hardware, ModelFacts
-from tunekit.estimates.throughput.step import Link, Range, Transfer
-from tunekit.planner.decisions.fit import MEMORY_SHARE
+from tunekit.estimates.throughput.step import Range, Transfer
+from tunekit.planner.decisions.candidates import MEMORY_SHARE
 
 LONG_SEQUENCE = 32768
 """Tokens of a sequence on one device up to which it is left whole: the guides' rule."""
@@ -254,8 +255,7 @@ class _Way:
 
     def _ring(self, what: str, size: int, stride: int, size_bytes: float) -> Transfer:
         inside = min(size, max(1, self.per_node // stride))
-        link: Link = "devices"
-        return Transfer(what, (size - 1) / size * size_bytes, link, "nothing", True, inside, size)
+        return Transfer(what, (size - 1) / size * size_bytes, "devices", "nothing", True, inside, size)
 
     @property
     def seconds(self) -> Range | None:
@@ -285,20 +285,17 @@ class _Way:
         """Seconds by which layouts are compared; where nothing is known of a device, by the bubble and recomputation
         alone.
         """
-        seconds = self.seconds
-        if seconds is not None:
-            return seconds.high
+        if self.seconds is not None:
+            return self.seconds.high
         again = 4 / 3 if self.recomputes else 1.0
         return again * (1 + (self.pp - 1) / self.num_micro_batches)
 
     def described(self, hardware: Hardware) -> Beyond:
-        seconds = self.seconds
-        tokens = self.batch * self.length
+        seconds, tokens = self.seconds, self.batch * self.length
         speed = None if seconds is None else Range(low=tokens / seconds.high, high=tokens / seconds.low)
-        price = self.figures.usd_per_hour
-        a_second = None if price is None else price / 3600 * self.num_nodes * self.per_node
-        usd = None
-        if speed is not None and a_second is not None:
+        price, usd = self.figures.usd_per_hour, None
+        if speed is not None and price is not None:
+            a_second = price / 3600 * self.num_nodes * self.per_node
             usd = Range(low=1e9 / speed.high * a_second, high=1e9 / speed.low * a_second)
         number, stages = self.num_micro_batches, self.pp
         return Beyond(
@@ -332,33 +329,17 @@ def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
 
 def _ways(model: ModelFacts, sizes: _Sizes, hardware: Hardware, nodes: int, batch: int, length: int) -> Iterator[_Way]:
     """Layouts that fit, each with as few stages as do: a stage is there for memory, and costs a bubble."""
-    per_node = max(1, len(hardware.accelerators))
-    limit = _limit(hardware)
+    per_node, limit = max(1, len(hardware.accelerators)), _limit(hardware)
     cp = 2 ** math.ceil(math.log2(max(1.0, length / LONG_SEQUENCE)))
     whole_node = [tp for tp in _powers(min(per_node, MOST_TENSOR)) if model.num_heads % tp == 0]
     # Experts are narrow already, so for them less is looked at too.
-    for tp in whole_node if model.num_experts else whole_node[-1:]:
-        for ep in _powers(model.num_experts)[1:] if model.num_experts else [1]:
-            for again in (False, True):
-                ways = (
-                    _Way(
-                        model=model,
-                        sizes=sizes,
-                        figures=hardware.figures or Figures(),
-                        per_node=per_node,
-                        num_nodes=nodes,
-                        batch=batch,
-                        length=length,
-                        tp=tp,
-                        pp=pp,
-                        cp=cp,
-                        ep=ep,
-                        recomputes=again,
-                    )
-                    for pp in _powers(model.num_layers)
-                )
-                fitting = (way for way in ways if way.is_even and way.memory_bytes <= limit)
-                yield from islice(fitting, 1)
+    tensor = whole_node if model.num_experts else whole_node[-1:]
+    expert = _powers(model.num_experts)[1:] if model.num_experts else [1]
+    way_of = partial(_Way, model, sizes, hardware.figures or Figures(), per_node, nodes, batch, length)
+    for tp, ep, again in product(tensor, expert, (False, True)):
+        ways = (way_of(tp=tp, pp=pp, cp=cp, ep=ep, recomputes=again) for pp in _powers(model.num_layers))
+        fitting = (way for way in ways if way.is_even and way.memory_bytes <= limit)
+        yield from islice(fitting, 1)
 
 
 def _limit(hardware: Hardware) -> int:

@@ -7,31 +7,260 @@ other devices within each layer. What leaves the device comes back over a slower
 Each function gives the layouts of one kind for the machine, none where the machine has no use for them. That a model
 or a recipe cannot be run so is no reason to leave one out here: it is refused by name in `refusal`, and the plan keeps
 it with the reason.
+
+Division of the batch so that a layout fits: micro-batches, checkpointing, and when gradients are reduced.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tunekit.estimates.facts import Origin
+from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.states import reference_of
-from tunekit.planner.decisions.backends import of_rows, why_no_float8_in, why_not_compiled_in
-from tunekit.planner.decisions.fit import ENOUGH_TOKENS, Setting, divisors
-from tunekit.planner.decisions.kernels import why_no_kernels
-from tunekit.planner.decisions.vllm import why_not_in
-from tunekit.recipe.methods import is_rewarded
+from tunekit.estimates.memory.memory import MemoryEstimate, estimate
+from tunekit.estimates.memory.states import Dtype, reference_of
+from tunekit.estimates.passes import Passes, passes_of
+from tunekit.planner.decisions import backends
+from tunekit.planner.plan import VARLEN, VLLM, Reason, gib
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.train import Optim, ParallelSection
+from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.train import ParallelSection
 
-SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
-"""Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
-and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
+MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
+"""Share of the free memory that a plan may use; the rest is for fragmentation and for other programs."""
 
-CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
-"""Optimizers that DeepSpeed runs on the processor, where states are offloaded to: torch's own. The fused one takes as
-long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
+HOST_SHARE = 0.9
+"""The same of main memory."""
+
+ENOUGH_TOKENS = 2048
+"""Tokens in a micro-batch from which a device is kept busy: more is not worth recomputing activations."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Decisions that are the same for every layout.
+
+    Attributes:
+        found_limit_bytes: What may be used of each device, where that turned out to be less than what is free.
+        host_limit_bytes: What may be used of each node's main memory; None where that is not known.
+        reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        why_reserve: Which runs that was learned from, None where it was not.
+        teacher: The model to learn from, for distillation.
+        by_vllm: Whether vLLM generates answers.
+    """
+
+    recipe: Recipe
+    hardware: Hardware
+    model: ModelFacts
+    dtype: Dtype
+    attention: str
+    found_limit_bytes: int | None
+    host_limit_bytes: int | None
+    reserve_share: float
+    why_reserve: str | None
+    teacher: ModelFacts | None = None
+    by_vllm: bool = False
+
+    @property
+    def device(self) -> Device:
+        """One of the devices; they are equal."""
+        return self.hardware.device
+
+    def limit_bytes(self, devices_per_node: int) -> int:
+        """Return the usable bytes of each device, if so many of a node are used: those with the most free memory."""
+        if self.found_limit_bytes is not None:
+            return self.found_limit_bytes
+        used = self.hardware.freest(devices_per_node) or (self.device,)
+        return int(MEMORY_SHARE[self.device.kind] * min(device.memory_free_bytes for device in used))
+
+    @property
+    def passes(self) -> Passes:
+        """Passes of the method in a step."""
+        recipe = self.recipe
+        batch = recipe.train.global_batch_size
+        passes = passes_of(
+            recipe.method,
+            recipe.adapter,
+            recipe.data,
+            global_batch_size=batch,
+            teacher=self.teacher,
+            by_vllm=self.by_vllm,
+        )
+        reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
+        return replace(passes, copies_adapter=reference == "copied adapter")
+
+    def attention_in(self, layout: Layout) -> str:
+        """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
+        is_divided = max(layout.cp_size, layout.sp_size, layout.tp_size) > 1
+        return backends.of_rows(self.attention, lie_apart=not is_divided)
+
+    def passes_in(self, layout: Layout) -> Passes:
+        """The same in a layout, which has a say in whose head scores tokens."""
+        kernels, _ = backends.choose_kernels(self.recipe, self.hardware, layout)
+        passes = self.passes
+        return replace(passes, head=backends.head_kind(passes.head, self.recipe.method, kernels, layout))
+
+    def vllm(self, layout: Layout) -> VLLM | None:
+        """Return how vLLM is used, where it generates answers."""
+        return backends.vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
+
+    def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
+        """Estimate the memory of each device with `size` sequences in a micro-batch."""
+        length = self.recipe.data.max_length
+        attention = self.attention_in(layout)
+        padding = backends.padding_of(self.recipe.data, self.model, attention, size, self.passes)
+        mask_length = padding.mask_length
+        if padding.is_free and attention == VARLEN and self.device.kind == "cpu":
+            # SDPA for one document after another: keys and values are repeated as with a mask, and there is none.
+            mask_length = 0
+        # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
+        window = self.model.sliding_window
+        vllm = self.vllm(layout)
+        masks = backends.needs_mask(backends.of_rows(attention, lie_apart=padding.is_free))
+        slides = masks and window is not None and length >= window
+        whole = size * self.passes.sequences_per_row * length if padding.is_free else length
+        return estimate(
+            self.model,
+            self.recipe.adapter,
+            device=self.device.kind,
+            dtype=self.dtype,
+            optim=self.recipe.train.optim,
+            num_tokens=size * self.passes.sequences_per_row * length,
+            mask_length=mask_length,
+            sliding_mask_length=length if mask_length is None and slides else mask_length,
+            gradient_checkpointing=checkpointing,
+            accumulates=size * layout.num_batches < self.recipe.train.global_batch_size,
+            layout=layout,
+            devices_per_node=layout.num_processes // num_nodes,
+            reserve_share=self.reserve_share,
+            passes=self.passes_in(layout),
+            vllm_bytes=0 if vllm is None else backends.vllm_bytes(vllm, self.device),
+            scores_length=whole if attention == "eager" else None,
+        )
+
+    def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:
+        """Return whether an estimate fits, on the devices and in host memory."""
+        return memory.total_bytes <= self.limit_bytes(devices_per_node) and not self._is_too_much_for_host(memory)
+
+    def why_not(self, memory: MemoryEstimate, devices_per_node: int) -> str:
+        """The number that rules out what does not fit."""
+        if self._is_too_much_for_host(memory):
+            may = gib(self.host_limit_bytes or 0)
+            return f"needs {gib(memory.host_bytes)} of main memory in each node, {may} may be used"
+        return f"needs at least {gib(memory.total_bytes)} of {gib(self.limit_bytes(devices_per_node))}"
+
+    def _is_too_much_for_host(self, memory: MemoryEstimate) -> bool:
+        return self.host_limit_bytes is not None and memory.host_bytes > self.host_limit_bytes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to cut the batch that fits a layout."""
+
+    layout: Layout
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    memory: MemoryEstimate
+    why_batch: str
+    why_checkpointing: str
+
+    def reasons(self) -> Iterator[Reason]:
+        """The decisions for the plan."""
+        batch = self.micro_batch_size * self.gradient_accumulation_steps * self.layout.num_batches
+        at_once = self.layout.num_batches
+        yield Reason(
+            topic="batch",
+            choice=f"{batch} = {self.micro_batch_size} x {self.gradient_accumulation_steps} accumulated x {at_once} "
+            f"device{'' if at_once == 1 else 's'}",
+            why=self.why_batch,
+        )
+        choice = "on" if self.gradient_checkpointing else "off"
+        yield Reason(topic="checkpointing", choice=choice, why=self.why_checkpointing)
+
+
+def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
+    """The largest micro-batch that fits, without gradient checkpointing where that keeps the device busy."""
+    recipe = setting.recipe
+    requested, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
+    batch = recipe.train.global_batch_size // layout.num_batches
+    devices_per_node = layout.num_processes // num_nodes
+    sizes = _sizes(setting, batch // layout.sp_size)
+    row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
+    enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
+    widens_mask = requested is None and backends.lies_in_one_row(recipe.data) and backends.needs_mask(setting.attention)
+    if widens_mask:
+        sizes = [size for size in sizes if size <= enough]
+        enough = sizes[0]
+    for checkpointing in [False, True] if forced == "auto" else [forced]:
+        for size in sizes:
+            if not checkpointing and forced == "auto" and size < enough and requested is None:
+                break
+            for variant in _variants(layout, accumulates=size < batch):
+                memory = setting.memory(variant, num_nodes, size, checkpointing=checkpointing)
+                if not setting.fits(memory, devices_per_node):
+                    continue
+                limit, busy = setting.limit_bytes(devices_per_node), widens_mask and size == sizes[0]
+                return Fit(
+                    layout=variant,
+                    micro_batch_size=size,
+                    gradient_accumulation_steps=batch // size,
+                    gradient_checkpointing=checkpointing,
+                    memory=memory,
+                    why_batch=_why_batch(setting, layout, size, batch, limit, busy=busy),
+                    why_checkpointing="as in the recipe" if forced != "auto" else WHY_CHECKPOINTING[checkpointing],
+                )
+    return None
+
+
+def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
+    """The least that a layout needs with this recipe."""
+    recipe = setting.recipe
+    forced = recipe.train.gradient_checkpointing
+    batch = recipe.train.global_batch_size // layout.num_batches
+    size = _sizes(setting, batch // layout.sp_size)[-1]
+    variants = _variants(layout, accumulates=size < batch)
+    kinds = [True, False] if forced == "auto" else [forced]
+    estimates = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
+    return min(estimates, key=lambda memory: memory.total_bytes)
+
+
+def _sizes(setting: Setting, batch: int) -> list[int]:
+    """Sizes of a micro-batch to try on each device, the largest first."""
+    requested = setting.recipe.train.micro_batch_size
+    if requested is not None:
+        return [requested]
+    return [size for size in divisors(batch) if size >= setting.passes.least_rows]
+
+
+def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:
+    """A layout as it is, and where gradients can be summed over the devices more often, so."""
+    if layout.strategy != "fsdp2" or not accumulates:
+        return [layout]
+    return [layout, layout.model_copy(update={"sync_each_batch": True})]
+
+
+def _why_batch(setting: Setting, layout: Layout, size: int, batch: int, limit_bytes: int, *, busy: bool) -> str:
+    if setting.recipe.train.micro_batch_size is not None:
+        return "as in the recipe"
+    if size == batch:
+        return "the whole batch fits at once"
+    if size * layout.sp_size == batch:
+        return f"each of the {layout.sp_size} devices that divide sequences brings one micro-batch"
+    if busy:
+        return f"enough to keep it busy; more would only widen the mask of {setting.attention}"
+    return f"the most that fits {gib(limit_bytes)}"
+
+
+WHY_CHECKPOINTING = {True: "activations would not fit without", False: "activations fit without recomputing them"}
+"""Reason to recompute activations, or not to."""
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, the largest first."""
+    return [size for size in range(number, 0, -1) if number % size == 0]
+
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Devices that may divide a layer or a sequence."""
@@ -102,17 +331,8 @@ def _is_asked_for(asked: ParallelSection, layout: Layout, *, divides_second: boo
         return False
     if asked.reshard_after_forward != "auto" and layout.strategy != "fsdp2":
         return False
-    wishes = (
-        (asked.strategy, layout.strategy),
-        (asked.dp_shard_size, layout.dp_shard_size),
-        (asked.tp_size, layout.tp_size),
-        (asked.cp_size, layout.cp_size),
-        (asked.sp_size, layout.sp_size),
-        (asked.reshard_after_forward, layout.reshard_after_forward),
-        (asked.offload_param_device, layout.offload_param_device),
-        (asked.offload_optimizer_device, layout.offload_optimizer_device),
-    )
-    return all(wish in (None, "auto", has) for wish, has in wishes)
+    wishes, has = dict(asked), dict(layout)
+    return all(wishes[name] in (None, "auto", has[name]) for name in wishes.keys() & has.keys())
 
 
 def _single(setting: Setting) -> Iterator[Candidate]:
@@ -181,7 +401,7 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
     for size in SIZES:
         used = spread(setting, size)
         divides = model.num_heads % size == 0 and model.num_kv_heads % size == 0
-        if used and size <= used.per_node and used.per_node % size == 0 and divides:
+        if used and used.per_node % size == 0 and divides:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, tp_size=size)
             why = "each layer is divided over devices of a node; without checkpoints, which transformers cannot resume"
             yield Candidate(layout, used.num_nodes, why)
@@ -215,7 +435,7 @@ def _sequence_sizes(setting: Setting, asked: int | None) -> list[int]:
 
 def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
     """Optimizer states in main memory, where all is trained: what an adapter needs of them is small."""
-    used = spread(setting) if setting.hardware.accelerators else None
+    used = spread(setting)
     requested = setting.recipe.parallel.offload_optimizer_device == "cpu"
     if not used or not (requested or isinstance(setting.recipe.adapter, FullAdapter)):
         return
@@ -227,7 +447,7 @@ def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
 
 def _offload(setting: Setting) -> Iterator[Candidate]:
     """Weights in main memory too: they come to the device layer by layer, in each micro-batch."""
-    used = spread(setting) if setting.hardware.accelerators else None
+    used = spread(setting)
     if not used:
         return
     why = "weights lie in main memory and come layer by layer, in each micro-batch"
@@ -245,7 +465,7 @@ def _offload(setting: Setting) -> Iterator[Candidate]:
 
 def _nvme(setting: Setting) -> Iterator[Candidate]:
     """On a disk, for those who name one."""
-    used = spread(setting) if setting.hardware.accelerators else None
+    used = spread(setting)
     if used and setting.recipe.parallel.nvme_path:
         both = {"offload_param_device": "nvme", "offload_optimizer_device": "nvme"}
         layout = Layout.model_validate({"strategy": "zero3", "dp_shard_size": used.num_devices, **both})
@@ -265,145 +485,3 @@ KINDS: tuple[Callable[[Setting], Iterator[Candidate]], ...] = (
     _nvme,
 )
 """The kinds of layouts in the order in which they are tried."""
-
-
-class Refusal(NamedTuple):
-    """Reason that a combination does not work, and the nearest that does."""
-
-    why: str
-    hint: str
-
-
-def refusal(setting: Setting, layout: Layout) -> Refusal | None:
-    """Return why the libraries cannot run this recipe in a layout correctly; None if they can."""
-    recipe, optim = setting.recipe, setting.recipe.train.optim
-    if layout.strategy.startswith("zero") and setting.hardware.deepspeed is False:
-        return Refusal("DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'")
-    if isinstance(recipe.adapter, QloraAdapter) and (
-        layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
-    ):
-        why = "ZeRO-3 does not divide the 4-bit weights of bitsandbytes"
-        if layout.strategy == "fsdp2":
-            why = "Accelerate shards 4-bit weights only where they are stored in a floating type "
-            why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
-        return Refusal(why, "use ddp, or adapter.type=lora")
-    if layout.strategy == "fsdp2" and optim not in SHARDED_OPTIMS:
-        return Refusal(f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}")
-    if layout.strategy.startswith("zero") and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
-        return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
-    beforehand = recipe.method.reference_use == "beforehand"
-    if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
-        why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
-        return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
-    if layout.strategy not in ("single", "ddp") and recipe.method.trainer_args.get("sync_ref_model"):
-        why = "a checkpoint of divided weights has no reference that follows the model"
-        return Refusal(why, "use ddp, or leave method.trainer_args.sync_ref_model out")
-    without_vllm = why_not_in(recipe, layout) if setting.by_vllm else None
-    if without_vllm is not None:
-        return Refusal(without_vllm, "leave method.generation.use_vllm out")
-    origin = setting.model.origin
-    if origin is not None and layout.strategy in ("fsdp2", "zero3"):
-        refused = _origin_refusal(recipe, origin, layout)
-        if refused is not None:
-            return refused
-    if recipe.model.kernels != "auto":
-        without_kernels = why_no_kernels(recipe.model.kernels, layout)
-        if without_kernels is not None:
-            return Refusal(without_kernels, "leave model.kernels out, or use torch")
-    without_compile = why_not_compiled_in(layout) if recipe.train.torch_compile is True else None
-    if without_compile is not None:
-        return Refusal(without_compile, "leave train.torch_compile out")
-    without_float8 = why_no_float8_in(layout) if recipe.train.fp8 else None
-    if without_float8 is not None:
-        return Refusal(without_float8, "leave train.fp8 out, or use fsdp2")
-    if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
-        return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
-    if layout.tp_size > 1 and recipe.method.spec.trains_on != "tokens":
-        why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
-        return Refusal(why, "use fsdp2 without tp_size")
-    if layout.devices_per_sequence > layout.tp_size and recipe.method.spec.trains_on != "tokens":
-        return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
-    if setting.device.kind == "cpu" and layout.strategy == "fsdp2":
-        refused = _cpu_refusal(layout)
-        if refused is not None:
-            return refused
-    if layout.cp_size > 1:
-        return _ring_refusal(setting)
-    if layout.sp_size > 1:
-        return _ulysses_refusal(setting, layout)
-    return None
-
-
-def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal | None:
-    """Return why training cannot start from this origin where weights are sharded."""
-    if layout.tp_size > 1 and origin.is_merged_for(recipe.adapter):
-        why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
-        return Refusal(why, "use fsdp2 without tp_size")
-    reference = reference_of(recipe.method, recipe.adapter, origin)
-    if is_rewarded(recipe.method) and reference == "second model" and origin.is_merged_for(recipe.adapter):
-        why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
-        return Refusal(why, "use adapter.type=lora, method.beta=0, or ddp")
-    if layout.strategy == "fsdp2" and reference == "beforehand" and origin.is_merged_for(recipe.adapter):
-        why = "TRL loads the model itself to compute log-probabilities beforehand, without the adapter to be merged"
-        return Refusal(why, "leave method.precompute_ref_log_probs out")
-    whole = origin.adapter is not None and origin.adapter.modules_to_save
-    if layout.strategy == "zero3" and whole:
-        why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"
-        return Refusal(why, "use fsdp2, ddp or zero2")
-    return None
-
-
-CLOSEST_OPTIM: Optim = "adamw_torch_fused"
-"""Replacement of an optimizer that a layout does not run."""
-
-
-def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
-    """Ulysses gives each device whole heads, and no mask.
-
-    The devices that divide sequences show each other as many micro-batches as they are, and compute them one after
-    another, so that the rows of a step are those of other layouts where it takes all of them.
-    """
-    recipe, model = setting.recipe, setting.model
-    num_rows = layout.num_processes * (recipe.train.micro_batch_size or 1)
-    if recipe.train.global_batch_size % num_rows:
-        why = f"each of the {layout.num_processes} devices brings a micro-batch of its own to a step"
-        return Refusal(why, f"set train.global_batch_size to a multiple of {num_rows}")
-    if setting.attention == "eager":
-        return Refusal("Ulysses does not divide eager attention", "use sdpa")
-    if setting.attention.startswith("flash_attention"):
-        return None
-    if recipe.data.packing or recipe.data.padding_free is True:
-        why = f"{setting.attention} does not keep packed documents apart when they are divided"
-        return Refusal(why, "use flash_attention_2, or rows without packing")
-    if model.sliding_window is not None and recipe.data.max_length > model.sliding_window:
-        return Refusal("Ulysses drops the mask that a sliding window needs", "use flash_attention_2")
-    return None
-
-
-def _cpu_refusal(layout: Layout) -> Refusal | None:
-    """Return what FSDP2 supports on accelerators only (torch 2.13; a test runs each)."""
-    if layout.offload_param_device == "cpu":
-        why = "FSDP2 pins the memory to which it offloads, which takes an accelerator"
-        return Refusal(why, "leave parallel.offload_param_device out: on a CPU all is in main memory")
-    if layout.cp_size > 1:
-        why = "torch has no rule to divide attention on a CPU (scaled_dot_product_flash_attention_for_cpu)"
-        return Refusal(why, "use parallel.sp_size, which divides sequences by heads, or fsdp2 without cp_size")
-    return None
-
-
-def _ring_refusal(setting: Setting) -> Refusal | None:
-    """Context parallel passes keys and values on and keeps no mask but the causal one."""
-    recipe, model = setting.recipe, setting.model
-    if recipe.data.packing or recipe.data.padding_free is True:
-        key = "data.packing" if recipe.data.packing else "data.padding_free"
-        why = "context parallel drops the mask that keeps packed documents apart"
-        return Refusal(why, f"set {key}=false")
-    key = recipe.model.attn_implementation
-    attention = of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
-    if attention != "sdpa":
-        why = f"context parallel divides sdpa, not {attention}"
-        return Refusal(why, "set model.attn_implementation=sdpa")
-    if model.sliding_window is not None and recipe.data.max_length > model.sliding_window:
-        why = f"context parallel drops the mask of a window of {model.sliding_window:,} tokens"
-        return Refusal(why, "use another model, or a shorter data.max_length")
-    return None

@@ -1,36 +1,38 @@
-"""Checks of a recipe against a device and a model, for any layout. Each refusal names the place and the remedy."""
+"""Checks of a recipe against a device and a model, for any layout and for one. Each names the place and the remedy."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin
+from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
-from tunekit.estimates.memory.states import Dtype, unties_head
+from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
 from tunekit.estimates.models.model_config import model_types
-from tunekit.planner.decisions.backends import check_compile, check_isolation
-from tunekit.planner.decisions.fit import divisors
-from tunekit.planner.decisions.kernels import check_kernels
-from tunekit.planner.decisions.vllm import why_no_vllm
-from tunekit.recipe.methods import generates
+from tunekit.planner.decisions import backends
+from tunekit.planner.decisions.candidates import Setting, divisors
+from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
-from tunekit.recipe.sections.train import LrSchedulerType
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.train import LrSchedulerType, Optim
 
-
-@dataclass(frozen=True)
-class _Needed:
-    """An argument that a learning-rate schedule cannot do without: its possible names, and a value to show."""
-
-    one_of: tuple[str, ...]
-    example: str
-
-
-LR_SCHEDULER_KWARGS: dict[LrSchedulerType, _Needed] = {
-    "cosine_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
-    "cosine_warmup_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
-    "warmup_stable_decay": _Needed(("num_decay_steps",), "2"),
+LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
+    "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
+    "cosine_warmup_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
+    "warmup_stable_decay": (("num_decay_steps",), "2"),
 }
-"""Schedules of transformers that have no default for one of their arguments."""
+"""Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
+
+SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
+and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
+
+CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""Optimizers that DeepSpeed runs on the processor, where states are offloaded to: torch's own. The fused one takes as
+long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
+
+CLOSEST_OPTIM: Optim = "adamw_torch_fused"
+"""Replacement of an optimizer that a layout does not run."""
 
 
 def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
@@ -54,44 +56,54 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
     return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
 
 
-def _check_lengths(recipe: Recipe, model: ModelFacts) -> None:
-    limit = model.max_position_embeddings
+def check_recipe(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attention: str, dtype: Dtype, teacher: ModelFacts | None
+) -> None:
+    """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
+
+    Raises:
+        PlanError: There is such a thing.
+    """
+    for problem, hint in _faults(recipe, hardware, model, attention, dtype, teacher):
+        raise PlanError(problem, hint=hint)
+
+
+def _faults(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attention: str, dtype: Dtype, teacher: ModelFacts | None
+) -> Iterator[tuple[str, str | None]]:
+    """Yield what is wrong with a recipe on this device with this model, each with its remedy."""
+    device, limit, train = hardware.device, model.max_position_embeddings, recipe.train
+    yield from backends.isolation_faults(recipe.data, model, attention)
+    yield from backends.kernels_faults(recipe, hardware, model)
+    yield from backends.compile_faults(recipe, hardware)
     if limit is not None and recipe.data.max_length > limit:
-        raise PlanError(
-            f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}",
-            hint=f"set it to {limit} or less",
-        )
-
-
-def _check_optim(recipe: Recipe, device: Device) -> None:
-    optim = recipe.train.optim
-    if optim.startswith("paged_") and device.kind == "cpu":
+        problem = f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}"
+        yield problem, f"set it to {limit} or less"
+    yield from _adapter_faults(recipe, model)
+    yield from _merge_faults(recipe, model)
+    if train.optim.startswith("paged_") and device.kind == "cpu":
         twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
-        raise PlanError(
-            f"train.optim: {optim} moves its states between an accelerator and main memory; "
-            f"{device.name} has one memory",
-            hint=f"use {twins.get(optim, optim.removeprefix('paged_'))}",
-        )
-
-
-def _check_lr_scheduler(recipe: Recipe) -> None:
-    name = recipe.train.lr_scheduler_type
-    needed = LR_SCHEDULER_KWARGS.get(name)
-    scheduler_args = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
-    if needed and not set(needed.one_of) & set(scheduler_args):
-        raise PlanError(
-            f"train.lr_scheduler_type: {name} needs {' or '.join(needed.one_of)}",
-            hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{needed.one_of[0]}: {needed.example}}}`",
-        )
-
-
-def _check_batch(recipe: Recipe) -> None:
-    batch, requested = recipe.train.global_batch_size, recipe.train.micro_batch_size
-    if requested is not None and batch % requested:
-        raise PlanError(
-            f"train.micro_batch_size: {requested} does not divide train.global_batch_size {batch}",
-            hint=f"use one of {', '.join(str(size) for size in divisors(batch))}",
-        )
+        problem = f"train.optim: {train.optim} moves its states between an accelerator and main memory; "
+        hint = f"use {twins.get(train.optim, train.optim.removeprefix('paged_'))}"
+        yield f"{problem}{device.name} has one memory", hint
+    batch, size = train.global_batch_size, train.micro_batch_size
+    if size is not None and batch % size:
+        problem = f"train.micro_batch_size: {size} does not divide train.global_batch_size {batch}"
+        yield problem, f"use one of {', '.join(map(str, divisors(batch)))}"
+    names, example = LR_SCHEDULER_KWARGS.get(train.lr_scheduler_type, ((), ""))
+    if names and not set(names) & set(recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}):
+        hint = f"add to method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`"
+        yield f"train.lr_scheduler_type: {train.lr_scheduler_type} needs {' or '.join(names)}", hint
+    yield from _parallel_faults(recipe, hardware, model)
+    if teacher is not None and teacher.vocab_size != model.vocab_size:
+        problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
+        problem += f"{model.vocab_size:,}: probabilities are compared token by token"
+        yield problem, "take a larger model of the same family as the teacher"
+    if generates(recipe.method) and recipe.method.generation.use_vllm is True:
+        obstacle = backends.why_no_vllm(recipe, hardware)
+        if obstacle is not None:
+            yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
+    yield from backends.float8_faults(recipe, hardware, model, dtype)
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
@@ -113,156 +125,209 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
         )
 
 
-def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
+def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
         return
-    check_adapted_experts(model, adapter)
-    matched = model.adapter_linears(adapter.target_modules)
-    missing = [
-        target
-        for target in (adapter.target_modules if isinstance(adapter.target_modules, list) else [])
-        if not model.adapter_linears([target])
-    ]
-    if missing or not matched:
+    yield from _expert_faults(model, adapter)
+    targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
+    missing = [target for target in targets if not model.adapter_linears([target])]
+    if missing or not model.adapter_linears(adapter.target_modules):
         endings = sorted({name.rpartition(".")[2] for name in model.linears})
-        raise PlanError(
-            f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}",
-            hint=f"it has {', '.join(endings)}",
-        )
+        problem = f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}"
+        yield problem, f"it has {', '.join(endings)}"
     unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
     if unknown:
-        raise PlanError(
-            f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}",
-            hint="a head tied to the embedding has no weights of its own; name the module that holds them",
-        )
+        hint = "a head tied to the embedding has no weights of its own; name the module that holds them"
+        yield f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}", hint
 
 
-def _check_merge(recipe: Recipe, model: ModelFacts) -> None:
+def _expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
+    """Yield what PEFT refuses to put on fused experts and routers.
+
+    That is a part of a fused matrix without the others, dropout, and DoRA.
+    """
+    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
+    if former is None:
+        return
+    targets = set(map(last_part, adapter.target_modules)) if isinstance(adapter.target_modules, list) else set()
+    for fused in sorted(set(former.values())):
+        parts = [old for old, new in former.items() if new == fused]
+        missing = ", ".join(part for part in parts if part not in targets)
+        named = ", ".join(part for part in parts if part in targets)
+        if missing and named:
+            problem = f"adapter.target_modules: {named} without {missing}; the experts of {model.path} have them "
+            yield f"{problem}in one matrix, {fused}", f"name {missing} too, or leave {named} out"
+    if not adapted_experts(model.tensors, former, adapter.target_modules):
+        return
+    unfused = sorted({last_part(name) for name in model.linears} - set(former))
+    hint = f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules"
+    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
+        if is_set:
+            problem = f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of "
+            yield f"{problem}{model.path}", hint
+
+
+def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
     origin = model.origin
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
         return
     if unties_head(model, origin.adapter):
-        raise PlanError(
-            f"adapter.type: the adapter of {origin.name} trained an embedding that the head of {origin.base.path} "
-            "shares, and cannot be merged: the head would change with it",
-            hint="use adapter.type=lora, which trains that adapter further",
-        )
+        problem = f"adapter.type: the adapter of {origin.name} trained an embedding that the head of "
+        problem += f"{origin.base.path} shares, and cannot be merged: the head would change with it"
+        yield problem, "use adapter.type=lora, which trains that adapter further"
 
 
-def _those(hardware: Hardware) -> str:
-    """The machine in words."""
-    if not hardware.accelerators:
-        return f"there are {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else f"this is {hardware.device.name}"
-    return f"there are {hardware.num_accelerators}"
-
-
-def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
-    """Refuse what contradicts itself or the machine; what a library cannot do is refused by layout."""
-    requested = recipe.parallel
-    if (requested.num_processes or 1) > max(1, hardware.num_accelerators):
-        raise PlanError(
-            f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the "
-            "same number "
-            f"in each node; {_those(hardware)}",
-            hint="each process computes on one of its own",
-        )
-    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(requested)[name] or 1) > 1]
+def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
+    """Yield what contradicts itself or the machine; what a library cannot do is refused by layout."""
+    requested, values = recipe.parallel, dict(recipe.parallel)
+    num, this = hardware.num_accelerators, f"this is {hardware.device.name}"
+    if (requested.num_processes or 1) > max(1, num):
+        those = f"there are {num}" if num else this
+        if not num and hardware.num_nodes > 1:
+            those = f"there are {hardware.num_nodes} nodes"
+        problem = f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the same "
+        yield f"{problem}number in each node; {those}", "each process computes on one of its own"
+    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (values[name] or 1) > 1]
     if requested.strategy in ("ddp", "fsdp2", "zero1"):
         several.insert(0, "strategy")
-    if several and hardware.num_accelerators < 2:
-        what = f"parallel.{several[0]}: {dict(requested)[several[0]]} needs several accelerators"
+    if several and num < 2:
         hint = "leave it to the plan" if hardware.accelerators else "set parallel.num_processes to share the processor"
-        raise PlanError(f"{what}; this is {hardware.device.name}", hint=hint)
+        yield f"parallel.{several[0]}: {values[several[0]]} needs several accelerators; {this}", hint
     if requested.strategy not in ("auto", "single") and not hardware.accelerators:
-        raise PlanError(
-            f"parallel.strategy: {requested.strategy} needs accelerators; this is {hardware.device.name}",
-            hint="leave it to the plan",
-        )
+        yield f"parallel.strategy: {requested.strategy} needs accelerators; {this}", "leave it to the plan"
     for name in ("tp_size", "sp_size"):
-        size = dict(requested)[name] or 1
+        size = values[name] or 1
         if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
-            raise PlanError(f"parallel.{name}: {size} does not divide the {heads} of {model.path}")
+            yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
     if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
-        raise PlanError("parallel.cp_size and parallel.sp_size: Accelerate takes one of them", hint="leave one out")
-    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if dict(requested)[name] == "nvme"]
+        yield "parallel.cp_size and parallel.sp_size: Accelerate takes one of them", "leave one out"
+    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if values[name] == "nvme"]
     if on_disk and requested.nvme_path is None:
-        raise PlanError(
-            f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", hint="name a folder on a fast local disk"
-        )
+        yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "name a folder on a fast local disk"
 
 
-def _check_teacher(model: ModelFacts, teacher: ModelFacts | None) -> None:
-    if teacher is not None and teacher.vocab_size != model.vocab_size:
-        raise PlanError(
-            f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
-            f"{model.vocab_size:,}: probabilities are compared token by token",
-            hint="take a larger model of the same family as the teacher",
-        )
+class Refusal(NamedTuple):
+    """Reason that a combination does not work, and the nearest that does."""
+
+    why: str
+    hint: str
 
 
-def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
-    method = recipe.method
-    if not generates(method) or method.generation.use_vllm is not True:
-        return
-    refusal = why_no_vllm(recipe, hardware)
-    if refusal is not None:
-        why, hint = refusal
-        raise PlanError(f"method.generation.use_vllm: {why}", hint=hint)
+def refusal(setting: Setting, layout: Layout) -> Refusal | None:
+    """Return why the libraries cannot run this recipe in a layout correctly; None if they can."""
+    return next((Refusal(why, hint) for why, hint in _refusals(setting, layout) if why is not None), None)
 
 
-def check_recipe(
-    recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str, teacher: ModelFacts | None
-) -> None:
-    """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
+def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, str]]:
+    """Yield obstacles of this recipe in a layout with their remedies; None where there is no such obstacle."""
+    recipe, optim = setting.recipe, setting.recipe.train.optim
+    is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
+    is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
+    if is_zero and setting.hardware.deepspeed is False:
+        yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
+    if isinstance(recipe.adapter, QloraAdapter) and (
+        layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
+    ):
+        why = "ZeRO-3 does not divide the 4-bit weights of bitsandbytes"
+        if is_fsdp2:
+            why = "Accelerate shards 4-bit weights only where they are stored in a floating type "
+            why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
+        yield why, "use ddp, or adapter.type=lora"
+    if is_fsdp2 and optim not in SHARDED_OPTIMS:
+        yield f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
+    if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
+        yield f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}"
+    if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
+        why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
+        yield why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter"
+    if layout.strategy not in ("single", "ddp") and recipe.method.trainer_args.get("sync_ref_model"):
+        why = "a checkpoint of divided weights has no reference that follows the model"
+        yield why, "use ddp, or leave method.trainer_args.sync_ref_model out"
+    if setting.by_vllm:
+        yield backends.why_no_vllm_in(recipe, layout), "leave method.generation.use_vllm out"
+    if setting.model.origin is not None and layout.strategy in ("fsdp2", "zero3"):
+        yield from _origin_refusals(recipe, setting.model.origin, layout)
+    if recipe.model.kernels != "auto":
+        yield backends.why_no_kernels(recipe.model.kernels, layout), "leave model.kernels out, or use torch"
+    if recipe.train.torch_compile is True:
+        yield backends.why_not_compiled_in(layout), "leave train.torch_compile out"
+    if recipe.train.fp8:
+        yield backends.why_no_float8_in(layout), "leave train.fp8 out, or use fsdp2"
+    if layout.tp_size > 1 and not is_full:
+        yield "PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size"
+    if layout.tp_size > 1 and trains_on != "tokens":
+        why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
+        yield why, "use fsdp2 without tp_size"
+    if layout.devices_per_sequence > layout.tp_size and trains_on != "tokens":
+        yield f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them"
+    if setting.device.kind == "cpu" and is_fsdp2:
+        # What FSDP2 supports on accelerators only (torch 2.13; a test runs each).
+        if layout.offload_param_device == "cpu":
+            why = "FSDP2 pins the memory to which it offloads, which takes an accelerator"
+            yield why, "leave parallel.offload_param_device out: on a CPU all is in main memory"
+        if layout.cp_size > 1:
+            why = "torch has no rule to divide attention on a CPU (scaled_dot_product_flash_attention_for_cpu)"
+            yield why, "use parallel.sp_size, which divides sequences by heads, or fsdp2 without cp_size"
+    if layout.cp_size > 1:
+        yield from _ring_refusals(setting)
+    if layout.sp_size > 1:
+        yield from _ulysses_refusals(setting, layout)
 
-    Raises:
-        PlanError: There is such a thing.
+
+def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield reasons that training cannot start from this origin where weights are sharded."""
+    is_merged = origin.is_merged_for(recipe.adapter)
+    if layout.tp_size > 1 and is_merged:
+        why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
+        yield why, "use fsdp2 without tp_size"
+    reference = reference_of(recipe.method, recipe.adapter, origin)
+    if is_rewarded(recipe.method) and reference == "second model" and is_merged:
+        why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
+        yield why, "use adapter.type=lora, method.beta=0, or ddp"
+    if layout.strategy == "fsdp2" and reference == "beforehand" and is_merged:
+        why = "TRL loads the model itself to compute log-probabilities beforehand, without the adapter to be merged"
+        yield why, "leave method.precompute_ref_log_probs out"
+    whole = origin.adapter is not None and origin.adapter.modules_to_save
+    if layout.strategy == "zero3" and whole:
+        why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"
+        yield why, "use fsdp2, ddp or zero2"
+
+
+def _ulysses_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Ulysses gives each device whole heads, and no mask.
+
+    The devices that divide sequences show each other as many micro-batches as they are, and compute them one after
+    another, so that the rows of a step are those of other layouts where it takes all of them.
     """
-    check_isolation(recipe.data, model, attn_implementation)
-    check_kernels(recipe, hardware, model)
-    check_compile(recipe, hardware)
-    _check_lengths(recipe, model)
-    _check_adapter(recipe, model)
-    _check_merge(recipe, model)
-    _check_optim(recipe, hardware.device)
-    _check_batch(recipe)
-    _check_lr_scheduler(recipe)
-    _check_parallel(recipe, hardware, model)
-    _check_teacher(model, teacher)
-    _check_vllm(recipe, hardware)
-
-
-def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
-    """Refuse what PEFT refuses to put on fused experts and routers.
-
-    Raises:
-        PlanError: A part of a fused matrix is named without the others, or the adapter has dropout or is DoRA's.
-    """
-    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
-    if former is None:
+    recipe, window = setting.recipe, setting.model.sliding_window
+    num_rows = layout.num_processes * (recipe.train.micro_batch_size or 1)
+    if recipe.train.global_batch_size % num_rows:
+        why = f"each of the {layout.num_processes} devices brings a micro-batch of its own to a step"
+        yield why, f"set train.global_batch_size to a multiple of {num_rows}"
+    if setting.attention == "eager":
+        yield "Ulysses does not divide eager attention", "use sdpa"
+    if setting.attention.startswith("flash_attention"):
         return
-    targets = (
-        set() if adapter.target_modules == "all-linear" else {last_part(target) for target in adapter.target_modules}
-    )
-    for fused in sorted(set(former.values())):
-        parts = [old for old, new in former.items() if new == fused]
-        missing = [part for part in parts if part not in targets]
-        if missing and len(missing) < len(parts):
-            named = ", ".join(part for part in parts if part in targets)
-            raise PlanError(
-                f"adapter.target_modules: {named} without {', '.join(missing)}; the experts of {model.path} have them "
-                f"in one matrix, {fused}",
-                hint=f"name {', '.join(missing)} too, or leave {named} out",
-            )
-    if not adapted_experts(model.tensors, former, adapter.target_modules):
-        return
-    unfused = sorted({last_part(name) for name in model.linears} - set(former))
-    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
-        if is_set:
-            raise PlanError(
-                f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of {model.path}",
-                hint=f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules",
-            )
+    if backends.lies_in_one_row(recipe.data):
+        why = f"{setting.attention} does not keep packed documents apart when they are divided"
+        yield why, "use flash_attention_2, or rows without packing"
+    if window is not None and recipe.data.max_length > window:
+        yield "Ulysses drops the mask that a sliding window needs", "use flash_attention_2"
+
+
+def _ring_refusals(setting: Setting) -> Iterator[tuple[str, str]]:
+    """Context parallel passes keys and values on and keeps no mask but the causal one."""
+    recipe, window = setting.recipe, setting.model.sliding_window
+    if backends.lies_in_one_row(recipe.data):
+        key = "data.packing" if recipe.data.packing else "data.padding_free"
+        yield "context parallel drops the mask that keeps packed documents apart", f"set {key}=false"
+    key = recipe.model.attn_implementation
+    attention = backends.of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
+    if attention != "sdpa":
+        yield f"context parallel divides sdpa, not {attention}", "set model.attn_implementation=sdpa"
+    if window is not None and recipe.data.max_length > window:
+        why = f"context parallel drops the mask of a window of {window:,} tokens"
+        yield why, "use another model, or a shorter data.max_length"

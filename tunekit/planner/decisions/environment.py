@@ -36,7 +36,13 @@ GLIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """Sizes from which glibc maps a block by itself, and gives back what is free at the end of its heap (mallopt(3))."""
 
 GIVEN_BACK_BYTES = 2**20
-"""Value of both thresholds: 64 and 128 KiB save no more memory, and make more blocks to map."""
+"""Value of both thresholds on a CPU: 64 and 128 KiB save no more memory, and make more blocks to map.
+
+glibc raises its own to 32 MiB as blocks are freed, and keeps those that are smaller: a run with checkpointing (88M
+LoRA, two rows of 1,024 tokens) held 2.07 to 2.20 GiB, and 1.33 with these, of 1.46 that were planned."""
+
+DECIDED = (ALLOCATOR, *GLIBC, "OMP_NUM_THREADS")
+"""Variables that are decided here unless the user has set them."""
 
 
 def longest_wait_bytes(model: ModelFacts, num_trained: int) -> int:
@@ -69,9 +75,8 @@ def patience_of(wait_bytes: int, num_rows: int, method: MethodSection, num_answe
 
 def _reward_seconds(method: MethodSection, num_answers: int) -> float:
     """Return the longest time of rewards that have a limit of their own for each answer."""
-    rewards = method.rewards if is_rewarded(method) else ()
     seconds = 0.0
-    for reward in rewards:
+    for reward in method.rewards if is_rewarded(method) else ():
         if isinstance(reward, JudgeReward | CodeReward):
             tries = REWARD_TRIES if isinstance(reward, JudgeReward) else 1
             seconds += tries * reward.timeout_seconds * math.ceil(num_answers / reward.num_parallel)
@@ -98,59 +103,27 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: M
         method: The method.
     """
     of_a_node = layout.num_processes // num_nodes
-    return {
-        **_visible_devices(hardware, of_a_node, num_nodes),
-        **_threads(hardware, of_a_node),
-        **_accelerator(hardware, layout),
-        **_allocator(hardware),
-        **_glibc(hardware),
-        **_experimental(method),
-        **{name: value for name, value in hardware.environment.items() if name in DECIDED},
-    }
-
-
-def _visible_devices(hardware: Hardware, of_a_node: int, num_nodes: int) -> dict[str, str]:
-    """The devices that are used, since a trainer takes all that it sees. On several nodes it is all of them."""
+    variables = {}
     used = hardware.freest(of_a_node)
     names = [device.visible_as for device in used if device.visible_as is not None]
-    if not names or num_nodes > 1:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES" if used[0].gfx is None else "HIP_VISIBLE_DEVICES": ",".join(names)}
-
-
-def _threads(hardware: Hardware, of_a_node: int) -> dict[str, str]:
-    """Threads of torch in each of several processes, which would take all cores each."""
-    if of_a_node == 1 or hardware.num_cores is None:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores // of_a_node))}
-
-
-def _accelerator(hardware: Hardware, layout: Layout) -> dict[str, str]:
-    """Return the variable that names DeepSpeed's accelerator, which it would otherwise guess."""
-    return {"DS_ACCELERATOR": hardware.device.kind} if layout.strategy.startswith("zero") else {}
-
-
-def _allocator(hardware: Hardware) -> dict[str, str]:
-    """Segments that grow leave fewer holes where sequences differ in length. CUDA has them, and ROCm has not."""
-    return {} if hardware.device.compute_capability is None else {ALLOCATOR: "expandable_segments:True"}
-
-
-def _glibc(hardware: Hardware) -> dict[str, str]:
-    """Sizes from which glibc gives freed blocks back on a CPU.
-
-    It raises its own to 32 MiB as blocks are freed, and keeps those that are smaller: a run with checkpointing (88M
-    LoRA, two rows of 1,024 tokens) held 2.07 to 2.20 GiB, and 1.33 with these, of 1.46 that were planned.
-    """
-    return dict.fromkeys(GLIBC, str(GIVEN_BACK_BYTES)) if hardware.device.kind == "cpu" else {}
-
-
-def _experimental(method: MethodSection) -> dict[str, str]:
-    """TRL's own switch for its words about what is experimental there, which the plan says too."""
-    return {"TRL_EXPERIMENTAL_SILENCE": "1"} if method.spec.is_experimental else {}
-
-
-DECIDED = (ALLOCATOR, *GLIBC, "OMP_NUM_THREADS")
-"""Variables that are decided here unless the user has set them."""
+    if names and num_nodes == 1:
+        # A trainer takes all devices that it sees. On several nodes it is to use all of them.
+        variables["CUDA_VISIBLE_DEVICES" if used[0].gfx is None else "HIP_VISIBLE_DEVICES"] = ",".join(names)
+    if of_a_node > 1 and hardware.num_cores is not None:
+        # Each of several processes would take all cores.
+        variables["OMP_NUM_THREADS"] = str(max(1, hardware.num_cores // of_a_node))
+    if layout.strategy.startswith("zero"):
+        # DeepSpeed would otherwise guess it.
+        variables["DS_ACCELERATOR"] = hardware.device.kind
+    if hardware.device.compute_capability is not None:
+        # Segments that grow leave fewer holes where sequences differ in length. CUDA has them, and ROCm has not.
+        variables[ALLOCATOR] = "expandable_segments:True"
+    if hardware.device.kind == "cpu":
+        variables |= dict.fromkeys(GLIBC, str(GIVEN_BACK_BYTES))
+    if method.spec.is_experimental:
+        # TRL's own switch for its words about what is experimental there, which the plan says too.
+        variables["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    return variables | {name: value for name, value in hardware.environment.items() if name in DECIDED}
 
 
 def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_nodes: int) -> Iterator[Reason]:

@@ -20,13 +20,11 @@ from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.kernels.chunks import chunk_rows
-from tunekit.planner.decisions.kernels import Kernels
-from tunekit.planner.decisions.vllm import VLLM
-from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
+from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.train import Optim
 
 MUCH_TRUNCATED = 0.05
@@ -46,23 +44,17 @@ WITHOUT_WEIGHTS = {
 def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     """Return the reason for the devices."""
     device, used = hardware.device, layout.num_processes
+    where, note = f" in {num_nodes} nodes" if num_nodes > 1 else "", f"; {hardware.note}" if hardware.note else ""
     if device.kind == "cpu":
         share = "one process uses all" if used == num_nodes else f"{used // num_nodes} processes share the"
-        why = f"no accelerator was found; {share} {hardware.num_cores} cores"
-        why += f"; {hardware.note}" if hardware.note else ""
-        where = f" in {num_nodes} nodes" if num_nodes > 1 else ""
+        why = f"no accelerator was found; {share} {hardware.num_cores} cores{note}"
         return Reason(topic="device", choice=f"{device.name}{where}", why=why)
-    choice = device.name if used == 1 else f"{used} x {device.name}"
-    if num_nodes > 1:
-        choice += f" in {num_nodes} nodes"
     why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free"
     idle = hardware.num_accelerators - used
     if idle:
-        is_left = "is left idle" if idle == 1 else "are left idle"
-        why += f"; {idle} more {is_left}: the batch cannot be divided over all"
-    if hardware.note:
-        why += f"; {hardware.note}"
-    return Reason(topic="device", choice=choice, why=why)
+        why += f"; {idle} more {'is' if idle == 1 else 'are'} left idle: the batch cannot be divided over all"
+    choice = device.name if used == 1 else f"{used} x {device.name}"
+    return Reason(topic="device", choice=f"{choice}{where}", why=f"{why}{note}")
 
 
 def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
@@ -73,17 +65,9 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
 
 def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
-    full = isinstance(recipe.adapter, FullAdapter)
-    stored = (
-        "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
-    )
+    stored = {"full": "float32 weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
     summed = f"; devices sum gradients in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
     return Reason(topic="precision", choice=f"{dtype} products, {stored}", why=f"{why}{summed}")
-
-
-def kernels_reason(kernels: Kernels, why: str) -> Reason:
-    """Return the reason for the kernels."""
-    return Reason(topic="kernels", choice=kernels, why=why)
 
 
 def head_reason(
@@ -101,43 +85,36 @@ def head_reason(
     """
     experts = "; experts by torch's grouped products" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
+    would_be = f"logits of a micro-batch would be {size}"
+    choice, why = "a score for each token", "one number each"
     if passes.head in ("sums", "chunks"):
-        num_scored = int(passes.max_scored_share * num_tokens)
-        rows = chunk_rows(num_scored, model.vocab_size, BYTES[dtype])
+        rows = chunk_rows(int(passes.max_scored_share * num_tokens), model.vocab_size, BYTES[dtype])
         by = "their gradients with them" if passes.head == "sums" else "each token with a gradient of its own"
-        return Reason(
-            topic="head",
-            choice="tunekit's head in chunks",
-            why=f"logits of a micro-batch would be {size}; {rows:,} tokens at a time, {by}, and of none that do not "
-            f"count{experts}",
-        )
-    if passes.head != "tiles":
-        choice = f"all logits at once, {size}" if passes.head == "whole" else "a score for each token"
-        why = "TRL's head in tiles is not in its experimental trainers" if passes.head == "whole" else "one number each"
-        return Reason(topic="head", choice=choice, why=f"{why}{experts}")
-    note = "" if why_trl is None else f"; {why_trl}"
-    by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
-    return Reason(
-        topic="head",
-        choice="TRL's head in tiles",
-        why=f"logits of a micro-batch would be {size}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are "
-        f"folded by {by}{note}{experts}",
-    )
+        choice = "tunekit's head in chunks"
+        why = f"{would_be}; {rows:,} tokens at a time, {by}, and of none that do not count"
+    elif passes.head == "whole":
+        choice, why = f"all logits at once, {size}", "TRL's head in tiles is not in its experimental trainers"
+    elif passes.head == "tiles":
+        by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
+        note = "" if why_trl is None else f"; {why_trl}"
+        choice = "TRL's head in tiles"
+        why = f"{would_be}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are folded by {by}{note}"
+    return Reason(topic="head", choice=choice, why=why + experts)
 
 
 def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
     """Return the reason for the number of data workers."""
+    number, why = 0, f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
     if recipe.data.streaming:
-        return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
-    if generates(recipe.method):
-        return Reason(topic="workers", choice="none", why="prompts alone are loaded; answers are generated")
-    why = f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
-    if speed is None or speed.fed_tokens_per_second is None:
-        return Reason(topic="workers", choice="none", why=f"{why}; how many a device computes is not known")
-    number = speed.num_workers
-    why += f", a device computes at most {float(f'{speed.fed_tokens_per_second:.3g}'):,.0f}"
-    if number < workers_for(speed.fed_tokens_per_second):
-        why += "; there are cores for no more"
+        why = "one process reads a stream, in its order"
+    elif generates(recipe.method):
+        why = "prompts alone are loaded; answers are generated"
+    elif speed is None or speed.fed_tokens_per_second is None:
+        why += "; how many a device computes is not known"
+    else:
+        number = speed.num_workers
+        why += f", a device computes at most {float(f'{speed.fed_tokens_per_second:.3g}'):,.0f}"
+        why += "; there are cores for no more" if number < workers_for(speed.fed_tokens_per_second) else ""
     return Reason(topic="workers", choice=f"{number} beside each device" if number else "none", why=why)
 
 
@@ -154,16 +131,12 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 def optimizer_reason(recipe: Recipe) -> Reason:
     """Return the reason for the optimizer."""
-    reason = "as in the recipe"
+    reason, choice = "as in the recipe", f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}"
     if recipe.train.learning_rate is None:
         source = recipe.method.spec.learning_rate.source
         times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
-    return Reason(
-        topic="optimizer",
-        choice=f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}",
-        why=f"{reason}; {recipe.train.lr_scheduler_type} schedule",
-    )
+    return Reason(topic="optimizer", choice=choice, why=f"{reason}; {recipe.train.lr_scheduler_type} schedule")
 
 
 def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
@@ -178,26 +151,17 @@ def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
         yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
 
 
-def model_reason(model: ModelFacts) -> Reason:
-    """Return the reason about the model."""
+def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reasons about the model, what training starts from, and code besides that of the libraries."""
     shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
-    return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
-
-
-def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
-    """Yield the reasons about the run or adapter that training starts from."""
+    yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
-
-
-def code_reasons(recipe: Recipe) -> Iterator[Reason]:
-    """Yield the reason about code that runs besides that of the libraries."""
-    model = recipe.model
-    if model.trust_remote_code:
-        at = f"at commit {model.revision}" if model.revision else "as it is when the run is made"
+    if recipe.model.trust_remote_code:
+        at = f"at commit {recipe.model.revision}" if recipe.model.revision else "as it is when the run is made"
         yield Reason(topic="code", choice=f"what comes with the model, {at}", why="model.trust_remote_code is true")
 
 
@@ -237,22 +201,17 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
     return model.router_aux_loss_coef if coefficient is None else coefficient
 
 
-def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
-    """Yield the reasons for the method, if it is not supervised fine-tuning."""
-    words = method_words(recipe.method, recipe.adapter, origin)
-    if words is not None:
-        choice, why = words
-        yield Reason(topic="method", choice=choice, why=why)
-
-
-def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
-    """Yield the reasons for the reference model, and its cost.
+def method_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
+    """Yield the reasons for the method, if it is not supervised fine-tuning, and for its reference with its cost.
 
     Args:
         recipe: The recipe.
         origin: Where training starts.
-        kept_bytes: What each device keeps of it.
+        kept_bytes: What each device keeps of the reference.
     """
+    words = method_words(recipe.method, recipe.adapter, origin)
+    if words is not None:
+        yield Reason(topic="method", choice=words[0], why=words[1])
     reference = reference_of(recipe.method, recipe.adapter, origin)
     match reference:
         case "without adapter":
@@ -342,21 +301,15 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length
-    counts = (
-        (data.num_truncated, f"cut to {cut}"),
-        (data.num_split, f"split at {cut}"),
-        (data.num_dropped, "left out"),
-    )
-    for number, what in counts:
-        if number:
-            why += f"; {number:,} {what}"
+    counts = {f"cut to {cut}": data.num_truncated, f"split at {cut}": data.num_split, "left out": data.num_dropped}
+    why += "".join(f"; {number:,} {what}" for what, number in counts.items() if number)
     if data.truncated_share > MUCH_TRUNCATED:
         why += f": {data.truncated_share:.0%} of all rows lose their end; raise data.max_length or shorten them"
-    packed = "packed sequences" if recipe.data.packing else "rows"
+    rows = "rows"
     if recipe.data.packing:
-        filled = (data.num_train_tokens or 0) / (data.num_train * cut)
+        rows, filled = "packed sequences", (data.num_train_tokens or 0) / (data.num_train * cut)
         why += f"; packing fills {filled:.1%} of the places"
-    return Reason(topic="data", choice=f"{data.num_train:,} {packed}", why=why)
+    return Reason(topic="data", choice=f"{data.num_train:,} {rows}", why=why)
 
 
 def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
@@ -371,14 +324,11 @@ def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
     section = recipe.data
     weights = [source.weight for source in section.sources]
-    if weights[0] is None:
-        why = "every row of each is used once"
-    else:
-        spoken = " : ".join(f"{weight:g}" for weight in weights)
-        ends = (
-            "no row is used twice" if section.stopping_strategy == "first_exhausted" else "small sources are repeated"
-        )
-        why = f"weights {spoken} by {section.weight_by}; {ends}"
+    why = "every row of each is used once"
+    if weights[0] is not None:
+        is_first = section.stopping_strategy == "first_exhausted"
+        why = f"weights {' : '.join(f'{weight:g}' for weight in weights)} by {section.weight_by}; "
+        why += "no row is used twice" if is_first else "small sources are repeated"
     rows = ", ".join(f"{source.num_rows:,}" for source in data.sources)
     yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
 
@@ -395,21 +345,20 @@ def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
 
 def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
     """Return the reason for the number of steps."""
+    train, batch, trains_on = recipe.train, recipe.train.global_batch_size, recipe.method.spec.trains_on
     if schedule is None:
         why = f"{data.num_train:,} rows are to be packed first"
         return Reason(topic="steps", choice="known after tokenising", why=why)
-    if recipe.train.max_steps is not None:
-        why = "as in the recipe"
-        if schedule.steps_per_epoch is not None:
-            why += f"; {recipe.train.max_steps / schedule.steps_per_epoch:.3g} epochs"
-    else:
-        batch = recipe.train.global_batch_size
-        epochs = recipe.train.num_epochs or 1
+    if train.max_steps is None:
         answers = f" x {recipe.method.num_generations} answers" if is_rewarded(recipe.method) else ""
-        why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
-    missing = -data.num_train % recipe.train.global_batch_size
-    if recipe.method.spec.trains_on in ("pairs", "answers") and missing:
-        why += f"; {missing} {recipe.method.spec.trains_on} of its beginning fill the last step of an epoch"
+        why = f"{train.num_epochs or 1:g} x {data.num_train:,}{answers} / {batch} a step"
+    elif schedule.steps_per_epoch is None:
+        why = "as in the recipe"
+    else:
+        why = f"as in the recipe; {train.max_steps / schedule.steps_per_epoch:.3g} epochs"
+    missing = -data.num_train % batch
+    if trains_on in ("pairs", "answers") and missing:
+        why += f"; {missing} {trains_on} of its beginning fill the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
@@ -421,10 +370,8 @@ def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> 
         why = "operations are counted for decoders with attention in every layer"
         return Reason(topic="speed", choice="not predicted", why=why)
     at_most = not data.has_lengths and not section.packing
-    why = speed.basis
-    if at_most and speed.seconds is not None:
-        why += f"; every row taken as {section.max_length} tokens"
-    return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
+    rows = f"; every row taken as {section.max_length} tokens" if at_most and speed.seconds is not None else ""
+    return Reason(topic="speed", choice=speed.words(at_most=at_most), why=f"{speed.basis}{rows}")
 
 
 def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
@@ -443,29 +390,24 @@ def saving_reasons(
         yield Reason(topic="checkpoints", choice="none", why=layout.why_not_resumed)
     else:
         yield _checkpoints_reason(layout, schedule, saving)
-    yield _disk_reason(recipe, layout, saving, hardware.disk_free_bytes)
+    free = "" if hardware.disk_free_bytes is None else f"; {gib(hardware.disk_free_bytes)} free"
+    choice = f"{gib(saving.run_bytes or 0)} at most"
+    yield Reason(topic="disk space", choice=choice, why=_words(recipe, layout, saving) + free)
 
 
 def _checkpoints_reason(layout: Layout, schedule: Schedule | None, saving: Saving) -> Reason:
     size = saving.checkpoint_bytes or 0
     often = "" if schedule is None else f"every {schedule.save_steps:,} steps, "
-    if saving.in_background:
+    if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
+        why = "training waits: what is offloaded to a disk is read and written again"
+    elif saving.in_background:
         why = f"written while training goes on; it waits for a copy, {gib(copied_bytes(size, layout))} of main memory"
         why += " in each process"
     elif divides_files(layout):
         why = "training waits: a copy to write from would not fit main memory"
     else:
         why = "training waits: one process writes all of it"
-    if layout.offload_param_device == "nvme" or layout.offload_optimizer_device == "nvme":
-        why = "training waits: what is offloaded to a disk is read and written again"
     return Reason(topic="checkpoints", choice=f"{often}{gib(size)} each", why=why)
-
-
-def _disk_reason(recipe: Recipe, layout: Layout, saving: Saving, free_bytes: int | None) -> Reason:
-    why = _words(recipe, layout, saving)
-    if free_bytes is not None:
-        why += f"; {gib(free_bytes)} free"
-    return Reason(topic="disk space", choice=f"{gib(saving.run_bytes or 0)} at most", why=why)
 
 
 def _words(recipe: Recipe, layout: Layout, saving: Saving) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tunekit.estimates.facts import Facts, Hardware, ModelFacts
 from tunekit.estimates.memory.memory import MemoryEstimate, Part
-from tunekit.planner.decisions.fit import Setting, divisors
+from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.plan import Plan, Reason, gib
 from tunekit.planner.resolve import Smaller, setting_of, what_would_fit
 
@@ -107,19 +107,13 @@ def with_half_the_batch(plan: Plan, model: ModelFacts, teacher: ModelFacts | Non
     size = max(sizes)
     setting = _setting_of(plan, model, plan.memory_limit_bytes, teacher)
     memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=plan.gradient_checkpointing)
-    smaller = plan.model_copy(
-        update={
-            "micro_batch_size": size,
-            "gradient_accumulation_steps": plan.gradient_accumulation_steps * plan.micro_batch_size // size,
-            "memory": memory,
-        }
-    )
+    steps = plan.gradient_accumulation_steps * plan.micro_batch_size // size
+    update = {"micro_batch_size": size, "gradient_accumulation_steps": steps, "memory": memory}
+    smaller = plan.model_copy(update=update)
     why = f"micro-batches of {plan.micro_batch_size} ran out of memory (train.retry_out_of_memory)"
-    reasons = [
-        Reason(topic="batch", choice=smaller.batch_words, why=why) if reason.topic == "batch" else reason
-        for reason in plan.reasons
-    ]
-    return smaller.model_copy(update={"reasons": tuple(reasons)})
+    batch = Reason(topic="batch", choice=smaller.batch_words, why=why)
+    reasons = tuple(batch if reason.topic == "batch" else reason for reason in plan.reasons)
+    return smaller.model_copy(update={"reasons": reasons})
 
 
 def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None) -> Setting:
@@ -127,12 +121,10 @@ def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelF
     if plan.device.kind == "cpu":
         hardware = Hardware(cpu=plan.device)
     else:
-        flash_attn = plan.attn_implementation.startswith("flash_attention")
-        accelerators = (plan.device,) * (plan.layout.num_processes // plan.num_nodes)
         hardware = Hardware(
-            accelerators=accelerators,
+            accelerators=(plan.device,) * (plan.layout.num_processes // plan.num_nodes),
             num_nodes=plan.num_nodes,
-            flash_attn=flash_attn,
+            flash_attn=plan.attn_implementation.startswith("flash_attention"),
             flash_attn_3=plan.flash_attention == "FA3",
             flash_attn_4=plan.flash_attention == "FA4",
         )

@@ -1,0 +1,72 @@
+"""Arguments and options that several commands have, and what they do with them alike."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from tunekit.errors import TunekitError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RecipeArgument = Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")]
+OverridesArgument = Annotated[
+    list[str] | None, Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE")
+]
+RunArgument = Annotated[str, Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
+ModelArgument = Annotated[
+    str, Argument(help="A run's name or folder; or a model's folder or name on the hub.", metavar="RUN|MODEL")
+]
+NodesOption = Annotated[
+    str | None,
+    Option(
+        metavar="HOST,HOST",
+        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+    ),
+]
+CheckpointOption = Annotated[str | None, Option(metavar="STEP", help="The checkpoint of this step, not the result.")]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"], Option(help="Where the model is; auto: a GPU if there is one.")
+]
+TemperatureOption = Annotated[float, Option(help="How freely it answers; 0: always the likeliest token.", min=0)]
+PortOption = Annotated[int, Option(min=0, max=65535, help="The port; 0 takes a free one.")]
+
+
+def print_json(document: Any) -> None:
+    """Print plain data as JSON for other programs."""
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def facts_table(rows: Iterable[tuple[str, object]]) -> "Table":
+    """A table of names with what they stand for."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        table.add_row(name, Text(str(value)))
+    return table
+
+
+def secret_in(file: Path, option: str, what: str) -> str:
+    """The secret that a file holds.
+
+    Args:
+        file: The file.
+        option: The option that names it.
+        what: What it holds: `password`.
+
+    Raises:
+        TunekitError: It cannot be read, or holds none.
+    """
+    hint = f"name a text file that holds nothing but the {what}"
+    try:
+        secret = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TunekitError(f"{option} {file}: it cannot be read: {error}", hint=hint) from error
+    if not secret:
+        raise TunekitError(f"{option} {file}: there is nothing in it", hint=hint)
+    return secret
