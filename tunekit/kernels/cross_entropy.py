@@ -114,8 +114,28 @@ def cross_entropy(
     """
     if not logits.shape[0]:
         return
-    compute = _launch_cross_entropy if uses_triton(logits) else _torch_cross_entropy
-    compute(logits, labels, weights, entropy_weights, rows, shape, gradient=gradient)
+    if not uses_triton(logits):
+        _torch_cross_entropy(logits, labels, weights, entropy_weights, rows, shape, gradient=gradient)
+        return
+    num_rows, num_columns = logits.shape
+    width = 16 // logits.element_size()
+    block = min(_MAX_THREADS * width, max(1024, triton.next_power_of_2(num_columns)))
+    _cross_entropy_kernel[(num_rows,)](
+        *(logits, logits.stride(0), labels, weights, weights if entropy_weights is None else entropy_weights),
+        *(*rows, num_columns, shape.logit_scale, shape.softcap or 1.0, 1 / shape.temperature),
+        *(shape.label_smoothing, shape.z_loss),
+        HAS_SOFTCAP=shape.softcap is not None,
+        HAS_SMOOTHING=shape.label_smoothing != 0,
+        HAS_ENTROPY=len(rows.entropy) > 0,
+        HAS_LOG_SUM_SQ_PROBS=len(rows.log_sum_sq_probs) > 0,
+        HAS_MEAN_LOGITS=len(rows.mean_logits) > 0,
+        HAS_IS_TOP1=len(rows.is_top1) > 0,
+        HAS_GRADIENT=gradient,
+        HAS_ENTROPY_GRADIENT=entropy_weights is not None,
+        LANES=block // width,
+        WIDTH=width,
+        num_warps=block // (32 * width),
+    )
 
 
 @jit
@@ -244,46 +264,6 @@ def _cross_entropy_kernel(
                 gradient *= 1 - t * t
             gradient = tl.where((columns < num_columns) & is_scored, gradient * scale, 0.0)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
-
-
-def _launch_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    entropy_weights: Tensor | None,
-    rows: Rows,
-    shape: Shape,
-    *,
-    gradient: bool,
-) -> None:
-    num_rows, num_columns = logits.shape
-    width = 16 // logits.element_size()
-    block = min(_MAX_THREADS * width, max(1024, triton.next_power_of_2(num_columns)))
-    _cross_entropy_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        labels,
-        weights,
-        weights if entropy_weights is None else entropy_weights,
-        *rows,
-        num_columns,
-        shape.logit_scale,
-        shape.softcap or 1.0,
-        1 / shape.temperature,
-        shape.label_smoothing,
-        shape.z_loss,
-        HAS_SOFTCAP=shape.softcap is not None,
-        HAS_SMOOTHING=shape.label_smoothing != 0,
-        HAS_ENTROPY=len(rows.entropy) > 0,
-        HAS_LOG_SUM_SQ_PROBS=len(rows.log_sum_sq_probs) > 0,
-        HAS_MEAN_LOGITS=len(rows.mean_logits) > 0,
-        HAS_IS_TOP1=len(rows.is_top1) > 0,
-        HAS_GRADIENT=gradient,
-        HAS_ENTROPY_GRADIENT=entropy_weights is not None,
-        LANES=block // width,
-        WIDTH=width,
-        num_warps=block // (32 * width),
-    )
 
 
 def _torch_cross_entropy(
