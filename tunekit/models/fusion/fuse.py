@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tunekit.errors import ModelError
 from tunekit.models.fusion.attention import attention_rule
-from tunekit.models.fusion.gated_forms import gated_rule
-from tunekit.models.fusion.layer_forms import layer_rule
+from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.lora_layers import linear_rule
-from tunekit.models.fusion.norm_forms import norm_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
+from tunekit.probe.model import model_folder
+from tunekit.recipe.sections.model import ModelSection
 
 RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
 """In the order in which they are applied: a layer is fused around a norm that is fused already."""
@@ -107,6 +108,29 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
         if name not in outcomes and _is_of_a_model(module):
             outcomes[name] = _Found(None, "no kernel for what it computes", None)
     return _report(named, outcomes)
+
+
+def coverage(section: ModelSection) -> Report:
+    """Report which modules of a model would be fused, without its weights: it is built on `meta`.
+
+    Raises:
+        ModelError: Its configuration cannot be read, or is not one of a language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(
+            model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"the configuration of {section.path!r} cannot be read: {first_line}",
+            hint="name a folder with a config.json, or a model on the hub",
+        ) from error
+    return fuse(model)
 
 
 @dataclass(frozen=True)
