@@ -150,34 +150,14 @@ def _scored(y, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.conste
 
 @jit
 def _cross_entropy_kernel(
-    logits_ptr,
-    row_stride,
-    labels_ptr,
-    weights_ptr,
-    entropy_weights_ptr,
-    losses_ptr,
-    log_probs_ptr,
-    entropy_ptr,
-    log_sum_sq_probs_ptr,
-    mean_logits_ptr,
-    is_top1_ptr,
-    num_columns,
-    logit_scale,
-    softcap,
-    inverse_temperature,
-    label_smoothing,
-    z_loss,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_LOG_SUM_SQ_PROBS: tl.constexpr,
-    HAS_MEAN_LOGITS: tl.constexpr,
-    HAS_IS_TOP1: tl.constexpr,
-    HAS_GRADIENT: tl.constexpr,
-    HAS_ENTROPY_GRADIENT: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    logits_ptr, row_stride, labels_ptr, weights_ptr, entropy_weights_ptr,
+    losses_ptr, log_probs_ptr, entropy_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
+    num_columns, logit_scale, softcap, inverse_temperature, label_smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_LOG_SUM_SQ_PROBS: tl.constexpr, HAS_MEAN_LOGITS: tl.constexpr,
+    HAS_IS_TOP1: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_ENTROPY_GRADIENT: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     label = tl.load(labels_ptr + row)

@@ -258,19 +258,10 @@ def _glu_forward_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _glu_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    gradient_stride,
-    num_columns,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    dy_stride, gate_stride, up_stride, gradient_stride, num_columns,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of a row."""
     blocks = tl.cdiv(num_columns, BLOCK)
     row = tl.program_id(0) // blocks
@@ -300,31 +291,13 @@ def _low_rank(  # type: ignore[no-untyped-def]
 
 @jit
 def _glu_lora_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    gate_h_ptr,
-    gate_b_ptr,
-    up_h_ptr,
-    up_b_ptr,
-    y_ptr,
-    dup_ptr,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    num_rows,
-    num_columns,
-    gate_scale,
-    up_scale,
-    GATE_RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
-    GATE_PADDED: tl.constexpr,
-    UP_PADDED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, gate_h_ptr, gate_b_ptr, up_h_ptr, up_b_ptr, y_ptr, dup_ptr,
+    dy_stride, gate_stride, up_stride, num_rows, num_columns,
+    gate_scale, up_scale,
+    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, GATE_PADDED: tl.constexpr, UP_PADDED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A tile of y; or of the gradients of gate, in its place, and up. A rank is 0 where there is no low-rank term."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

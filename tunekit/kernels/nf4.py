@@ -140,20 +140,10 @@ def _times_blocks(values: Tensor, factors: Tensor, block_size: int) -> Tensor:
 
 @jit
 def _dequantize_kernel(
-    out,
-    packed,
-    absmax,
-    code,
-    nested_absmax,
-    nested_code,
-    nested_offset,
-    num_values,
-    num_bytes,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    NESTED: tl.constexpr,
-    NESTED_BLOCK_SIZE: tl.constexpr,
-):
+    out, packed, absmax, code, nested_absmax, nested_code, nested_offset, num_values, num_bytes,
+    BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    NESTED: tl.constexpr, NESTED_BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """A program writes NUM_BLOCKS blocks: their factors once a block, their indices two a byte."""
     block = tl.program_id(0).to(tl.int64) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
     exists = block * BLOCK_SIZE < num_values

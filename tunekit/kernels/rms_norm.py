@@ -190,24 +190,11 @@ def _fits(total: Tensor, learns: bool) -> bool:
 
 @jit
 def _rms_norm_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    total_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    num_rows,
-    num_columns,
-    eps,
-    offset,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr,
+    x_stride, residual_stride, num_rows, num_columns, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Norms of ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -234,26 +221,11 @@ def _rms_norm_forward_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr,
-    dtotal_ptr,
-    total_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dy_stride,
-    dtotal_stride,
-    total_stride,
-    num_rows,
-    num_columns,
-    offset,
-    HAS_TOTAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    WANTS_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, dtotal_ptr, total_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr,
+    dy_stride, dtotal_stride, total_stride, num_rows, num_columns, offset,
+    HAS_TOTAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Gradients of every num_programs-th group of ROWS rows, and their share of the weight's, one row per program."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)

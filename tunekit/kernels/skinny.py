@@ -104,22 +104,11 @@ def _launch_dual_skinny(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple
 
 @jit
 def _dual_skinny_kernel(
-    p_parts,
-    db_parts,
-    dy,
-    b,
-    h,
-    num_tokens,
-    num_outputs,
-    dy_stride,
-    blocks_a_program,
-    RANK: tl.constexpr,
-    H_STRIDE: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_OUTPUTS: tl.constexpr,
+    p_parts, db_parts, dy, b, h, num_tokens, num_outputs, dy_stride, blocks_a_program,
+    RANK: tl.constexpr, H_STRIDE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """A program goes through some blocks of rows of its columns."""
     column, chunk = tl.program_id(0), tl.program_id(1)
     output = column * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -155,21 +144,10 @@ def _dual_skinny_kernel(
 
 @jit
 def _sum_parts_kernel(
-    p,
-    db,
-    p_parts,
-    db_parts,
-    num_p_parts,
-    num_db_parts,
-    p_size,
-    db_size,
-    p_programs,
-    scale,
-    RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
+    p, db, p_parts, db_parts, num_p_parts, num_db_parts,
+    p_size, db_size, p_programs, scale,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
     """The first programs sum parts of p, the others parts of db; columns beyond the rank are left out."""
     program = tl.program_id(0)
     if program < p_programs:
