@@ -147,11 +147,12 @@ class _PackedGlu(torch.autograd.Function):
 
 @torch.library.custom_op("tunekit::glu", mutates_args=())
 def _glu(gate: Tensor, up: Tensor, lows: Sequence[Tensor | None], scales: Sequence[float], activation: str) -> Tensor:
+    gate_low, up_low = _terms(lows, scales)
     if uses_triton(gate):
         y = gate.new_empty(gate.shape)
-        _launch(None, gate, up, _terms(lows, scales), activation, y, y)
+        _launch(None, gate, up, (gate_low, up_low), activation, y, y)
         return y
-    g, u = _sums(gate, up, lows, scales)
+    g, u = _added(gate.float(), gate_low), _added(up.float(), up_low)
     return (_activated(g, activation) * u).to(gate.dtype).contiguous()
 
 
@@ -166,11 +167,8 @@ def _glu_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    if uses_triton(gate):
-        _launch(dy, gate, up, _terms(lows, scales), activation, dgate, dup)
-        return dgate, dup
-    g, u = _sums(gate, up, lows, scales)
-    return dgate.copy_(_derivative(dy.float() * u, g, activation)), dup.copy_(dy.float() * _activated(g, activation))
+    _write_gradients(dy, gate, up, _terms(lows, scales), activation, dgate, dup)
+    return dgate, dup
 
 
 @_glu_backward.register_fake
@@ -183,11 +181,7 @@ def _glu_packed_backward(dy: Tensor, gate_up: Tensor, activation: str) -> Tensor
     """The gradient of both in one tensor."""
     gradient = gate_up.new_empty(gate_up.shape)
     (gate, up), (dgate, dup) = gate_up.chunk(2, -1), gradient.chunk(2, -1)
-    if uses_triton(gate_up):
-        _launch(dy, gate, up, (None, None), activation, dgate, dup)
-    else:
-        dgate.copy_(_derivative(dy.float() * up.float(), gate.float(), activation))
-        dup.copy_(dy.float() * _activated(gate.float(), activation))
+    _write_gradients(dy, gate, up, (None, None), activation, dgate, dup)
     return gradient
 
 
@@ -202,10 +196,15 @@ def _terms(lows: Sequence[Tensor | None], scales: Sequence[float]) -> tuple[Low 
     return tuple(None if h is None or b is None else (h, b, scale) for h, b, scale in pairs) or (None, None)
 
 
-def _sums(gate: Tensor, up: Tensor, lows: Sequence[Tensor | None], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Gate and up with their low-rank terms, in float32."""
-    gate_low, up_low = _terms(lows, scales)
-    return _added(gate.float(), gate_low), _added(up.float(), up_low)
+def _write_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, lows: Sequence[Low | None], activation: str, dgate: Tensor, dup: Tensor
+) -> None:
+    if uses_triton(gate):
+        _launch(dy, gate, up, lows, activation, dgate, dup)
+        return
+    g, u = _added(gate.float(), lows[0]), _added(up.float(), lows[1])
+    dgate.copy_(_derivative(dy.float() * u, g, activation))
+    dup.copy_(dy.float() * _activated(g, activation))
 
 
 def _derivative(dy: Tensor, x: Tensor, activation: str) -> Tensor:

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tunekit.kernels.chunks import BUDGET_BYTES, chunk_rows
-from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Rows, Shape, cross_entropy, new_logits, new_rows
+from tunekit.kernels.backend import uses_triton
+from tunekit.kernels.chunks import BUDGET_BYTES, chunk_rows, row_columns
+from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Rows, Shape, launch_cross_entropy
 
 PLAIN = Shape()
 """Of a loss that is the cross-entropy itself."""
@@ -158,6 +159,108 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
+def new_rows(num_rows: int, wanted: Sequence[bool], like: Tensor) -> Rows:
+    """Room for the numbers of tokens on the device of a tensor, and those of `STATISTICS` that are wanted."""
+    types = [torch.float32] * (len(STATISTICS) + 1) + [torch.bool]
+    return Rows(
+        *(
+            like.new_empty(num_rows if is_wanted else 0, dtype=dtype)
+            for dtype, is_wanted in zip(types, (True, True, *wanted), strict=True)
+        )
+    )
+
+
+def new_logits(num_rows: int, num_columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for logits, `(num_rows, num_columns)`; behind each row there is some more, which is zero.
+
+    On processors with AMX, torch's product of bfloat16 takes columns in blocks: those that the last one lacks it reads
+    from behind the row, and counts on weights of zero to undo them, which they do not with NaN.
+    """
+    room = like.new_empty(num_rows, row_columns(num_columns), dtype=dtype)
+    room[:, num_columns:].zero_()
+    return room[:, :num_columns]
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    entropy_weights: Tensor | None,
+    rows: Rows,
+    shape: Shape,
+    *,
+    gradient: bool,
+) -> None:
+    """Write the numbers of each token, and put the gradient in the place of the logits.
+
+    Args:
+        logits: `(tokens, vocabulary)`, as `new_logits` makes them.
+        labels: `(tokens,)`.
+        weights: Of each token's loss, `(tokens,)`, in float32.
+        entropy_weights: Of each token's entropy, for its gradient; then `rows` has the entropy.
+        rows: Where the numbers go.
+        shape: What makes a loss of logits.
+        gradient: Whether the gradient is wanted. Otherwise the logits stay, or are undefined.
+    """
+    if len(logits):
+        compute = launch_cross_entropy if uses_triton(logits) else _torch_cross_entropy
+        compute(logits, labels, weights, entropy_weights, rows, shape, gradient=gradient)
+
+
+def _torch_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    entropy_weights: Tensor | None,
+    rows: Rows,
+    shape: Shape,
+    *,
+    gradient: bool,
+) -> None:
+    """The same in torch, with two tensors of the size of float32 logits at most, and one more of other types."""
+    is_scored = labels >= 0
+    target = labels.clamp(min=0)[:, None]
+    z = logits.float()
+    if shape.logit_scale != 1:
+        z = z * shape.logit_scale
+    if shape.softcap is not None:
+        z = shape.softcap * torch.tanh(z / shape.softcap)
+    if shape.temperature != 1:
+        z = z / shape.temperature
+    lse = torch.logsumexp(z, -1)
+    log_probs = z.gather(-1, target).squeeze(-1) - lse
+    rows.log_probs.copy_(log_probs.where(is_scored, 0))
+    weights = weights.where(is_scored, 0)
+    losses = -(1 - shape.label_smoothing) * log_probs + shape.z_loss * lse * lse
+    if shape.label_smoothing:
+        losses = losses + shape.label_smoothing * (lse - z.mean(-1))
+    rows.losses.copy_((losses * weights).where(is_scored, 0))
+    if len(rows.mean_logits):
+        rows.mean_logits.copy_(z.mean(-1).where(is_scored, 0))
+    if len(rows.is_top1):
+        # Of equal ones argmax takes the first.
+        rows.is_top1.copy_((z.argmax(-1) == labels) & is_scored)
+    if not (gradient or len(rows.entropy) or len(rows.log_sum_sq_probs)):
+        return
+    p = (z - lse[:, None]).exp_()
+    if len(rows.entropy):
+        rows.entropy.copy_((lse - torch.linalg.vecdot(p, z)).where(is_scored, 0))
+    if len(rows.log_sum_sq_probs):
+        rows.log_sum_sq_probs.copy_(torch.linalg.vecdot(p, p).log().where(is_scored, 0))
+    if not gradient:
+        return
+    factor = (weights * (1 + 2 * shape.z_loss * lse))[:, None]
+    if entropy_weights is not None:
+        factor = factor - entropy_weights.where(is_scored, 0)[:, None] * (z - (lse - rows.entropy)[:, None])
+    p.mul_(factor)
+    p.scatter_add_(-1, target, (-(1 - shape.label_smoothing) * weights)[:, None])
+    if shape.label_smoothing:
+        p.sub_((weights * shape.label_smoothing / logits.shape[1])[:, None])
+    if shape.softcap is not None:
+        p.mul_(1 - (z * (shape.temperature / shape.softcap)).square_())
+    logits.copy_(p.mul_(shape.logit_scale / shape.temperature))
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
     """Add `a @ b` to a sum of its own type, without rounding the product to theirs; what was there is not, at first."""
     beta = 0 if is_first else 1
@@ -208,7 +311,7 @@ def _linear_cross_entropy(
             labels[start:end],
             weights[start:end],
             None if entropy_weights is None else entropy_weights[start:end],
-            rows.part(start, end),
+            Rows(*(column[start:end] for column in rows)),
             shape_args,
             gradient=any(gradients),
         )

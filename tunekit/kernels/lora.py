@@ -149,17 +149,8 @@ def _unflatten(constants: Sequence[_Constants], tensors: Sequence[Any]) -> list[
             block_size, shape, dtype, nested_block_size, quant_type = constant.nf4
             packed, absmax, code, nested_absmax, nested_code, nested_offset = matrix
             quantized = nf4.Quantized(
-                packed,
-                absmax,
-                code,
-                block_size,
-                shape,
-                dtype,
-                nested_absmax,
-                nested_code,
-                nested_offset,
-                nested_block_size,
-                quant_type,
+                *(packed, absmax, code, block_size, shape, dtype),
+                *(nested_absmax, nested_code, nested_offset, nested_block_size, quant_type),
             )
             layers.append(Linear(quantized, bias, None, low))
     return layers

@@ -48,25 +48,13 @@ MAX_COLUMNS = 16384
 
 @overload
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-    residual: None = None,
+    x: Tensor, weight: Tensor | None, *, eps: float, offset: float = ..., casting: Casting = ..., residual: None = None
 ) -> Tensor: ...
 
 
 @overload
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-    residual: Tensor,
+    x: Tensor, weight: Tensor | None, *, eps: float, offset: float = ..., casting: Casting = ..., residual: Tensor
 ) -> tuple[Tensor, Tensor]: ...
 
 

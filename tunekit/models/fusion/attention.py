@@ -268,11 +268,7 @@ def _heads(module: Any, attention: Attention, hidden_states: Tensor) -> tuple[Te
 
 
 def _rotated(
-    module: Any,
-    attention: Attention,
-    query: Tensor,
-    key: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None,
+    module: Any, attention: Attention, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys with the norms of their heads, rotated."""
     weights: dict[str, Any] = {}

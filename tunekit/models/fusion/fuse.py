@@ -97,8 +97,8 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
     unfuse(model)
     first = next(model.parameters())
     named = dict(model.named_modules())
-    proofs: dict[Hashable, Difference | str] = {}
-    outcomes: dict[str, _Found] = {}
+    proofs: _Proofs = {}
+    outcomes: dict[str, _Outcome] = {}
     for rule in rules:
         for name, module in named.items():
             fusion = rule(module) if name not in outcomes else None
@@ -106,7 +106,7 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
                 outcomes[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
     for name, module in named.items():
         if name not in outcomes and _is_of_a_model(module):
-            outcomes[name] = _Found(None, "no kernel for what it computes", None)
+            outcomes[name] = (None, "no kernel for what it computes", None)
     return _report(named, outcomes)
 
 
@@ -133,38 +133,30 @@ def coverage(section: ModelSection) -> Report:
     return fuse(model)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Outcome for one module."""
-
-    form: str | None
-    reason: str | None
-    difference: float | None
+_Proofs = dict[Hashable, Difference | str]
+_Outcome = tuple[str | None, str | None, float | None]
+"""Form, reason and difference of one module, as a `Line` has them."""
 
 
 def _fuse_one(
-    module: nn.Module,
-    fusion: Fusion | Kept,
-    proofs: dict[Hashable, Difference | str],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> _Found:
+    module: nn.Module, fusion: Fusion | Kept, proofs: _Proofs, device: torch.device, dtype: torch.dtype
+) -> _Outcome:
     """Fuse a module, if that is proved; one proof serves all that compute the same."""
     if isinstance(fusion, Kept):
-        return _Found(None, fusion.reason, None)
+        return None, fusion.reason, None
     obstacle = _obstacle(module)
     if obstacle is not None:
-        return _Found(fusion.form, obstacle, None)
+        return fusion.form, obstacle, None
     key = (type(module), fusion.forward, fusion.settings, fusion.sizes)
     if key not in proofs:
         proofs[key] = _try(fusion, device, dtype)
     proof = proofs[key]
     if isinstance(proof, str):
-        return _Found(fusion.form, proof, None)
+        return fusion.form, proof, None
     if not proof.is_rounding:
-        return _Found(fusion.form, proof.words(), proof.share)
+        return fusion.form, proof.words(), proof.share
     replace(module, fusion)
-    return _Found(fusion.form, None, proof.share)
+    return fusion.form, None, proof.share
 
 
 def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference | str:
@@ -194,14 +186,9 @@ def _is_of_a_model(module: nn.Module) -> bool:
     return not own.startswith(library_modules) and not isinstance(module, PreTrainedModel)
 
 
-def _report(named: dict[str, nn.Module], found: dict[str, _Found]) -> Report:
-    groups: dict[tuple[str, _Found], list[str]] = {}
+def _report(named: dict[str, nn.Module], found: dict[str, _Outcome]) -> Report:
+    groups: dict[tuple[str, _Outcome], list[str]] = {}
     for name, module in named.items():
         if name in found:
             groups.setdefault((type(module).__name__, found[name]), []).append(name)
-    return Report(
-        tuple(
-            Line(module, len(names), names[0], outcome.form, outcome.reason, outcome.difference)
-            for (module, outcome), names in groups.items()
-        )
-    )
+    return Report(tuple(Line(module, len(names), names[0], *outcome) for (module, outcome), names in groups.items()))

@@ -159,11 +159,7 @@ def _share(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def prove(
-    trial: MakeTrial,
-    replace: Callable[[nn.Module], None],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    trial: MakeTrial, replace: Callable[[nn.Module], None], *, device: torch.device, dtype: torch.dtype
 ) -> Difference:
     """Compare a module with itself after `replace`; return the worst of the devices and types tried.
 

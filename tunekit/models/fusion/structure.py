@@ -193,15 +193,12 @@ class _Reader:
             case ast.AugAssign(target=target, op=op, value=value):
                 self.assign(target, self.emit(f"in place {_word(op)}({self.value(target)}, {self.value(value)})"))
             case ast.Return(value=value):
-                self.give("None" if value is None else self.value(value))
+                self.returned = "None" if value is None else self.value(value)
+                self.operations.append(f"return {self.returned}")
             case ast.If(test=test, body=body, orelse=orelse):
                 self.branch(test, body, orelse)
             case _:
                 raise Unreadable(f"its forward has a statement that is not read: {type(node).__name__.lower()}")
-
-    def give(self, value: str) -> None:
-        self.operations.append(f"return {value}")
-        self.returned = value
 
     def assign(self, target: ast.expr, value: str) -> None:
         match target:
@@ -382,10 +379,9 @@ class _Reader:
         return name == self.itself and name not in self.names
 
     def is_handed_on(self, keyword: ast.keyword) -> bool:
-        match keyword.value:
-            case ast.Name(id=name) if name == keyword.arg:
-                return self.depth == 0 and name in self.own - {self.first} and name not in self.names
-        return False
+        if self.depth > 0 or not isinstance(keyword.value, ast.Name) or keyword.value.id != keyword.arg:
+            return False
+        return keyword.arg in self.own - {self.first} and keyword.arg not in self.names
 
     def callee(self, node: ast.expr) -> str:
         if isinstance(node, ast.Attribute) and self.held(node) is None:
