@@ -264,14 +264,11 @@ def _update_in_torch(
     # torch's root of float32 may be one off in the last bit on a CPU, which float64 rounded to it is not.
     root_v = new_v.double().sqrt().float() / root + eps
     p.copy_(_rounded(p.float() * decay - new_m / root_v * step_size, p.dtype, for_weights))
-    if m_scale is None or v_scale is None:
-        m.copy_(_rounded(new_m, m.dtype, for_states))
-        v.copy_(_rounded(new_v, v.dtype, for_states))
-    else:
-        for old, new, scale, exponents, signed in (
-            (m, new_m, m_scale, M_EXPONENTS, True),
-            (v, new_v, v_scale, V_EXPONENTS, False),
-        ):
+    of_m, of_v = (m, new_m, m_scale, M_EXPONENTS, True), (v, new_v, v_scale, V_EXPONENTS, False)
+    for old, new, scale, exponents, signed in (of_m, of_v):
+        if scale is None:
+            old.copy_(_rounded(new, old.dtype, for_states))
+        else:
             codes, scales = encoded(new, for_states, exponents, signed=signed)
             old.copy_(codes)
             scale.copy_(scales)

@@ -298,7 +298,7 @@ def _linear_cross_entropy(
     rows, (of_hidden, of_weight, of_bias) = Rows(*results[:-3]), results[-3:]
     per_chunk = chunk_rows(num_rows, num_columns, dtype.itemsize, budget_bytes)
     buffer = new_logits(per_chunk, num_columns, hidden, dtype)
-    weight, shape_args = weight.to(dtype), _shape(shape)
+    weight, shape_args = weight.to(dtype), Shape(shape[0], shape[1] or None, *shape[2:])
     for start in range(0, num_rows, per_chunk):
         end = min(start + per_chunk, num_rows)
         x = hidden.index_select(0, index[start:end]).to(dtype)
@@ -344,11 +344,6 @@ def _room(
         new((len(weight) if of_weight else 0, hidden.shape[1]), dtype=weight_gradient_dtype),
         hidden.new_zeros(len(weight) if of_bias else 0, dtype=torch.float32),
     ]
-
-
-def _shape(numbers: Sequence[float]) -> Shape:
-    logit_scale, softcap, temperature, label_smoothing, z_loss = numbers
-    return Shape(logit_scale, softcap or None, temperature, label_smoothing, z_loss)
 
 
 def _flags(statistics: Sequence[str]) -> list[bool]:
