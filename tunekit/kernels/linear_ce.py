@@ -193,6 +193,8 @@ def cross_entropy(
 ) -> None:
     """Write the numbers of each token, and put the gradient in the place of the logits.
 
+    There are two tensors of the size of float32 logits at most, and one more of other types.
+
     Args:
         logits: `(tokens, vocabulary)`, as `new_logits` makes them.
         labels: `(tokens,)`.
@@ -202,22 +204,6 @@ def cross_entropy(
         shape: What makes a loss of logits.
         gradient: Whether the gradient is wanted. Otherwise the logits stay, or are undefined.
     """
-    if len(logits):
-        compute = launch_cross_entropy if uses_triton(logits) else _torch_cross_entropy
-        compute(logits, labels, weights, entropy_weights, rows, shape, gradient=gradient)
-
-
-def _torch_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    entropy_weights: Tensor | None,
-    rows: Rows,
-    shape: Shape,
-    *,
-    gradient: bool,
-) -> None:
-    """The same in torch, with two tensors of the size of float32 logits at most, and one more of other types."""
     is_scored = labels >= 0
     target = labels.clamp(min=0)[:, None]
     z = logits.float()
@@ -299,6 +285,7 @@ def _linear_cross_entropy(
     per_chunk = chunk_rows(num_rows, num_columns, dtype.itemsize, budget_bytes)
     buffer = new_logits(per_chunk, num_columns, hidden, dtype)
     weight, shape_args = weight.to(dtype), Shape(shape[0], shape[1] or None, *shape[2:])
+    compute = launch_cross_entropy if uses_triton(hidden) else cross_entropy
     for start in range(0, num_rows, per_chunk):
         end = min(start + per_chunk, num_rows)
         x = hidden.index_select(0, index[start:end]).to(dtype)
@@ -306,7 +293,7 @@ def _linear_cross_entropy(
         torch.mm(x, weight.t(), out=logits)
         if bias is not None:
             logits.add_(bias.to(dtype))
-        cross_entropy(
+        compute(
             logits,
             labels[start:end],
             weights[start:end],
