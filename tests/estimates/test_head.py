@@ -31,8 +31,8 @@ def allocated(model, hidden_dtype, weight_dtype, dtype, gradients):
         ):
             tracker.enter("forward")
             module._linear_cross_entropy._init_fn(
-                hidden, weight, None, labels, labels, weights, None, dtype, torch.float32,
-                [True, False, False, True], [1.0, 0.0, 1.0, 0.0, 0.0], [*gradients, False], module.BUDGET_BYTES,
+                hidden, weight, labels, dtype, torch.float32, [True, False, False, True], [*gradients, False],
+                None, labels, weights, None, [1.0, 0.0, 1.0, 0.0, 0.0], module.BUDGET_BYTES,
             )  # fmt: skip
         return tracker.peaks["forward"]
 

@@ -20,8 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import reference_glu, reference_glu_lora
 from tunekit.kernels import glu as module
-from tunekit.kernels.glu import glu, glu_lora, glu_packed, reference_glu, reference_glu_lora
+from tunekit.kernels.glu import glu, glu_lora, glu_packed
 
 UNITS = {torch.float32: 8, torch.bfloat16: 1}
 
@@ -260,7 +261,7 @@ def test_float32_factors_are_cast_and_get_float32_gradients(path):
 def test_operations_are_what_torch_is_told_of_them():
     gate, up, dy = torch.randn(3, 2, 5, 48)
     h, b = torch.randn(10, 8), torch.randn(48, 8)
-    inputs = (gate.transpose(0, 1), up.transpose(0, 1), h, b, None, None, 2.0, 0.0, "silu")
+    inputs = (gate.transpose(0, 1), up.transpose(0, 1), [h, b, None, None], [2.0, 0.0], "silu")
     torch.library.opcheck(module._glu, inputs)
     torch.library.opcheck(module._glu_backward, (dy.transpose(0, 1), *inputs))
     torch.library.opcheck(module._glu_packed_backward, (dy, torch.randn(2, 5, 96), "gelu"))

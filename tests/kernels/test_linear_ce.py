@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import reference_linear_ce
 from tunekit.kernels import linear_ce as module
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
-from tunekit.kernels.linear_ce import linear_ce, linear_logprob, places_of, reference_linear_ce
+from tunekit.kernels.linear_ce import linear_ce, linear_logprob, places_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the largest number of a tensor."""
@@ -272,8 +273,8 @@ def test_the_operation_is_what_it_says_of_itself(trained):
     index = places_of(labels)
     torch.library.opcheck(
         module._linear_cross_entropy,
-        (hidden, weight, bias, labels[index], index, weights[index], None, torch.float32, torch.float32,
-         [True, False, False, True], [1.0, 0.0, 1.0, 0.0, 0.0], [True, trained, trained], 1),
+        (hidden, weight, index, torch.float32, torch.float32, [True, False, False, True], [True, trained, trained],
+         bias, labels[index], weights[index], None, [1.0, 0.0, 1.0, 0.0, 0.0], 1),
     )  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from peft.tuners.lora import Linear4bit as PeftLinear4bit
 from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import reference_lora_linears
 from tunekit.kernels.dropout import dropout_factors
-from tunekit.kernels.lora import Linear, Low, lora_linears, lora_parts, reference_lora_linears
+from tunekit.kernels.lora import Linear, Low, lora_linears, lora_parts
 from tunekit.kernels.nf4 import Quantized
 
 UNITS = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 3}

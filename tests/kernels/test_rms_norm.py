@@ -23,8 +23,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import reference_rms_norm
 from tunekit.kernels import rms_norm as module
-from tunekit.kernels.rms_norm import MAX_COLUMNS, reference_rms_norm, rms_norm
+from tunekit.kernels.rms_norm import MAX_COLUMNS, rms_norm
 
 EPS = 1e-6
 
@@ -95,7 +96,7 @@ def test_results_and_gradients_are_those_of_float64(shape, dtype, casting, path)
 
 def test_few_programs_go_through_many_rows(monkeypatch):
     """Two programs for 5 tiles of rows, of which the last is not full."""
-    monkeypatch.setattr(module, "_num_multiprocessors", lambda x: 1)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda x: 1)
     case = Case((35, 500), torch.float32)
     with interpreted():
         found = case.values(rms_norm)

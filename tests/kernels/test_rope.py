@@ -17,7 +17,8 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.kernels.interpreter import interpreted
-from tunekit.kernels.rope import qk_norm_rope, reference_qk_norm_rope
+from tests.kernels.references import reference_qk_norm_rope
+from tunekit.kernels.rope import qk_norm_rope
 
 EPS = 1e-6
 

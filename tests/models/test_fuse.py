@@ -17,10 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from tests.models.architectures import ARCHITECTURES, make_model, packed_batch, padded_batch
+from tunekit.models.fusion.forms import activation_of, gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.fuse import fuse
-from tunekit.models.fusion.gated_forms import activation_of, gated_rule
-from tunekit.models.fusion.layer_forms import layer_rule
-from tunekit.models.fusion.norm_forms import norm_rule
 from tunekit.models.fusion.proof import Fusion, Kept, is_fused, unfuse
 
 RULES = (norm_rule, gated_rule, layer_rule)

@@ -472,9 +472,9 @@ def coverage(model: str) -> "Report":
         ModelError: Its configuration cannot be read.
     """
     with library_words_to(StringIO()):
-        from tunekit.models.fusion import coverage
+        from tunekit.models.fusion.fuse import coverage
 
-        return coverage.coverage(ModelSection(path=model))
+        return coverage(ModelSection(path=model))
 
 
 def data_report(

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from tunekit.kernels.adamw_kernel import BLOCK, GROUP, TILE, adamw_kernel
 from tunekit.kernels.backend import triton, uses_triton
+from tunekit.kernels.dropout import philox
 
 States = Literal["float32", "bfloat16", "8bit"]
 """Data type of m and v."""
@@ -52,8 +53,6 @@ M_EXPONENTS, V_EXPONENTS = 16, 32
 
 CHUNK = 256 * GROUP
 """Values that are updated at once on a CPU, so that what is computed on the way takes little memory."""
-
-_LOW = 0xFFFFFFFF
 
 
 class AdamW(torch.optim.Optimizer):
@@ -242,7 +241,7 @@ def adamw_step(
         words = _random_words(key, start // GROUP, p[part].numel())
         gradient = g[part].float() if gradient_scale is None else g[part].float() * gradient_scale
         of_part = p[part], gradient, m[part], v[part], m_scales, v_scales, words.to(p.device)
-        _update_in_torch(*of_part, *numbers)
+        _update_in_torch(*of_part, numbers)
 
 
 def _update_in_torch(
@@ -253,15 +252,10 @@ def _update_in_torch(
     m_scale: Tensor | None,
     v_scale: Tensor | None,
     words: Tensor,
-    decay: float,
-    step_size: float,
-    rate1: float,
-    beta2: float,
-    rate2: float,
-    root: float,
-    eps: float,
+    numbers: Sequence[float],
 ) -> None:
     """`adamw_step` in plain torch: the formulas as they stand above."""
+    decay, step_size, rate1, beta2, rate2, root, eps = numbers
     for_weights, for_states = (words & 0xFFFF).int(), (words >> 16).int()
     old_m = m.float() if m_scale is None else decoded(m, m_scale, M_EXPONENTS, signed=True)
     old_v = v.float() if v_scale is None else decoded(v, v_scale, V_EXPONENTS, signed=False)
@@ -270,14 +264,11 @@ def _update_in_torch(
     # torch's root of float32 may be one off in the last bit on a CPU, which float64 rounded to it is not.
     root_v = new_v.double().sqrt().float() / root + eps
     p.copy_(_rounded(p.float() * decay - new_m / root_v * step_size, p.dtype, for_weights))
-    if m_scale is None or v_scale is None:
-        m.copy_(_rounded(new_m, m.dtype, for_states))
-        v.copy_(_rounded(new_v, v.dtype, for_states))
-    else:
-        for old, new, scale, exponents, signed in (
-            (m, new_m, m_scale, M_EXPONENTS, True),
-            (v, new_v, v_scale, V_EXPONENTS, False),
-        ):
+    of_m, of_v = (m, new_m, m_scale, M_EXPONENTS, True), (v, new_v, v_scale, V_EXPONENTS, False)
+    for old, new, scale, exponents, signed in (of_m, of_v):
+        if scale is None:
+            old.copy_(_rounded(new, old.dtype, for_states))
+        else:
             codes, scales = encoded(new, for_states, exponents, signed=signed)
             old.copy_(codes)
             scale.copy_(scales)
@@ -327,11 +318,5 @@ def _random_words(key: int, first_group: int, size: int) -> Tensor:
     """
     num_groups = -(-size // GROUP)
     counter = torch.arange(first_group * TILE, (first_group + num_groups) * TILE)
-    c0, c1, c2, c3 = counter & _LOW, torch.zeros_like(counter), torch.zeros_like(counter), torch.zeros_like(counter)
-    k0, k1 = key & _LOW, key >> 32
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW
-        c2, c3 = (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return torch.stack([word.view(num_groups, TILE) for word in (c0, c1, c2, c3)], dim=1).view(-1)[:size]
+    words = philox([counter, *torch.zeros(3, len(counter), dtype=torch.int64)], torch.tensor(key))
+    return torch.stack([word.view(num_groups, TILE) for word in words], dim=1).view(-1)[:size]

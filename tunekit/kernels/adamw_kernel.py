@@ -51,27 +51,10 @@ def _encoded(x, random, EXPONENTS: tl.constexpr, SIGNED: tl.constexpr):
 
 @jit
 def adamw_kernel(
-    p_ptr,
-    g_ptr,
-    m_ptr,
-    v_ptr,
-    m_scale_ptr,
-    v_scale_ptr,
-    gradient_scale_ptr,
-    size,
-    key,
-    decay,
-    step_size,
-    rate1,
-    beta2,
-    rate2,
-    root,
-    eps,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, gradient_scale_ptr, size, key,
+    decay, step_size, rate1, beta2, rate2, root, eps,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, QUANTISED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """A group of values: their weights, and states in float32, bfloat16 or codes with scales, updated in place."""
     program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

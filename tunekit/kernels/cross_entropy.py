@@ -1,4 +1,4 @@
-"""Cross-entropy over the logits of a chunk of tokens, in place: the pass between the matrix products of `linear_ce`.
+"""The Triton kernel of cross-entropy over the logits of a chunk of tokens, in place, for `linear_ce`.
 
 With logits y of a token (its row of `hidden @ weight.T + bias`), label t, weight w:
 
@@ -26,14 +26,11 @@ put together once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tunekit.kernels.backend import jit, tl, triton, uses_triton
-from tunekit.kernels.chunks import row_columns
+from tunekit.kernels.backend import jit, tl, triton
 
 IGNORED = -100
 """Label of a token that has no loss."""
@@ -64,59 +61,6 @@ class Rows(NamedTuple):
     mean_logits: Tensor
     is_top1: Tensor
 
-    def part(self, start: int, end: int) -> Rows:
-        """Those of some of the tokens."""
-        return Rows(*(column[start:end] for column in self))
-
-
-def new_rows(num_rows: int, wanted: Sequence[bool], like: Tensor) -> Rows:
-    """Room for the numbers of tokens on the device of a tensor, and those of `STATISTICS` that are wanted."""
-    types = [torch.float32] * (len(STATISTICS) + 1) + [torch.bool]
-    return Rows(
-        *(
-            like.new_empty(num_rows if is_wanted else 0, dtype=dtype)
-            for dtype, is_wanted in zip(types, (True, True, *wanted), strict=True)
-        )
-    )
-
-
-def new_logits(num_rows: int, num_columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for logits, `(num_rows, num_columns)`; behind each row there is some more, which is zero.
-
-    On processors with AMX, torch's product of bfloat16 takes columns in blocks: those that the last one lacks it reads
-    from behind the row, and counts on weights of zero to undo them, which they do not with NaN.
-    """
-    room = like.new_empty(num_rows, row_columns(num_columns), dtype=dtype)
-    room[:, num_columns:].zero_()
-    return room[:, :num_columns]
-
-
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    entropy_weights: Tensor | None,
-    rows: Rows,
-    shape: Shape,
-    *,
-    gradient: bool,
-) -> None:
-    """Write the numbers of each token, and put the gradient in the place of the logits.
-
-    Args:
-        logits: `(tokens, vocabulary)`, as `new_logits` makes them.
-        labels: `(tokens,)`.
-        weights: Of each token's loss, `(tokens,)`, in float32.
-        entropy_weights: Of each token's entropy, for its gradient; then `rows` has the entropy.
-        rows: Where the numbers go.
-        shape: What makes a loss of logits.
-        gradient: Whether the gradient is wanted. Otherwise the logits stay, or are undefined.
-    """
-    if not logits.shape[0]:
-        return
-    compute = _launch_cross_entropy if uses_triton(logits) else _torch_cross_entropy
-    compute(logits, labels, weights, entropy_weights, rows, shape, gradient=gradient)
-
 
 @jit
 def _scored(y, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
@@ -130,34 +74,14 @@ def _scored(y, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.conste
 
 @jit
 def _cross_entropy_kernel(
-    logits_ptr,
-    row_stride,
-    labels_ptr,
-    weights_ptr,
-    entropy_weights_ptr,
-    losses_ptr,
-    log_probs_ptr,
-    entropy_ptr,
-    log_sum_sq_probs_ptr,
-    mean_logits_ptr,
-    is_top1_ptr,
-    num_columns,
-    logit_scale,
-    softcap,
-    inverse_temperature,
-    label_smoothing,
-    z_loss,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_LOG_SUM_SQ_PROBS: tl.constexpr,
-    HAS_MEAN_LOGITS: tl.constexpr,
-    HAS_IS_TOP1: tl.constexpr,
-    HAS_GRADIENT: tl.constexpr,
-    HAS_ENTROPY_GRADIENT: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    logits_ptr, row_stride, labels_ptr, weights_ptr, entropy_weights_ptr,
+    losses_ptr, log_probs_ptr, entropy_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
+    num_columns, logit_scale, softcap, inverse_temperature, label_smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_LOG_SUM_SQ_PROBS: tl.constexpr, HAS_MEAN_LOGITS: tl.constexpr,
+    HAS_IS_TOP1: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_ENTROPY_GRADIENT: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     label = tl.load(labels_ptr + row)
@@ -246,7 +170,7 @@ def _cross_entropy_kernel(
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def _launch_cross_entropy(
+def launch_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     weights: Tensor,
@@ -256,22 +180,14 @@ def _launch_cross_entropy(
     *,
     gradient: bool,
 ) -> None:
+    """`linear_ce.cross_entropy` on an accelerator."""
     num_rows, num_columns = logits.shape
     width = 16 // logits.element_size()
     block = min(_MAX_THREADS * width, max(1024, triton.next_power_of_2(num_columns)))
     _cross_entropy_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        labels,
-        weights,
-        weights if entropy_weights is None else entropy_weights,
-        *rows,
-        num_columns,
-        shape.logit_scale,
-        shape.softcap or 1.0,
-        1 / shape.temperature,
-        shape.label_smoothing,
-        shape.z_loss,
+        *(logits, logits.stride(0), labels, weights, weights if entropy_weights is None else entropy_weights),
+        *(*rows, num_columns, shape.logit_scale, shape.softcap or 1.0, 1 / shape.temperature),
+        *(shape.label_smoothing, shape.z_loss),
         HAS_SOFTCAP=shape.softcap is not None,
         HAS_SMOOTHING=shape.label_smoothing != 0,
         HAS_ENTROPY=len(rows.entropy) > 0,
@@ -284,57 +200,3 @@ def _launch_cross_entropy(
         WIDTH=width,
         num_warps=block // (32 * width),
     )
-
-
-def _torch_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    entropy_weights: Tensor | None,
-    rows: Rows,
-    shape: Shape,
-    *,
-    gradient: bool,
-) -> None:
-    """The same in torch, with two tensors of the size of float32 logits at most, and one more of other types."""
-    is_scored = labels >= 0
-    target = labels.clamp(min=0)[:, None]
-    z = logits.float()
-    if shape.logit_scale != 1:
-        z = z * shape.logit_scale
-    if shape.softcap is not None:
-        z = shape.softcap * torch.tanh(z / shape.softcap)
-    if shape.temperature != 1:
-        z = z / shape.temperature
-    lse = torch.logsumexp(z, -1)
-    log_probs = z.gather(-1, target).squeeze(-1) - lse
-    rows.log_probs.copy_(log_probs.where(is_scored, 0))
-    weights = weights.where(is_scored, 0)
-    losses = -(1 - shape.label_smoothing) * log_probs + shape.z_loss * lse * lse
-    if shape.label_smoothing:
-        losses = losses + shape.label_smoothing * (lse - z.mean(-1))
-    rows.losses.copy_((losses * weights).where(is_scored, 0))
-    if len(rows.mean_logits):
-        rows.mean_logits.copy_(z.mean(-1).where(is_scored, 0))
-    if len(rows.is_top1):
-        # Of equal ones argmax takes the first.
-        rows.is_top1.copy_((z.argmax(-1) == labels) & is_scored)
-    if not (gradient or len(rows.entropy) or len(rows.log_sum_sq_probs)):
-        return
-    p = (z - lse[:, None]).exp_()
-    if len(rows.entropy):
-        rows.entropy.copy_((lse - torch.linalg.vecdot(p, z)).where(is_scored, 0))
-    if len(rows.log_sum_sq_probs):
-        rows.log_sum_sq_probs.copy_(torch.linalg.vecdot(p, p).log().where(is_scored, 0))
-    if not gradient:
-        return
-    factor = (weights * (1 + 2 * shape.z_loss * lse))[:, None]
-    if entropy_weights is not None:
-        factor = factor - entropy_weights.where(is_scored, 0)[:, None] * (z - (lse - rows.entropy)[:, None])
-    p.mul_(factor)
-    p.scatter_add_(-1, target, (-(1 - shape.label_smoothing) * weights)[:, None])
-    if shape.label_smoothing:
-        p.sub_((weights * shape.label_smoothing / logits.shape[1])[:, None])
-    if shape.softcap is not None:
-        p.mul_(1 - (z * (shape.temperature / shape.softcap)).square_())
-    logits.copy_(p.mul_(shape.logit_scale / shape.temperature))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tunekit.kernels.backend import jit, tl, triton, uses_triton
 
-__all__ = ["dropout", "dropout_factors"]
+__all__ = ["dropout", "dropout_factors", "philox"]
 
 
 @torch.library.custom_op("tunekit::dropout", mutates_args=())
@@ -58,8 +58,15 @@ def dropout_factors(x: Tensor, seed: Tensor, place: int, probability: float) -> 
     num_columns = x.shape[-1]
     row = torch.arange(x.numel() // max(num_columns, 1), device=x.device)[:, None]
     quarter = torch.arange((num_columns + 3) // 4, device=x.device)[None, :]
-    key = [_word(seed), _word(seed >> 32)]
     counter = [quarter, row, torch.full_like(row, place), torch.zeros_like(row)]
+    words = torch.stack(philox(counter, seed), dim=-1).view(row.shape[0], -1)[:, :num_columns]
+    mask = (words >> 1) >= _threshold(probability)
+    return (mask.to(torch.promote_types(x.dtype, torch.float32)) * (1 / (1 - probability))).view(x.shape)
+
+
+def philox(counter: list[Tensor], seed: Tensor) -> list[Tensor]:
+    """The four words of 32 bits, in int64, that counters of four words give under a key of 64 bits."""
+    key = [_word(seed), _word(seed >> 32)]
     for _ in range(10):
         # Products of two words overflow, and keep their 64 bits.
         product, other = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
@@ -70,9 +77,7 @@ def dropout_factors(x: Tensor, seed: Tensor, place: int, probability: float) -> 
             _word(product),
         ]
         key = [_word(key[0] + 0x9E3779B9), _word(key[1] + 0xBB67AE85)]
-    words = torch.stack(counter, dim=-1).view(row.shape[0], -1)[:, :num_columns]
-    mask = (words >> 1) >= _threshold(probability)
-    return (mask.to(torch.promote_types(x.dtype, torch.float32)) * (1 / (1 - probability))).view(x.shape)
+    return counter
 
 
 def _word(number: Tensor) -> Tensor:

@@ -28,14 +28,14 @@ A program computes a tile: some columns of one row, or, where low-rank terms are
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.backend import jit, tl, triton, uses_triton
+from tunekit.kernels.backend import dense_rows, jit, tl, triton, uses_triton, without_autocast
 from tunekit.kernels.skinny import MAX_RANK, dual_skinny
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -46,7 +46,7 @@ Low = tuple[Tensor, Tensor, float]
 
 def glu(gate: Tensor, up: Tensor, *, activation: Activation) -> Tensor:
     """activation(gate) * up, of tensors of the same shape and type, (..., columns). They may be strided views."""
-    return _Glu.apply(gate, up, activation)  # type: ignore[no-any-return, no-untyped-call]
+    return _Glu.apply(gate, up, activation, ())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def glu_packed(gate_up: Tensor, *, activation: Activation) -> Tensor:
@@ -70,21 +70,9 @@ def glu_lora(gate: Tensor, up: Tensor, gate_low: Low | None, up_low: Low | None,
         return glu(gate, up, activation=activation)
     gate_h, gate_b, gate_scale = gate_low or (None, None, 0.0)
     up_h, up_b, up_scale = up_low or (None, None, 0.0)
-    factors = (gate_h, gate_b, up_h, up_b, float(gate_scale), float(up_scale))
-    return _GluLora.apply(gate, up, *factors, activation)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def reference_glu(gate: Tensor, up: Tensor, *, activation: Activation) -> Tensor:
-    """`glu` as one reads it."""
-    return (_activated(gate.float(), activation) * up.float()).to(gate.dtype)
-
-
-def reference_glu_lora(
-    gate: Tensor, up: Tensor, gate_low: Low | None, up_low: Low | None, *, activation: Activation
-) -> Tensor:
-    """`glu_lora` as one reads it."""
-    g, u = _added(gate.float(), gate_low), _added(up.float(), up_low)
-    return reference_glu(g, u, activation=activation).to(gate.dtype)
+    scales = float(gate_scale), float(up_scale)
+    lows = gate_h, gate_b, up_h, up_b
+    return _Glu.apply(gate, up, activation, scales, *lows)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _without_high_rank(x: Tensor, low: Low | None) -> tuple[Tensor, Low | None]:
@@ -99,14 +87,8 @@ def _added(x: Tensor, low: Low | None) -> Tensor:
     if low is None:
         return x
     h, b, scale = low
-    with _without_autocast(x):
+    with without_autocast(x.device.type):
         return x + (scale * (h.to(x.dtype) @ b.to(x.dtype).T)).view(x.shape)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Products in the types that are given, also in a backward pass that is called under autocast."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
@@ -117,16 +99,33 @@ def _activated(x: Tensor, activation: str) -> Tensor:
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return cast(Tensor, _glu(gate, up, None, None, None, None, 0.0, 0.0, activation))
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, activation: str, scales: tuple[float, ...], *lows: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, *lows)
+        ctx.activation, ctx.scales = activation, scales
+        return cast(Tensor, _glu(gate, up, _cast(lows, gate.dtype), scales, activation))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        dgate, dup = _glu_backward(gradients[0], gate, up, None, None, None, None, 0.0, 0.0, ctx.activation)
-        return dgate, dup, None
+        gate, up, *lows = ctx.saved_tensors
+        factors, needed = _cast(lows, gate.dtype), ctx.needs_input_grad[4:]
+        both = _glu_backward(gradients[0], gate, up, factors, ctx.scales, ctx.activation)
+        of_lows: list[Tensor | None] = [None] * len(lows)
+        for first, dx, scale in zip(range(0, len(lows), 2), both, ctx.scales, strict=False):
+            h, b = factors[first : first + 2]
+            if h is None or b is None or not any(needed[first : first + 2]):
+                continue
+            with without_autocast(dx.device.type):
+                products = dual_skinny(dx.flatten(0, -2), b, h.flatten(0, -2), scale)
+            for place, gradient in enumerate(products, first):
+                if needed[place]:
+                    of_lows[place] = gradient.to(lows[place].dtype).view(lows[place].shape)
+        return (*both, None, None, *of_lows)
+
+
+def _cast(lows: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if x is None else x.to(dtype) for x in lows]
 
 
 class _PackedGlu(torch.autograd.Function):
@@ -135,7 +134,7 @@ class _PackedGlu(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
         gate, up = gate_up.chunk(2, -1)
-        return cast(Tensor, _glu(gate, up, None, None, None, None, 0.0, 0.0, activation))
+        return cast(Tensor, _glu(gate, up, (), (), activation))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -143,122 +142,37 @@ class _PackedGlu(torch.autograd.Function):
         return _glu_packed_backward(gradients[0], gate_up, ctx.activation), None
 
 
-class _GluLora(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor,
-        gate_h: Tensor | None,
-        gate_b: Tensor | None,
-        up_h: Tensor | None,
-        up_b: Tensor | None,
-        gate_scale: float,
-        up_scale: float,
-        activation: str,
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up, gate_h, gate_b, up_h, up_b)
-        ctx.gate_scale, ctx.up_scale, ctx.activation = gate_scale, up_scale, activation
-        factors = [None if x is None else x.to(gate.dtype) for x in (gate_h, gate_b, up_h, up_b)]
-        return cast(Tensor, _glu(gate, up, *factors, gate_scale, up_scale, activation))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, *factors = ctx.saved_tensors
-        gate_h, gate_b, up_h, up_b = [None if x is None else x.to(gate.dtype) for x in factors]
-        dgate, dup = _glu_backward(
-            gradients[0], gate, up, gate_h, gate_b, up_h, up_b, ctx.gate_scale, ctx.up_scale, ctx.activation
-        )
-        needs_grad = ctx.needs_input_grad
-        of_gate = _low_rank_gradients(dgate, gate_h, gate_b, ctx.gate_scale) if any(needs_grad[2:4]) else (None, None)
-        of_up = _low_rank_gradients(dup, up_h, up_b, ctx.up_scale) if any(needs_grad[4:6]) else (None, None)
-        of_factors = [
-            gradient.to(factor.dtype).view(factor.shape) if needs and gradient is not None else None
-            for gradient, factor, needs in zip((*of_gate, *of_up), factors, needs_grad[2:6], strict=True)
-        ]
-        return dgate, dup, *of_factors, None, None, None
-
-
-def _low_rank_gradients(
-    dx: Tensor, h: Tensor | None, b: Tensor | None, scale: float
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of h and b, where there are such."""
-    if h is None or b is None:
-        return None, None
-    with _without_autocast(dx):
-        dh, db = dual_skinny(dx.flatten(0, -2), b, h.flatten(0, -2), scale)
-        return dh, db
+# Operations take the low-rank factors of gate and up as a list, h and b of each, or nothing where neither has any.
 
 
 @torch.library.custom_op("tunekit::glu", mutates_args=())
-def _glu(
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
-) -> Tensor:
+def _glu(gate: Tensor, up: Tensor, lows: Sequence[Tensor | None], scales: Sequence[float], activation: str) -> Tensor:
+    gate_low, up_low = _terms(lows, scales)
     if uses_triton(gate):
-        return _launch_forward(gate, up, gate_h, gate_b, up_h, up_b, gate_scale, up_scale, activation)
-    g, u = _sums(gate, up, gate_h, gate_b, up_h, up_b, gate_scale, up_scale)
+        y = gate.new_empty(gate.shape)
+        _launch(None, gate, up, (gate_low, up_low), activation, y, y)
+        return y
+    g, u = _added(gate.float(), gate_low), _added(up.float(), up_low)
     return (_activated(g, activation) * u).to(gate.dtype).contiguous()
 
 
 @_glu.register_fake
-def _(
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
-) -> Tensor:
+def _(gate: Tensor, *_: object) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("tunekit::glu_backward", mutates_args=())
 def _glu_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
+    dy: Tensor, gate: Tensor, up: Tensor, lows: Sequence[Tensor | None], scales: Sequence[float], activation: str
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    if uses_triton(gate):
-        lows = (gate_h, gate_b, up_h, up_b, gate_scale, up_scale)
-        _launch_backward(dy, gate, up, *lows, activation, dgate, dup)
-        return dgate, dup
-    g, u = _sums(gate, up, gate_h, gate_b, up_h, up_b, gate_scale, up_scale)
-    return dgate.copy_(_derivative(dy.float() * u, g, activation)), dup.copy_(dy.float() * _activated(g, activation))
+    _write_gradients(dy, gate, up, _terms(lows, scales), activation, dgate, dup)
+    return dgate, dup
 
 
 @_glu_backward.register_fake
-def _(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, gate: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
@@ -267,11 +181,7 @@ def _glu_packed_backward(dy: Tensor, gate_up: Tensor, activation: str) -> Tensor
     """The gradient of both in one tensor."""
     gradient = gate_up.new_empty(gate_up.shape)
     (gate, up), (dgate, dup) = gate_up.chunk(2, -1), gradient.chunk(2, -1)
-    if uses_triton(gate_up):
-        _launch_backward(dy, gate, up, None, None, None, None, 0.0, 0.0, activation, dgate, dup)
-    else:
-        dgate.copy_(_derivative(dy.float() * up.float(), gate.float(), activation))
-        dup.copy_(dy.float() * _activated(gate.float(), activation))
+    _write_gradients(dy, gate, up, (None, None), activation, dgate, dup)
     return gradient
 
 
@@ -280,19 +190,21 @@ def _(dy: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
 
-def _sums(
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Gate and up with their low-rank terms, in float32."""
-    g = _added(gate.float(), None if gate_h is None or gate_b is None else (gate_h, gate_b, gate_scale))
-    return g, _added(up.float(), None if up_h is None or up_b is None else (up_h, up_b, up_scale))
+def _terms(lows: Sequence[Tensor | None], scales: Sequence[float]) -> tuple[Low | None, ...]:
+    """The low-rank terms of gate and up that an operation is given."""
+    pairs = zip(lows[::2], lows[1::2], scales, strict=True)
+    return tuple(None if h is None or b is None else (h, b, scale) for h, b, scale in pairs) or (None, None)
+
+
+def _write_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, lows: Sequence[Low | None], activation: str, dgate: Tensor, dup: Tensor
+) -> None:
+    if uses_triton(gate):
+        _launch(dy, gate, up, lows, activation, dgate, dup)
+        return
+    g, u = _added(gate.float(), lows[0]), _added(up.float(), lows[1])
+    dgate.copy_(_derivative(dy.float() * u, g, activation))
+    dup.copy_(dy.float() * _activated(g, activation))
 
 
 def _derivative(dy: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -345,19 +257,10 @@ def _glu_forward_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _glu_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    gradient_stride,
-    num_columns,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    dy_stride, gate_stride, up_stride, gradient_stride, num_columns,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of a row."""
     blocks = tl.cdiv(num_columns, BLOCK)
     row = tl.program_id(0) // blocks
@@ -387,31 +290,13 @@ def _low_rank(  # type: ignore[no-untyped-def]
 
 @jit
 def _glu_lora_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    gate_h_ptr,
-    gate_b_ptr,
-    up_h_ptr,
-    up_b_ptr,
-    y_ptr,
-    dup_ptr,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    num_rows,
-    num_columns,
-    gate_scale,
-    up_scale,
-    GATE_RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
-    GATE_PADDED: tl.constexpr,
-    UP_PADDED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, gate_h_ptr, gate_b_ptr, up_h_ptr, up_b_ptr, y_ptr, dup_ptr,
+    dy_stride, gate_stride, up_stride, num_rows, num_columns,
+    gate_scale, up_scale,
+    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, GATE_PADDED: tl.constexpr, UP_PADDED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A tile of y; or of the gradients of gate, in its place, and up. A rank is 0 where there is no low-rank term."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -434,134 +319,48 @@ def _glu_lora_kernel(  # type: ignore[no-untyped-def]
         tl.store(y_ptr + written, (activated * up).to(y_ptr.dtype.element_ty), mask=here)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """As (rows, columns) with neighbouring columns side by side; a copy only where there is no such view."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _block(num_columns: int) -> tuple[int, int]:
-    """Columns of a program without low-rank terms, and its warps: each thread has 16 of them, two loads of 16 bytes."""
+def _launch(
+    dy: Tensor | None, gate: Tensor, up: Tensor, lows: Sequence[Low | None], activation: str, y: Tensor, dup: Tensor
+) -> None:
+    """Write the product to y; or with dy, gradients of gate and up to y and dup, which have the same strides."""
+    if not gate.numel():
+        return
+    gradient_stride = y.stride(-2) if y.dim() > 1 else y.shape[-1]
+    gate, up, dy = dense_rows(gate), dense_rows(up), None if dy is None else dense_rows(dy)
+    num_rows, num_columns = gate.shape
+    if any(low is not None for low in lows):
+        (gate_h, gate_b, gate_rank), (up_h, up_b, up_rank) = (_factors(low, gate) for low in lows)
+        # Small tiles, of which several are on a multiprocessor; of high ranks squarer ones, which read factors less.
+        rows, columns = (32, 128) if max(gate_rank, up_rank) <= 16 else (64, 64)
+        _glu_lora_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns))](
+            *(gate if dy is None else dy, gate, up, gate_h, gate_b, up_h, up_b, y, dup),
+            *(0 if dy is None else dy.stride(0), gate.stride(0), up.stride(0), num_rows, num_columns),
+            *(0.0 if low is None else low[2] for low in lows),
+            GATE_RANK=gate_rank,
+            UP_RANK=up_rank,
+            GATE_PADDED=max(16, triton.next_power_of_2(gate_rank)),
+            UP_PADDED=max(16, triton.next_power_of_2(up_rank)),
+            ACTIVATION=activation,
+            BACKWARD=dy is not None,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=8,
+        )
+        return
+    # Each thread has 16 columns, two loads of 16 bytes.
     block = min(2048, triton.next_power_of_2(num_columns))
-    return block, max(1, block // 512)
+    num_warps = max(1, block // 512)
+    grid = (num_rows * triton.cdiv(num_columns, block),)
+    strides = gate.stride(0), up.stride(0)
+    if dy is None:
+        _glu_forward_kernel[grid](gate, up, y, *strides, num_columns, activation, block, num_warps=num_warps)
+    else:
+        tensors, dy_stride = (dy, gate, up, y, dup), dy.stride(0)
+        _glu_backward_kernel[grid](
+            *tensors, dy_stride, *strides, gradient_stride, num_columns, activation, block, num_warps=num_warps
+        )
 
 
-def _launch_forward(
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
-) -> Tensor:
-    y = gate.new_empty(gate.shape)
-    if not y.numel():
-        return y
-    if gate_h is not None or up_h is not None:
-        _launch_lora(None, gate, up, gate_h, gate_b, up_h, up_b, gate_scale, up_scale, activation, y, y)
-        return y
-    gate, up = _rows(gate), _rows(up)
-    num_rows, num_columns = gate.shape
-    block, num_warps = _block(num_columns)
-    _glu_forward_kernel[(num_rows * triton.cdiv(num_columns, block),)](
-        gate, up, y, gate.stride(0), up.stride(0), num_columns, activation, block, num_warps=num_warps
-    )
-    return y
-
-
-def _launch_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
-    dgate: Tensor,
-    dup: Tensor,
-) -> None:
-    """Write gradients of gate and up to tensors, which have the same strides."""
-    if not dy.numel():
-        return
-    if gate_h is not None or up_h is not None:
-        _launch_lora(dy, gate, up, gate_h, gate_b, up_h, up_b, gate_scale, up_scale, activation, dgate, dup)
-        return
-    dy, gate, up = _rows(dy), _rows(gate), _rows(up)
-    num_rows, num_columns = gate.shape
-    block, num_warps = _block(num_columns)
-    _glu_backward_kernel[(num_rows * triton.cdiv(num_columns, block),)](
-        dy,
-        gate,
-        up,
-        dgate,
-        dup,
-        dy.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        dgate.stride(-2) if dgate.dim() > 1 else num_columns,
-        num_columns,
-        activation,
-        block,
-        num_warps=num_warps,
-    )
-
-
-def _launch_lora(
-    dy: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    gate_h: Tensor | None,
-    gate_b: Tensor | None,
-    up_h: Tensor | None,
-    up_b: Tensor | None,
-    gate_scale: float,
-    up_scale: float,
-    activation: str,
-    y: Tensor,
-    dup: Tensor,
-) -> None:
-    gate, up, dy = _rows(gate), _rows(up), None if dy is None else _rows(dy)
-    num_rows, num_columns = gate.shape
-    of_gate, of_up = (_factors(gate, gate_h, gate_b), _factors(gate, up_h, up_b))
-    # Small tiles, of which several are on a multiprocessor; of higher ranks squarer ones, which read the factors less.
-    rows, columns = (32, 128) if max(of_gate[2], of_up[2]) <= 16 else (64, 64)
-    _glu_lora_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns))](
-        gate if dy is None else dy,
-        gate,
-        up,
-        of_gate[0],
-        of_gate[1],
-        of_up[0],
-        of_up[1],
-        y,
-        dup,
-        0 if dy is None else dy.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        num_rows,
-        num_columns,
-        gate_scale,
-        up_scale,
-        GATE_RANK=of_gate[2],
-        UP_RANK=of_up[2],
-        GATE_PADDED=max(16, triton.next_power_of_2(of_gate[2])),
-        UP_PADDED=max(16, triton.next_power_of_2(of_up[2])),
-        ACTIVATION=activation,
-        BACKWARD=dy is not None,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=8,
-    )
-
-
-def _factors(none: Tensor, h: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor, int]:
+def _factors(low: Low | None, none: Tensor) -> tuple[Tensor, Tensor, int]:
     """A low-rank term's factors and its rank, which is 0 where there is none."""
-    if h is None or b is None:
-        return none, none, 0
-    return h.contiguous(), b.contiguous(), h.shape[-1]
+    return (none, none, 0) if low is None else (low[0].contiguous(), low[1].contiguous(), low[0].shape[-1])

@@ -31,13 +31,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tunekit.kernels.chunks import BUDGET_BYTES, chunk_rows
-from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape, cross_entropy, new_logits, new_rows
+from tunekit.kernels.backend import uses_triton
+from tunekit.kernels.chunks import BUDGET_BYTES, chunk_rows, row_columns
+from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Rows, Shape, launch_cross_entropy
 
 PLAIN = Shape()
 """Of a loss that is the cross-entropy itself."""
-
-_COLUMNS = ("log_probs", *STATISTICS)
 
 
 class TokenScores(NamedTuple):
@@ -81,20 +80,11 @@ def linear_ce(
         weight_gradient_dtype: Type in which the weight's gradient is summed; None for the compute type.
         budget_bytes: Bytes of a chunk's logits, at most; a chunk has 128 tokens at least.
     """
-    places = places_of(labels) if index is None else index
+    rows, targets, places = _scored(hidden, labels, index)
+    weights = None if token_weights is None else token_weights.reshape(-1).index_select(0, places).float()
+    how = _Settings(labels.numel(), tuple(statistics), shape, weight_gradient_dtype, budget_bytes)
     loss, *columns = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        labels.reshape(-1).index_select(0, places),
-        places,
-        None if token_weights is None else token_weights.reshape(-1).index_select(0, places).float(),
-        labels.numel(),
-        tuple(statistics),
-        shape,
-        weight_gradient_dtype,
-        budget_bytes,
-        torch.is_grad_enabled(),
+        rows, weight, bias, targets, places, weights, how, torch.is_grad_enabled()
     )
     return _token_scores(loss, columns, labels)
 
@@ -127,52 +117,29 @@ def linear_logprob(
         weight_gradient_dtype: See there.
         budget_bytes: See there.
     """
-    places = places_of(labels) if index is None else index
+    shape = shape._replace(label_smoothing=0.0, z_loss=0.0)
+    how = _Settings(labels.numel(), tuple(statistics), shape, weight_gradient_dtype, budget_bytes)
+    rows, targets, places = _scored(hidden, labels, index)
     columns = _LinearLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        labels.reshape(-1).index_select(0, places),
-        places,
-        labels.numel(),
-        tuple(statistics),
-        entropy_gradient,
-        shape._replace(label_smoothing=0.0, z_loss=0.0),
-        weight_gradient_dtype,
-        budget_bytes,
-        torch.is_grad_enabled(),
+        rows, weight, bias, targets, places, entropy_gradient, how, torch.is_grad_enabled()
     )
     return _token_scores(None, columns, labels)
 
 
-def reference_linear_ce(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    shape: Shape = PLAIN,
-) -> TokenScores:
-    """All of both functions with all logits at once, in the type of the arguments, for autograd."""
-    z = torch.nn.functional.linear(hidden, weight, bias) * shape.logit_scale
-    if shape.softcap is not None:
-        z = shape.softcap * torch.tanh(z / shape.softcap)
-    z = z / shape.temperature
-    is_scored = labels != IGNORED
-    lse = z.logsumexp(-1)
-    log_probs = z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) - lse
-    losses = -(1 - shape.label_smoothing) * log_probs + shape.label_smoothing * (lse - z.mean(-1))
-    losses = (losses + shape.z_loss * lse**2) * (1 if token_weights is None else token_weights)
-    log_p = z - lse[..., None]
-    columns = (
-        log_probs,
-        -(log_p.exp() * log_p).sum(-1),
-        (2 * log_p).logsumexp(-1),
-        z.mean(-1),
-        z.argmax(-1) == labels,
-    )
-    return TokenScores(losses.where(is_scored, 0).sum(), *(column.where(is_scored, 0) for column in columns))
+class _Settings(NamedTuple):
+    """Numbers and types of a call, as the functions below take them."""
+
+    num_tokens: int
+    statistics: tuple[str, ...]
+    shape: Shape
+    weight_gradient_dtype: torch.dtype | None
+    budget_bytes: int
+
+
+def _scored(hidden: Tensor, labels: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states as rows, labels of the tokens with a loss, and places of these."""
+    places = places_of(labels) if index is None else index
+    return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).index_select(0, places), places
 
 
 def _token_scores(loss: Tensor | None, columns: Sequence[Tensor | None], labels: Tensor) -> TokenScores:
@@ -192,6 +159,94 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
+def new_rows(num_rows: int, wanted: Sequence[bool], like: Tensor) -> Rows:
+    """Room for the numbers of tokens on the device of a tensor, and those of `STATISTICS` that are wanted."""
+    types = [torch.float32] * (len(STATISTICS) + 1) + [torch.bool]
+    return Rows(
+        *(
+            like.new_empty(num_rows if is_wanted else 0, dtype=dtype)
+            for dtype, is_wanted in zip(types, (True, True, *wanted), strict=True)
+        )
+    )
+
+
+def new_logits(num_rows: int, num_columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for logits, `(num_rows, num_columns)`; behind each row there is some more, which is zero.
+
+    On processors with AMX, torch's product of bfloat16 takes columns in blocks: those that the last one lacks it reads
+    from behind the row, and counts on weights of zero to undo them, which they do not with NaN.
+    """
+    room = like.new_empty(num_rows, row_columns(num_columns), dtype=dtype)
+    room[:, num_columns:].zero_()
+    return room[:, :num_columns]
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    entropy_weights: Tensor | None,
+    rows: Rows,
+    shape: Shape,
+    *,
+    gradient: bool,
+) -> None:
+    """Write the numbers of each token, and put the gradient in the place of the logits.
+
+    There are two tensors of the size of float32 logits at most, and one more of other types.
+
+    Args:
+        logits: `(tokens, vocabulary)`, as `new_logits` makes them.
+        labels: `(tokens,)`.
+        weights: Of each token's loss, `(tokens,)`, in float32.
+        entropy_weights: Of each token's entropy, for its gradient; then `rows` has the entropy.
+        rows: Where the numbers go.
+        shape: What makes a loss of logits.
+        gradient: Whether the gradient is wanted. Otherwise the logits stay, or are undefined.
+    """
+    is_scored = labels >= 0
+    target = labels.clamp(min=0)[:, None]
+    z = logits.float()
+    if shape.logit_scale != 1:
+        z = z * shape.logit_scale
+    if shape.softcap is not None:
+        z = shape.softcap * torch.tanh(z / shape.softcap)
+    if shape.temperature != 1:
+        z = z / shape.temperature
+    lse = torch.logsumexp(z, -1)
+    log_probs = z.gather(-1, target).squeeze(-1) - lse
+    rows.log_probs.copy_(log_probs.where(is_scored, 0))
+    weights = weights.where(is_scored, 0)
+    losses = -(1 - shape.label_smoothing) * log_probs + shape.z_loss * lse * lse
+    if shape.label_smoothing:
+        losses = losses + shape.label_smoothing * (lse - z.mean(-1))
+    rows.losses.copy_((losses * weights).where(is_scored, 0))
+    if len(rows.mean_logits):
+        rows.mean_logits.copy_(z.mean(-1).where(is_scored, 0))
+    if len(rows.is_top1):
+        # Of equal ones argmax takes the first.
+        rows.is_top1.copy_((z.argmax(-1) == labels) & is_scored)
+    if not (gradient or len(rows.entropy) or len(rows.log_sum_sq_probs)):
+        return
+    p = (z - lse[:, None]).exp_()
+    if len(rows.entropy):
+        rows.entropy.copy_((lse - torch.linalg.vecdot(p, z)).where(is_scored, 0))
+    if len(rows.log_sum_sq_probs):
+        rows.log_sum_sq_probs.copy_(torch.linalg.vecdot(p, p).log().where(is_scored, 0))
+    if not gradient:
+        return
+    factor = (weights * (1 + 2 * shape.z_loss * lse))[:, None]
+    if entropy_weights is not None:
+        factor = factor - entropy_weights.where(is_scored, 0)[:, None] * (z - (lse - rows.entropy)[:, None])
+    p.mul_(factor)
+    p.scatter_add_(-1, target, (-(1 - shape.label_smoothing) * weights)[:, None])
+    if shape.label_smoothing:
+        p.sub_((weights * shape.label_smoothing / logits.shape[1])[:, None])
+    if shape.softcap is not None:
+        p.mul_(1 - (z * (shape.temperature / shape.softcap)).square_())
+    logits.copy_(p.mul_(shape.logit_scale / shape.temperature))
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
     """Add `a @ b` to a sum of its own type, without rounding the product to theirs; what was there is not, at first."""
     beta = 0 if is_first else 1
@@ -207,16 +262,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
     index: Tensor,
-    weights: Tensor,
-    entropy_weights: Tensor | None,
     dtype: torch.dtype,
     weight_gradient_dtype: torch.dtype,
     wanted: Sequence[bool],
-    shape: Sequence[float],
     gradients: Sequence[bool],
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor,
+    entropy_weights: Tensor | None,
+    shape: Sequence[float],
     budget_bytes: int,
 ) -> list[Tensor]:
     """Numbers of each token, and gradients of hidden states, weight and bias: `Rows`, then those three.
@@ -225,11 +280,12 @@ def _linear_cross_entropy(
     the tokens at `index`, in whose order results are.
     """
     num_rows, num_columns = len(index), len(weight)
-    rows = new_rows(num_rows, wanted, hidden)
-    of_hidden, of_weight, of_bias = _room(hidden, weight, num_rows, dtype, weight_gradient_dtype, gradients)
+    results: list[Tensor] = _room(hidden, weight, index, dtype, weight_gradient_dtype, wanted, gradients)
+    rows, (of_hidden, of_weight, of_bias) = Rows(*results[:-3]), results[-3:]
     per_chunk = chunk_rows(num_rows, num_columns, dtype.itemsize, budget_bytes)
     buffer = new_logits(per_chunk, num_columns, hidden, dtype)
-    weight, shape_args = weight.to(dtype), _shape(shape)
+    weight, shape_args = weight.to(dtype), Shape(shape[0], shape[1] or None, *shape[2:])
+    compute = launch_cross_entropy if uses_triton(hidden) else cross_entropy
     for start in range(0, num_rows, per_chunk):
         end = min(start + per_chunk, num_rows)
         x = hidden.index_select(0, index[start:end]).to(dtype)
@@ -237,12 +293,12 @@ def _linear_cross_entropy(
         torch.mm(x, weight.t(), out=logits)
         if bias is not None:
             logits.add_(bias.to(dtype))
-        cross_entropy(
+        compute(
             logits,
             labels[start:end],
             weights[start:end],
             None if entropy_weights is None else entropy_weights[start:end],
-            rows.part(start, end),
+            Rows(*(column[start:end] for column in rows)),
             shape_args,
             gradient=any(gradients),
         )
@@ -252,50 +308,29 @@ def _linear_cross_entropy(
             _add_product(of_weight, logits.t(), x, is_first=start == 0)
         if gradients[2]:
             of_bias += logits.sum(0, dtype=torch.float32)
-    return [*rows, of_hidden, of_weight, of_bias]
+    return results
 
 
 @_linear_cross_entropy.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    entropy_weights: Tensor | None,
-    dtype: torch.dtype,
-    weight_gradient_dtype: torch.dtype,
-    wanted: Sequence[bool],
-    shape: Sequence[float],
-    gradients: Sequence[bool],
-    budget_bytes: int,
-) -> list[Tensor]:
-    rows = new_rows(len(index), wanted, hidden)
-    return [*rows, *_room(hidden, weight, len(index), dtype, weight_gradient_dtype, gradients)]
-
-
 def _room(
     hidden: Tensor,
     weight: Tensor,
-    num_rows: int,
+    index: Tensor,
     dtype: torch.dtype,
     weight_gradient_dtype: torch.dtype,
+    wanted: Sequence[bool],
     gradients: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of hidden states, weight and bias; the weight's is zero only if there are no tokens."""
-    of_hidden, of_weight, of_bias = gradients
+    *_: object,
+) -> list[Tensor]:
+    """Room for numbers and gradients; that for the weight's is zero only if there are no tokens."""
+    num_rows, (of_hidden, of_weight, of_bias) = len(index), gradients
     new = hidden.new_empty if num_rows else hidden.new_zeros
-    return (
+    return [
+        *new_rows(num_rows, wanted, hidden),
         hidden.new_empty((num_rows if of_hidden else 0, hidden.shape[1]), dtype=dtype),
         new((len(weight) if of_weight else 0, hidden.shape[1]), dtype=weight_gradient_dtype),
         hidden.new_zeros(len(weight) if of_bias else 0, dtype=torch.float32),
-    )
-
-
-def _shape(numbers: Sequence[float]) -> Shape:
-    logit_scale, softcap, temperature, label_smoothing, z_loss = numbers
-    return Shape(logit_scale, softcap or None, temperature, label_smoothing, z_loss)
+    ]
 
 
 def _flags(statistics: Sequence[str]) -> list[bool]:
@@ -306,11 +341,12 @@ def _numbers(shape: Shape) -> list[float]:
     return [float(number or 0) for number in shape]
 
 
-def _spread(columns: Sequence[Tensor], index: Tensor, num_tokens: int, wanted: Sequence[str]) -> list[Tensor | None]:
-    """Numbers of tokens at their places among all, zero elsewhere."""
+def _spread(columns: Sequence[Tensor], index: Tensor, how: _Settings) -> list[Tensor | None]:
+    """Numbers of tokens at their places among all, zero elsewhere; None for what is not wanted."""
+    wanted = ("log_probs", *how.statistics)
     return [
-        column.new_zeros(num_tokens).index_copy(0, index, column) if name in wanted else None
-        for name, column in zip(_COLUMNS, columns, strict=True)
+        column.new_zeros(how.num_tokens).index_copy(0, index, column) if name in wanted else None
+        for name, column in zip(("log_probs", *STATISTICS), columns, strict=True)
     ]
 
 
@@ -332,23 +368,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         index: Tensor,
         token_weights: Tensor | None,
-        num_tokens: int,
-        statistics: tuple[str, ...],
-        shape: Shape,
-        weight_gradient_dtype: torch.dtype | None,
-        budget_bytes: int,
+        how: _Settings,
         learns: bool,
     ) -> tuple[Tensor | None, ...]:
         dtype = _compute_dtype(hidden)
         weights = hidden.new_ones(len(index), dtype=torch.float32) if token_weights is None else token_weights
+        gradients = [learns and needs for needs in ctx.needs_input_grad[:3]]
         losses, *columns, of_hidden, of_weight, of_bias = _linear_cross_entropy(
-            hidden, weight, bias, labels, index, weights, None, dtype, weight_gradient_dtype or dtype,
-            _flags(statistics), _numbers(shape), [learns and needs for needs in ctx.needs_input_grad[:3]],
-            budget_bytes,
+            hidden, weight, index, dtype, how.weight_gradient_dtype or dtype, _flags(how.statistics), gradients,
+            bias, labels, weights, None, _numbers(how.shape), how.budget_bytes,
         )  # fmt: skip
         ctx.save_for_backward(of_hidden, of_weight, of_bias, index)
         ctx.hidden, ctx.types = hidden.shape, (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        spread = _spread(columns, index, num_tokens, ("log_probs", *statistics))
+        spread = _spread(columns, index, how)
         ctx.mark_non_differentiable(*(column for column in spread if column is not None))
         return losses.sum(), *spread
 
@@ -363,7 +395,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # In place, for it is the largest of all; torch refuses another backward pass that would read it.
             of_weight.mul_(grad).to(weight_dtype) if needs_weight else None,
             (of_bias * grad).to(bias_dtype) if needs_bias else None,
-            *[None] * 9,
+            *[None] * 5,
         )
 
 
@@ -376,33 +408,27 @@ class _LinearLogProb(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         index: Tensor,
-        num_tokens: int,
-        statistics: tuple[str, ...],
         entropy_gradient: bool,
-        shape: Shape,
-        weight_gradient_dtype: torch.dtype | None,
-        budget_bytes: int,
+        how: _Settings,
         learns: bool,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         ctx.recomputes = needs_weight or needs_bias or entropy_gradient
-        ctx.dtype = _compute_dtype(hidden)
+        ctx.dtype, ctx.how = _compute_dtype(hidden), how
         # The loss that is the log-probability itself has a weight of -1.
         weights = hidden.new_full((len(index),), -1.0, dtype=torch.float32)
+        gradients = [learns and needs_hidden and not ctx.recomputes, False, False]
         _, *columns, of_hidden, _, _ = _linear_cross_entropy(
-            hidden, weight, bias, labels, index, weights, None, ctx.dtype, weight_gradient_dtype or ctx.dtype,
-            _flags(statistics), _numbers(shape), [learns and needs_hidden and not ctx.recomputes, False, False],
-            budget_bytes,
+            hidden, weight, index, ctx.dtype, how.weight_gradient_dtype or ctx.dtype, _flags(how.statistics),
+            gradients, bias, labels, weights, None, _numbers(how.shape), how.budget_bytes,
         )  # fmt: skip
         if ctx.recomputes:
             ctx.save_for_backward(hidden, weight, bias, labels, index)
         else:
             ctx.save_for_backward(of_hidden, index)
         ctx.hidden, ctx.hidden_dtype = hidden.shape, hidden.dtype
-        ctx.has_entropy_gradient, ctx.shape, ctx.budget_bytes = entropy_gradient, shape, budget_bytes
-        ctx.weight_gradient_dtype = weight_gradient_dtype or ctx.dtype
-        spread = _spread(columns, index, num_tokens, ("log_probs", *statistics))
+        spread = _spread(columns, index, how)
         with_gradient = 2 if entropy_gradient else 1
         ctx.mark_non_differentiable(*(column for column in spread[with_gradient:] if column is not None))
         return tuple(spread)
@@ -410,7 +436,7 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing = [None] * 9
+        nothing, how = [None] * 5, ctx.how
         if not ctx.recomputes:
             if grad is None:
                 return None, None, None, *nothing
@@ -421,10 +447,11 @@ class _LinearLogProb(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weights = hidden.new_zeros(len(index), dtype=torch.float32) if grad is None else -grad.index_select(0, index)
         of_entropy = None if entropy_grad is None else entropy_grad.index_select(0, index)
+        wanted = _flags(() if of_entropy is None else ("entropy",))
         *_, of_hidden, of_weight, of_bias = _linear_cross_entropy(
-            hidden, weight, bias, labels, index, weights, of_entropy, ctx.dtype, ctx.weight_gradient_dtype,
-            _flags(() if of_entropy is None else ("entropy",)), _numbers(ctx.shape),
-            [needs_hidden, needs_weight, needs_bias], ctx.budget_bytes,
+            hidden, weight, index, ctx.dtype, how.weight_gradient_dtype or ctx.dtype, wanted,
+            [needs_hidden, needs_weight, needs_bias], bias, labels, weights, of_entropy, _numbers(how.shape),
+            how.budget_bytes,
         )  # fmt: skip
         return (
             hidden.new_zeros(hidden.shape).index_copy_(0, index, of_hidden.to(hidden.dtype)) if needs_hidden else None,

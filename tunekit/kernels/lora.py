@@ -27,7 +27,6 @@ Source: LoRA, https://arxiv.org/abs/2106.09685; peft/tuners/lora/layer.py; Philo
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,10 +34,11 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels import nf4
-from tunekit.kernels.dropout import dropout, dropout_factors
+from tunekit.kernels.backend import without_autocast
+from tunekit.kernels.dropout import dropout
 from tunekit.kernels.skinny import dual_skinny
 
-__all__ = ["Linear", "Low", "lora_linears", "lora_parts", "reference_lora_linears"]
+__all__ = ["Linear", "Low", "lora_linears", "lora_parts"]
 
 
 @dataclass(frozen=True)
@@ -110,19 +110,6 @@ def lora_parts(x: Tensor, layers: Sequence[Linear]) -> tuple[tuple[Tensor, Tenso
     return tuple((y, None if layer.low is None else next(lows)) for y, layer in zip(results, layers, strict=False))
 
 
-def reference_lora_linears(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
-    """Reference of `lora_linears` in plain torch."""
-    seed = _draw_seed(x, layers)
-    outputs = []
-    for place, layer in enumerate(layers):
-        y = torch.nn.functional.linear(x, _dense(layer, x.dtype), layer.bias)
-        if (low := layer.low) is not None:
-            dropped = x if seed is None else x * dropout_factors(x, seed, place, low.dropout)
-            y = (y + (dropped.to(low.a.dtype) @ low.a.T) @ low.b.T * low.scale).to(y.dtype)
-        outputs.append(y)
-    return tuple(outputs)
-
-
 class _Constants(NamedTuple):
     """Settings of a layer besides its tensors."""
 
@@ -162,17 +149,8 @@ def _unflatten(constants: Sequence[_Constants], tensors: Sequence[Any]) -> list[
             block_size, shape, dtype, nested_block_size, quant_type = constant.nf4
             packed, absmax, code, nested_absmax, nested_code, nested_offset = matrix
             quantized = nf4.Quantized(
-                packed,
-                absmax,
-                code,
-                block_size,
-                shape,
-                dtype,
-                nested_absmax,
-                nested_code,
-                nested_offset,
-                nested_block_size,
-                quant_type,
+                *(packed, absmax, code, block_size, shape, dtype),
+                *(nested_absmax, nested_code, nested_offset, nested_block_size, quant_type),
             )
             layers.append(Linear(quantized, bias, None, low))
     return layers
@@ -193,7 +171,7 @@ def _lora(x: Tensor, layers: Sequence[Linear], *, apart: bool) -> tuple[Tensor, 
     constants = tuple(constant for constant, _ in flattened)
     tensors = [tensor for _, of_layer in flattened for tensor in of_layer]
     seed = _draw_seed(x, layers)
-    with _without_autocast(device):
+    with without_autocast(device):
         results: tuple[Tensor, ...] = _LoraLinears.apply(  # type: ignore[no-untyped-call]
             x.to(product_dtype), seed, constants, low_dtype, apart, *tensors
         )
@@ -212,11 +190,6 @@ def _draw_seed(x: Tensor, layers: Sequence[Linear]) -> Tensor | None:
     if not any(layer.low is not None and layer.low.dropout for layer in layers):
         return None
     return torch.randint(2**63 - 1, (1,), device=x.device)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context in which products have the types of their operands."""
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -259,7 +232,7 @@ class _LoraLinears(torch.autograd.Function):
         dx: Tensor | None = None
         dhs: list[Tensor | None] = []
         results: list[Tensor | None] = [None] * len(tensors)
-        with _without_autocast(ctx.device):
+        with without_autocast(ctx.device):
             for place, (layer, h) in enumerate(zip(layers, hidden, strict=True)):
                 dy, dh = gradients[place], next(parts) if ctx.apart and h is not None else None
                 if dy is not None:

@@ -81,15 +81,9 @@ def dequantize(matrix: Quantized, dtype: torch.dtype | None = None, *, out: Tens
         raise ValueError(f"the buffer must be contiguous, of {num_values} values, and of the type asked for")
     packed = matrix.packed.reshape(-1)
     _dequantize(
-        out.view(-1),
-        packed if packed.dtype == torch.uint8 else packed.view(torch.uint8),
-        matrix.absmax,
-        matrix.code,
-        matrix.block_size,
-        matrix.nested_absmax,
-        matrix.nested_code,
-        matrix.nested_offset,
-        matrix.nested_block_size,
+        *(out.view(-1), packed if packed.dtype == torch.uint8 else packed.view(torch.uint8)),
+        *(matrix.absmax, matrix.code, matrix.block_size),
+        *(matrix.nested_absmax, matrix.nested_code, matrix.nested_offset, matrix.nested_block_size),
     )
     return out.view(matrix.shape)
 
@@ -108,8 +102,16 @@ def _dequantize(
 ) -> None:
     """Write the values of an NF4 matrix into a flat buffer."""
     if uses_triton(out):
-        _launch_dequantize(
-            out, packed, absmax, code, block_size, nested_absmax, nested_code, nested_offset, nested_block_size
+        num_blocks = max(1, 4096 // block_size)
+        _dequantize_kernel[(triton.cdiv(out.numel(), num_blocks * block_size),)](
+            *(out, packed, absmax, code, nested_absmax, nested_code, nested_offset, out.numel(), packed.numel()),
+            BLOCK_SIZE=block_size,
+            NUM_BLOCKS=num_blocks,
+            NESTED=nested_absmax is not None,
+            NESTED_BLOCK_SIZE=nested_block_size,
+            num_warps=4,
+            # Products and sums are not fused: their intermediate values are rounded too.
+            enable_fp_fusion=False,
         )
         return
     if nested_absmax is not None:
@@ -136,56 +138,12 @@ def _times_blocks(values: Tensor, factors: Tensor, block_size: int) -> Tensor:
     return values
 
 
-def _launch_dequantize(
-    out: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    code: Tensor,
-    block_size: int,
-    nested_absmax: Tensor | None,
-    nested_code: Tensor | None,
-    nested_offset: Tensor | None,
-    nested_block_size: int,
-) -> None:
-    """The kernel over all blocks. Products and sums are not fused: their intermediate values are rounded too."""
-    num_values = out.numel()
-    num_blocks = max(1, 4096 // block_size)
-    grid = (triton.cdiv(num_values, num_blocks * block_size),)
-    _dequantize_kernel[grid](
-        out,
-        packed,
-        absmax,
-        code,
-        nested_absmax,
-        nested_code,
-        nested_offset,
-        num_values,
-        packed.numel(),
-        BLOCK_SIZE=block_size,
-        NUM_BLOCKS=num_blocks,
-        NESTED=nested_absmax is not None,
-        NESTED_BLOCK_SIZE=nested_block_size,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-
-
 @jit
 def _dequantize_kernel(
-    out,
-    packed,
-    absmax,
-    code,
-    nested_absmax,
-    nested_code,
-    nested_offset,
-    num_values,
-    num_bytes,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    NESTED: tl.constexpr,
-    NESTED_BLOCK_SIZE: tl.constexpr,
-):
+    out, packed, absmax, code, nested_absmax, nested_code, nested_offset, num_values, num_bytes,
+    BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    NESTED: tl.constexpr, NESTED_BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """A program writes NUM_BLOCKS blocks: their factors once a block, their indices two a byte."""
     block = tl.program_id(0).to(tl.int64) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
     exists = block * BLOCK_SIZE < num_values

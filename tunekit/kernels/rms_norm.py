@@ -31,7 +31,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from tunekit.kernels.backend import jit, tl, triton, uses_triton
+from tunekit.kernels.backend import dense_rows, jit, num_multiprocessors, tl, triton, uses_triton
 
 Casting = Literal["llama", "gemma", "float32"]
 """Point at which a model rounds.
@@ -48,25 +48,13 @@ MAX_COLUMNS = 16384
 
 @overload
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-    residual: None = None,
+    x: Tensor, weight: Tensor | None, *, eps: float, offset: float = ..., casting: Casting = ..., residual: None = None
 ) -> Tensor: ...
 
 
 @overload
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-    residual: Tensor,
+    x: Tensor, weight: Tensor | None, *, eps: float, offset: float = ..., casting: Casting = ..., residual: Tensor
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -94,27 +82,6 @@ def rms_norm(
     return y if residual is None else (y, total)
 
 
-def reference_rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-    residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`rms_norm` as one reads it."""
-    total = x if residual is None else x + residual
-    n = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + eps)
-    if weight is None:
-        y = n.to(total.dtype)
-    elif casting == "llama":
-        y = (n.to(total.dtype) * (offset + weight.float())).to(torch.promote_types(total.dtype, weight.dtype))
-    else:
-        y = (n * (offset + weight.float())).to(total.dtype)
-    return y if residual is None else (y, total)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -128,11 +95,11 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy, dtotal), (total, weight, rstd), (x_type, residual_type) = gradients, ctx.saved_tensors, ctx.types
-        wants_weight = weight is not None and ctx.needs_input_grad[2]
+        learns = weight is not None and ctx.needs_input_grad[2]
         other = None if residual_type is None else dtotal
-        dx, dweight = _rms_norm_backward(dy, other, total, weight, rstd, ctx.offset, wants_weight)
+        dx, dweight = _rms_norm_backward(dy, other, total, weight, rstd, ctx.offset, learns)
         dresidual = None if residual_type is None else dx.to(residual_type)
-        return dx.to(x_type), dresidual, dweight if wants_weight else None, None, None, None
+        return dx.to(x_type), dresidual, dweight if learns else None, None, None, None
 
 
 @torch.library.custom_op("tunekit::rms_norm", mutates_args=())
@@ -153,17 +120,9 @@ def _rms_norm(
 
 
 @_rms_norm.register_fake
-def _(
+def _outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounds: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, residual, weight, rounds)
-
-
-def _type_of_norm(of_rows: torch.dtype, weight: Tensor | None, rounds: bool) -> torch.dtype:
-    return of_rows if weight is None or not rounds else torch.promote_types(of_rows, weight.dtype)
-
-
-def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor | None, rounds: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the outputs: norm, sum and rstd."""
     of_rows = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = x.new_empty(x.shape, dtype=_type_of_norm(of_rows, weight, rounds))
@@ -171,44 +130,30 @@ def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor | None, rounds: 
     return y, total, x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
+def _type_of_norm(of_rows: torch.dtype, weight: Tensor | None, rounds: bool) -> torch.dtype:
+    return of_rows if weight is None or not rounds else torch.promote_types(of_rows, weight.dtype)
+
+
 @torch.library.custom_op("tunekit::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    wants_weight: bool,
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, learns: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the sum, and of the weight, which is empty where it is not wanted."""
-    if uses_triton(total) and _fits(total, wants_weight):
-        return _launch_backward(dy, dtotal, total, weight, rstd, offset, wants_weight)
-    return _backward_in_torch(dy, dtotal, total, weight, rstd, offset, wants_weight)
+    if uses_triton(total) and _fits(total, learns):
+        return _launch_backward(dy, dtotal, total, weight, rstd, offset, learns)
+    return _backward_in_torch(dy, dtotal, total, weight, rstd, offset, learns)
 
 
 @_rms_norm_backward.register_fake
 def _(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    wants_weight: bool,
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, learns: bool
 ) -> tuple[Tensor, Tensor]:
-    dweight = torch.empty_like(weight) if weight is not None and wants_weight else total.new_empty(0)
+    dweight = torch.empty_like(weight) if weight is not None and learns else total.new_empty(0)
     return total.new_empty(total.shape), dweight
 
 
 def _backward_in_torch(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    wants_weight: bool,
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, learns: bool
 ) -> tuple[Tensor, Tensor]:
     """The same in torch, by the formulas of its derivatives of `mul`, `rsqrt`, `mean` and `pow`, in their order.
 
@@ -221,36 +166,23 @@ def _backward_in_torch(
     dmean = -0.5 * (g * wide).sum(-1, keepdim=True) * r.pow(3) / total.shape[-1]
     dx = g * r if dtotal is None else dtotal + g * r
     dx = (dx + dmean * (2 * wide)).to(total.dtype).contiguous()
-    if weight is None or not wants_weight:
+    if weight is None or not learns:
         return dx, total.new_empty(0)
     return dx, (dy.float() * (wide * r)).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-def _fits(total: Tensor, wants_weight: bool) -> bool:
+def _fits(total: Tensor, learns: bool) -> bool:
     """Return whether registers hold the backward pass: of the widest rows only 16-bit values, and no sums."""
-    return total.shape[-1] <= (8192 if wants_weight or total.element_size() > 2 else MAX_COLUMNS)
+    return total.shape[-1] <= (8192 if learns or total.element_size() > 2 else MAX_COLUMNS)
 
 
 @jit
 def _rms_norm_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    total_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    num_rows,
-    num_columns,
-    eps,
-    offset,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr,
+    x_stride, residual_stride, num_rows, num_columns, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Norms of ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -277,26 +209,11 @@ def _rms_norm_forward_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr,
-    dtotal_ptr,
-    total_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dy_stride,
-    dtotal_stride,
-    total_stride,
-    num_rows,
-    num_columns,
-    offset,
-    HAS_TOTAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    WANTS_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, dtotal_ptr, total_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr,
+    dy_stride, dtotal_stride, total_stride, num_rows, num_columns, offset,
+    HAS_TOTAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Gradients of every num_programs-th group of ROWS rows, and their share of the weight's, one row per program."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -326,34 +243,18 @@ def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(dweight_ptr + program.to(tl.int64) * num_columns + columns, tl.sum(dweight, 0), mask=is_column)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """As (rows, columns) with neighbouring columns side by side; a copy only where there is no such view."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounds: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, total, rstd = _outputs(x, residual, weight, rounds)
-    x, other = _rows(x), None if residual is None else _rows(residual)
+    y, total, rstd = _outputs(x, residual, weight, eps, offset, rounds)
+    x, other = dense_rows(x), None if residual is None else dense_rows(residual)
     num_rows, num_columns = x.shape
     block = triton.next_power_of_2(num_columns)
     rows = max(1, 1024 // block)
     if num_rows:
         _rms_norm_forward_kernel[(triton.cdiv(num_rows, rows),)](
-            x,
-            x if other is None else other,
-            x if weight is None else weight,
-            y,
-            total,
-            rstd,
-            x.stride(0),
-            0 if other is None else other.stride(0),
-            num_rows,
-            num_columns,
-            eps,
-            offset,
+            *(x, x if other is None else other, x if weight is None else weight, y, total, rstd),
+            *(x.stride(0), 0 if other is None else other.stride(0), num_rows, num_columns, eps, offset),
             HAS_RESIDUAL=other is not None,
             HAS_WEIGHT=weight is not None,
             ROUNDS=rounds,
@@ -366,55 +267,33 @@ def _launch_forward(
 
 
 def _launch_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    wants_weight: bool,
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, learns: bool
 ) -> tuple[Tensor, Tensor]:
     dx = total.new_empty(total.shape)
-    dy, total, other = _rows(dy), _rows(total), None if dtotal is None else _rows(dtotal)
+    dy, total, other = dense_rows(dy), dense_rows(total), None if dtotal is None else dense_rows(dtotal)
     num_rows, num_columns = total.shape
     block = triton.next_power_of_2(num_columns)
     rows = max(1, 4096 // block)
     # 8 warps have 128 registers each where two programs share a multiprocessor.
     per_multiprocessor, num_warps = (2, 8) if block <= 4096 else (1, 16)
-    num_programs = min(triton.cdiv(num_rows, rows), per_multiprocessor * _num_multiprocessors(total))
+    num_programs = min(triton.cdiv(num_rows, rows), per_multiprocessor * num_multiprocessors(total))
     # A program's sums are a row here. The sum of those is taken by torch, so that its order does not depend on timing.
-    dweight = total.new_empty((num_programs if wants_weight else 0, num_columns), dtype=torch.float32)
+    dweight = total.new_empty((num_programs if learns else 0, num_columns), dtype=torch.float32)
     # So many groups of rows are on their way as 96 KiB of shared memory hold, which is what sm_89 and sm_120 have.
     loaded_bytes = rows * block * sum(x.element_size() for x in (dy, total, other) if x is not None)
     if num_rows:
         _rms_norm_backward_kernel[(num_programs,)](
-            dy,
-            dy if other is None else other,
-            total,
-            total if weight is None else weight,
-            rstd,
-            dx,
-            dweight,
-            dy.stride(0),
-            0 if other is None else other.stride(0),
-            total.stride(0),
-            num_rows,
-            num_columns,
-            offset,
+            *(dy, dy if other is None else other, total, total if weight is None else weight, rstd, dx, dweight),
+            *(dy.stride(0), 0 if other is None else other.stride(0), total.stride(0), num_rows, num_columns, offset),
             HAS_TOTAL=other is not None,
             HAS_WEIGHT=weight is not None,
-            WANTS_WEIGHT=wants_weight,
+            WANTS_WEIGHT=learns,
             ROWS=rows,
             BLOCK=block,
             # What is prefetched of the widest rows would need registers that they do not leave.
             STAGES=min(3, 1 + 96 * 1024 // loaded_bytes) if block <= 8192 else 1,
             num_warps=num_warps,
         )
-    if weight is None or not wants_weight:
+    if weight is None or not learns:
         return dx, total.new_empty(0)
     return dx, dweight.sum(0).to(weight.dtype)
-
-
-def _num_multiprocessors(x: Tensor) -> int:
-    """Of the device; as many as an H100 has where there is none, but only shapes."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132

@@ -80,26 +80,6 @@ def qk_norm_rope(
     return turned
 
 
-def reference_qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-    offset: float = 0.0,
-    casting: Casting = "llama",
-) -> tuple[Tensor, Tensor]:
-    """`qk_norm_rope` in plain torch."""
-    if q_weight is not None and k_weight is not None:
-        q_normed, _ = _normed(q, q_weight, eps, offset, casting == "llama")
-        k_normed, _ = _normed(k, k_weight, eps, offset, casting == "llama")
-        return _turned(q_normed, cos, sin).to(q.dtype), _turned(k_normed, cos, sin).to(k.dtype)
-    return _turned(q, cos, sin).to(q.dtype), _turned(k, cos, sin).to(k.dtype)
-
-
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +140,7 @@ def _with_dense_rows(x: Tensor) -> Tensor:
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """Queries and keys turned by their angles, or back again."""
     if uses_triton(q):
-        turned_q, turned_k, _, _ = _launch_forward(q, k, cos, sin, None, None, 0.0, 0.0, False, inverse)
+        turned_q, turned_k, _, _ = _launch_forward(q, k, cos, sin, None, inverse)
         return turned_q, turned_k
     sin = -sin if inverse else sin
     return _like(q, _turned(q, cos, sin)), _like(k, _turned(k, cos, sin))
@@ -185,24 +165,14 @@ def _qk_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries and keys, normalised and turned, and what each head of theirs was scaled by: (batch, seq, heads)."""
     if uses_triton(q):
-        return _launch_forward(q, k, cos, sin, q_weight, k_weight, eps, offset, llama, False)
+        return _launch_forward(q, k, cos, sin, _Norms(q_weight, k_weight, eps, offset, llama), False)
     q_normed, q_rstd = _normed(q, q_weight, eps, offset, llama)
     k_normed, k_rstd = _normed(k, k_weight, eps, offset, llama)
     return _like(q, _turned(q_normed, cos, sin)), _like(k, _turned(k_normed, cos, sin)), q_rstd, k_rstd
 
 
 @_qk_norm_rope.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    offset: float,
-    llama: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), _rstd_of(q), _rstd_of(k)
 
 
@@ -224,32 +194,17 @@ def _qk_norm_rope_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries and keys, and where the weights learn, of the weights in float32; else these are empty."""
     if uses_triton(q):
-        return _launch_backward(dq, dk, q, k, cos, sin, q_weight, k_weight, q_rstd, k_rstd, offset, llama, learns)
+        norms = _Norms(q_weight, k_weight, 0.0, offset, llama)
+        return _launch_backward(dq, dk, q, k, cos, sin, norms, q_rstd, k_rstd, learns)
     dq, dq_weight = _normed_backward(_turned(dq, cos, -sin), q, q_weight, q_rstd, offset, llama)
     dk, dk_weight = _normed_backward(_turned(dk, cos, -sin), k, k_weight, k_rstd, offset, llama)
     none = dq_weight.new_empty(0)
-    return (
-        *(_like(q, dq), _like(k, dk)),
-        *((dq_weight, dk_weight) if learns else (none, torch.empty_like(none))),
-    )
+    return _like(q, dq), _like(k, dk), *((dq_weight, dk_weight) if learns else (none, torch.empty_like(none)))
 
 
 @_qk_norm_rope_backward.register_fake
-def _(
-    dq: Tensor,
-    dk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    offset: float,
-    llama: bool,
-    learns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    learns = given[-1]
     size = q.shape[-1] if learns else 0
     weights = (q.new_empty(size, dtype=torch.float32), k.new_empty(size, dtype=torch.float32))
     return torch.empty_like(q), torch.empty_like(k), *weights
@@ -313,21 +268,14 @@ enough programs for any device. It is the same on all, so that gradients are too
 NUM_WARPS = 4
 
 
-class _Blocks(NamedTuple):
-    """Partition of heads into blocks, so that each thread has 8 values of a half, or of the rest: loads of 16 bytes."""
+class _Norms(NamedTuple):
+    """Norms of queries and keys."""
 
-    half: int
-    half_block: int
-    rest_block: int
-    rows: int
-
-    @classmethod
-    def of(cls, head_dim: int, rotary_dim: int) -> _Blocks:
-        half, tail_dim = rotary_dim // 2, head_dim - rotary_dim
-        half_block = triton.next_power_of_2(half)
-        rest_block = triton.next_power_of_2(tail_dim) if tail_dim else 0
-        rows = max(NUM_WARPS * 32 * 8 // max(half_block, rest_block), 1)
-        return cls(half, half_block, rest_block, rows)
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float
+    llama: bool
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -341,67 +289,58 @@ def _angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
 
 
-def _triton_type(*dtypes: torch.dtype) -> Any:
-    """Return the promoted type of the inputs, as Triton names it."""
-    promoted = dtypes[0]
-    for dtype in dtypes[1:]:
-        promoted = torch.promote_types(promoted, dtype)
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[promoted]
+def _triton_type(dtype: torch.dtype) -> Any:
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def _constants(q: Tensor, k: Tensor, cos: Tensor, norms: _Norms | None) -> dict[str, Any]:
+    """Constants of both kernels: sizes, blocks of rows, and the types that values are rounded to.
+
+    Each thread has 8 values of a half, or of the rest: loads of 16 bytes.
+    """
+    half, tail_dim = cos.shape[-1] // 2, q.shape[-1] - cos.shape[-1]
+    half_block = triton.next_power_of_2(half)
+    rest_block = triton.next_power_of_2(tail_dim) if tail_dim else 0
+    constants = {
+        "HEAD_DIM": q.shape[3],
+        "HALF": half,
+        "ROWS": max(NUM_WARPS * 32 * 8 // max(half_block, rest_block), 1),
+        "HALF_BLOCK": half_block,
+        "REST_BLOCK": rest_block,
+        "LLAMA": norms is not None and norms.llama,
+    }
+    for name, x, weight in (("Q", q, norms and norms.q_weight), ("K", k, norms and norms.k_weight)):
+        normed = x.dtype
+        if weight is not None and constants["LLAMA"]:
+            normed = torch.promote_types(x.dtype, weight.dtype)
+        constants[f"{name}_HEADS"] = x.shape[2]
+        constants[f"{name}_NORMED"] = _triton_type(normed)
+        constants[f"{name}_PRODUCT"] = _triton_type(torch.promote_types(normed, cos.dtype))
+    return constants
 
 
 def _launch_forward(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    offset: float,
-    llama: bool,
-    inverse: bool,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: _Norms | None, inverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    norms = q_weight is not None
     turned_q, turned_k = torch.empty_like(q), torch.empty_like(k)
-    q_rstd, k_rstd = (_rstd_of(q), _rstd_of(k)) if norms else (cos, cos)
-    blocks = _Blocks.of(q.shape[-1], cos.shape[-1])
+    q_rstd, k_rstd = (cos, cos) if norms is None else (_rstd_of(q), _rstd_of(k))
+    constants = _constants(q, k, cos, norms)
     num_q_rows, num_k_rows = q.shape[:3].numel(), k.shape[:3].numel()
-    num_q_blocks, num_k_blocks = triton.cdiv(num_q_rows, blocks.rows), triton.cdiv(num_k_rows, blocks.rows)
-    if num_q_blocks + num_k_blocks == 0:
-        return turned_q, turned_k, q_rstd, k_rstd
-    cos, sin, *angle_strides = _angle_strides(cos, sin)
-    q_normed, k_normed = _normed_types(q, k, q_weight, k_weight, llama)
-    forward_kernel[(num_q_blocks + num_k_blocks,)](
-        *(q, k, turned_q, turned_k, cos, sin, q_weight, k_weight, q_rstd, k_rstd),
-        *_strides(q, k, turned_q, turned_k),
-        *angle_strides,
-        *(num_q_blocks, num_q_rows, num_k_rows, q.shape[1], eps, offset),
-        Q_HEADS=q.shape[2],
-        K_HEADS=k.shape[2],
-        HEAD_DIM=q.shape[3],
-        HALF=blocks.half,
-        ROWS=blocks.rows,
-        HALF_BLOCK=blocks.half_block,
-        REST_BLOCK=blocks.rest_block,
-        NORMS=norms,
-        LLAMA=llama,
-        Q_NORMED=_triton_type(q_normed),
-        K_NORMED=_triton_type(k_normed),
-        Q_PRODUCT=_triton_type(q_normed, cos.dtype),
-        K_PRODUCT=_triton_type(k_normed, cos.dtype),
-        INVERSE=inverse,
-        num_warps=NUM_WARPS,
-    )
+    num_q_blocks, num_k_blocks = (triton.cdiv(num_rows, constants["ROWS"]) for num_rows in (num_q_rows, num_k_rows))
+    if num_q_blocks + num_k_blocks:
+        cos, sin, *angle_strides = _angle_strides(cos, sin)
+        q_weight, k_weight, eps, offset, _ = norms or (None, None, 0.0, 0.0, False)
+        forward_kernel[(num_q_blocks + num_k_blocks,)](
+            *(q, k, turned_q, turned_k, cos, sin, q_weight, k_weight, q_rstd, k_rstd),
+            *_strides(q, k, turned_q, turned_k),
+            *angle_strides,
+            *(num_q_blocks, num_q_rows, num_k_rows, q.shape[1], eps, offset),
+            NORMS=norms is not None,
+            INVERSE=inverse,
+            **constants,
+            num_warps=NUM_WARPS,
+        )
     return turned_q, turned_k, q_rstd, k_rstd
-
-
-def _normed_types(
-    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, llama: bool
-) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types that the normalized values are rounded to."""
-    if q_weight is None or k_weight is None or not llama:
-        return q.dtype, k.dtype
-    return torch.promote_types(q.dtype, q_weight.dtype), torch.promote_types(k.dtype, k_weight.dtype)
 
 
 def _launch_backward(
@@ -411,45 +350,32 @@ def _launch_backward(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
+    norms: _Norms,
     q_rstd: Tensor,
     k_rstd: Tensor,
-    offset: float,
-    llama: bool,
     learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    blocks = _Blocks.of(q.shape[-1], cos.shape[-1])
+    constants = _constants(q, k, cos, norms)
     num_blocks = BLOCKS_THAT_LEARN if learns else 1
     num_q_rows, num_k_rows = q.shape[:3].numel(), k.shape[:3].numel()
-    num_q_programs = triton.cdiv(num_q_rows, blocks.rows * num_blocks)
-    num_k_programs = triton.cdiv(num_k_rows, blocks.rows * num_blocks)
+    num_q_programs = triton.cdiv(num_q_rows, constants["ROWS"] * num_blocks)
+    num_k_programs = triton.cdiv(num_k_rows, constants["ROWS"] * num_blocks)
     size = q.shape[-1] if learns else 0
     q_shares = q.new_empty((num_q_programs, size), dtype=torch.float32)
     k_shares = k.new_empty((num_k_programs, size), dtype=torch.float32)
     if num_q_programs + num_k_programs:
         cos, sin, *angle_strides = _angle_strides(cos, sin)
-        q_normed, k_normed = _normed_types(q, k, q_weight, k_weight, llama)
+        tensors = dturned_q, dturned_k, q, k, dq, dk
         backward_kernel[(num_q_programs + num_k_programs,)](
-            *(dturned_q, dturned_k, q, k, dq, dk, cos, sin, q_weight, k_weight, q_rstd, k_rstd, q_shares, k_shares),
-            *_strides(dturned_q, dturned_k, q, k, dq, dk),
+            *tensors,
+            *(cos, sin, norms.q_weight, norms.k_weight, q_rstd, k_rstd, q_shares, k_shares),
+            *_strides(*tensors),
             *angle_strides,
-            *(num_q_programs, num_q_rows, num_k_rows, q.shape[1], offset),
-            Q_HEADS=q.shape[2],
-            K_HEADS=k.shape[2],
-            HEAD_DIM=q.shape[3],
-            HALF=blocks.half,
-            ROWS=blocks.rows,
-            HALF_BLOCK=blocks.half_block,
-            REST_BLOCK=blocks.rest_block,
+            *(num_q_programs, num_q_rows, num_k_rows, q.shape[1], norms.offset),
             BLOCKS=num_blocks,
-            LLAMA=llama,
-            Q_NORMED=_triton_type(q_normed),
-            K_NORMED=_triton_type(k_normed),
-            Q_PRODUCT=_triton_type(q_normed, cos.dtype),
-            K_PRODUCT=_triton_type(k_normed, cos.dtype),
             LEARNS=learns,
+            **constants,
             num_warps=NUM_WARPS,
         )
     return dq, dk, q_shares.sum(0), k_shares.sum(0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tunekit.kernels.backend import jit, tl, triton, uses_triton
+from tunekit.kernels.backend import jit, num_multiprocessors, tl, triton, uses_triton
 
 __all__ = ["MAX_RANK", "dual_skinny"]
 
@@ -53,8 +53,8 @@ def _sum_dtype(dy: Tensor) -> torch.dtype:
     return torch.promote_types(dy.dtype, torch.float32)
 
 
-_BLOCKS = {16: (64, 256, 8, 2), 32: (64, 256, 8, 2), 64: (64, 256, 8, 2)}
-"""By the rank, rounded up: rows and columns of a block of dy, warps, and stages of the loop over rows."""
+_BLOCK_TOKENS, _BLOCK_OUTPUTS = 64, 256
+"""Rows and columns of a block of dy."""
 
 _MIN_BLOCKS = 4
 """Blocks of rows that a program has at least: with fewer, the parts of db would be as large as what is read."""
@@ -69,47 +69,30 @@ def _launch_dual_skinny(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple
     if num_tokens == 0 or num_outputs == 0:
         return p, db.zero_()
     padded = max(16, triton.next_power_of_2(rank))
-    block_tokens, block_outputs, num_warps, num_stages = _BLOCKS[padded]
-    num_columns = triton.cdiv(num_outputs, block_outputs)
-    num_blocks = triton.cdiv(num_tokens, block_tokens)
+    num_columns = triton.cdiv(num_outputs, _BLOCK_OUTPUTS)
+    num_blocks = triton.cdiv(num_tokens, _BLOCK_TOKENS)
     # Two programs fit in a multiprocessor. Twice as many take turns, so that their ends do not coincide.
-    num_programs = 4 * _num_multiprocessors(dy)
+    num_programs = 4 * num_multiprocessors(dy)
     blocks_a_program = max(_MIN_BLOCKS, triton.cdiv(num_blocks, max(1, num_programs // num_columns)))
     num_chunks = triton.cdiv(num_blocks, blocks_a_program)
     p_parts = dy.new_empty(num_columns, num_tokens, padded, dtype=torch.float32)
     db_parts = dy.new_empty(num_chunks, num_outputs, padded, dtype=torch.float32)
     _dual_skinny_kernel[(num_columns, num_chunks)](
-        p_parts,
-        db_parts,
-        dy,
-        b,
-        h,
-        num_tokens,
-        num_outputs,
-        dy.stride(0),
-        blocks_a_program,
+        *(p_parts, db_parts, dy, b, h, num_tokens, num_outputs, dy.stride(0), blocks_a_program),
         RANK=rank,
         H_STRIDE=h.stride(0),
         BLOCK_RANK=padded,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_OUTPUTS=block_outputs,
-        STAGES=num_stages,
-        num_warps=num_warps,
+        BLOCK_TOKENS=_BLOCK_TOKENS,
+        BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
+        STAGES=2,
+        num_warps=8,
     )
     block = 256
     p_programs = triton.cdiv(num_tokens * padded, block)
     grid = (p_programs + triton.cdiv(num_outputs * padded, block),)
     _sum_parts_kernel[grid](
-        p,
-        db,
-        p_parts,
-        db_parts,
-        num_columns,
-        num_chunks,
-        num_tokens * padded,
-        num_outputs * padded,
-        p_programs,
-        scale,
+        *(p, db, p_parts, db_parts, num_columns, num_chunks),
+        *(num_tokens * padded, num_outputs * padded, p_programs, scale),
         RANK=rank,
         BLOCK_RANK=padded,
         BLOCK=block,
@@ -119,29 +102,13 @@ def _launch_dual_skinny(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple
     return p, db
 
 
-def _num_multiprocessors(x: Tensor) -> int:
-    """Of the device that a tensor is on; without one, those of an H100."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
-
-
 @jit
 def _dual_skinny_kernel(
-    p_parts,
-    db_parts,
-    dy,
-    b,
-    h,
-    num_tokens,
-    num_outputs,
-    dy_stride,
-    blocks_a_program,
-    RANK: tl.constexpr,
-    H_STRIDE: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_OUTPUTS: tl.constexpr,
+    p_parts, db_parts, dy, b, h, num_tokens, num_outputs, dy_stride, blocks_a_program,
+    RANK: tl.constexpr, H_STRIDE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """A program goes through some blocks of rows of its columns."""
     column, chunk = tl.program_id(0), tl.program_id(1)
     output = column * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -177,21 +144,10 @@ def _dual_skinny_kernel(
 
 @jit
 def _sum_parts_kernel(
-    p,
-    db,
-    p_parts,
-    db_parts,
-    num_p_parts,
-    num_db_parts,
-    p_size,
-    db_size,
-    p_programs,
-    scale,
-    RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
+    p, db, p_parts, db_parts, num_p_parts, num_db_parts,
+    p_size, db_size, p_programs, scale,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
     """The first programs sum parts of p, the others parts of db; columns beyond the rank are left out."""
     program = tl.program_id(0)
     if program < p_programs:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+    from tunekit.methods.run_trainer import RunTrainer
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -70,15 +72,30 @@ class Parts:
         """
         return self.load_reference() if self.plan.reference == "second model" else None
 
-    def given(self) -> dict[str, Any]:
-        """Arguments of every trainer of TRL's."""
-        return {
-            "model": self.model,
-            "train_dataset": self.train_dataset,
-            "eval_dataset": self.eval_dataset,
-            "processing_class": self.tokenizer,
-            "callbacks": self.callbacks,
-        }
+    def trainer(self, base: type, *, fills_last_step: bool = False, **given: Any) -> "RunTrainer":
+        """A trainer of TRL's with the overrides of a run, and without its own printing of logs.
+
+        Args:
+            base: TRL's class, or one of ours on top of it.
+            fills_last_step: Whether the last step of an epoch is filled with its first rows; see `fill_last_step`.
+            given: Arguments besides those of every trainer.
+        """
+        from transformers import PrinterCallback
+
+        from tunekit.methods.run_trainer import fill_last_step, run_trainer
+
+        trainer: RunTrainer = run_trainer(base)(
+            **given,
+            model=self.model,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            processing_class=self.tokenizer,
+            callbacks=self.callbacks,
+        )
+        if fills_last_step:
+            fill_last_step(trainer, self.train.global_batch_size, shuffle=self.data.shuffle, seed=self.train.seed)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
     def arguments(self, *, mean_over_rows: bool = False) -> dict[str, Any]:
         """Arguments of every config of TRL's: steps, optimizer, precision, logging, saving and how it is spread.

@@ -5,15 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import end_at_stop_texts, generation_arguments
-from tunekit.methods.run_trainer import GroupOrder, run_trainer
+from tunekit.methods.generation import generating_trainer, generation_arguments
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.distillation import DistillationMethod
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from trl import DistillationTrainer
-
-    from tunekit.methods.run_trainer import RunTrainer
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase", path: str) -> None:
@@ -38,7 +35,7 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
         )
 
 
-def compute_under_autocast(trainer: "RunTrainer") -> None:
+def compute_under_autocast(trainer: RunTrainer) -> None:
     """Let a trainer compute its loss in the type of the products.
 
     Accelerate puts autocast around a model's `forward`, and TRL puts its loss in the place of that: all products of
@@ -52,27 +49,25 @@ def compute_under_autocast(trainer: "RunTrainer") -> None:
     trainer.wrap("compute_loss_of_answers", compute_cast)
 
 
-def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":
+def build(method: DistillationMethod, parts: Parts) -> RunTrainer:
     """A trainer over prompts.
 
     Args:
         method: The divergence, and what else goes to DistillationConfig.
         parts: All else. Rows have a column `prompt` of texts or messages.
     """
-    from transformers import PrinterCallback
     from trl import DistillationConfig, DistillationTrainer
 
-    trainer = run_trainer(DistillationTrainer)(
+    trainer = generating_trainer(
+        DistillationTrainer,
+        method,
+        parts,
         teacher_model=parts.load_teacher(method.teacher),
         args=DistillationConfig(
             **parts.arguments(),
             beta=method.beta,
             **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
         ),
-        **parts.given(),
     )
     compute_under_autocast(trainer)
-    GroupOrder(trainer, parts.train.seed)
-    end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
-    trainer.remove_callback(PrinterCallback)
     return trainer

@@ -1,29 +1,24 @@
 """Direct preference optimisation through TRL's DPOTrainer, which tokenises the pairs that tunekit has read."""
 
-from typing import TYPE_CHECKING
-
 from tunekit.methods.arguments import Parts, loading_arguments
-from tunekit.methods.run_trainer import fill_last_step, run_trainer
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.dpo import DPOMethod
 
-if TYPE_CHECKING:
-    from trl import DPOTrainer
 
-
-def build(method: DPOMethod, parts: Parts) -> "DPOTrainer":
+def build(method: DPOMethod, parts: Parts) -> RunTrainer:
     """A trainer over preference pairs.
 
     Args:
         method: The strength of the reference, and what else goes to DPOConfig.
         parts: All else. Rows have columns `prompt`, `chosen` and `rejected`, all texts or all messages.
     """
-    from transformers import PrinterCallback
     from trl import DPOConfig
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.pair_trainers import RememberingDPOTrainer
 
-    trainer = run_trainer(RememberingDPOTrainer)(
+    trainer = parts.trainer(
+        RememberingDPOTrainer,
         ref_model=parts.reference(),
         args=DPOConfig(
             **parts.arguments(mean_over_rows=True),
@@ -36,9 +31,7 @@ def build(method: DPOMethod, parts: Parts) -> "DPOTrainer":
             model_init_kwargs=loading_arguments(parts.plan.base) if method.precompute_ref_log_probs else None,
             **method.trainer_args,
         ),
-        **parts.given(),
+        fills_last_step=True,
     )
-    fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
     replace_heads(trainer, keeps_trls=parts.head == "tiles")
-    trainer.remove_callback(PrinterCallback)
     return trainer

@@ -13,14 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunekit.methods.arguments import Parts, loading_arguments
+from tunekit.methods.run_trainer import GroupOrder, RunTrainer
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from tunekit.methods.run_trainer import RunTrainer
 
 
 def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) -> dict[str, Any]:
@@ -79,6 +78,21 @@ def arguments_in_groups(method: RewardedMethod, parts: Parts) -> dict[str, Any]:
     }
 
 
+def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given: Any) -> RunTrainer:
+    """A trainer of TRL's that learns from the model's own answers.
+
+    Args:
+        base: TRL's class.
+        method: What ends answers.
+        parts: All else. Rows have a column `prompt` of texts or messages.
+        given: Arguments besides those of every trainer.
+    """
+    trainer = parts.trainer(base, **given)
+    GroupOrder(trainer, parts.train.seed)
+    end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
+    return trainer
+
+
 def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:
     """Answers that each process evaluates at once: micro-batches until all processes together have whole groups."""
     size = micro_batch_size
@@ -101,7 +115,7 @@ class Stopped(list[int]):
         return self.end_token if place == -1 else super().__getitem__(place)
 
 
-def end_at_stop_texts(trainer: "RunTrainer", tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
+def end_at_stop_texts(trainer: RunTrainer, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
     """Let a trainer's answers end with their stop texts, and count as finished; without such texts do nothing."""
     if not stop:
         return

@@ -1,41 +1,34 @@
 """Geometric-mean policy optimisation through TRL's GMPOTrainer (experimental)."""
 
-from typing import TYPE_CHECKING
-
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
-from tunekit.methods.run_trainer import GroupOrder, run_trainer
+from tunekit.methods.generation import arguments_in_groups, generating_trainer, generation_arguments
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.gmpo import GMPOMethod
 
-if TYPE_CHECKING:
-    from trl.experimental.gmpo import GMPOTrainer
 
-
-def build(method: GMPOMethod, parts: Parts) -> "GMPOTrainer":
+def build(method: GMPOMethod, parts: Parts) -> RunTrainer:
     """Build a trainer over prompts.
 
     Args:
         method: The groups, and what else goes to GMPOConfig.
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
     """
-    from transformers import PrinterCallback
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.rewards.load import load_rewards
 
-    trainer = run_trainer(GMPOTrainer)(
+    trainer = generating_trainer(
+        GMPOTrainer,
+        method,
+        parts,
         reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
         args=GMPOConfig(
             **arguments_in_groups(method, parts),
             scale_rewards=method.scale_rewards,
             **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
         ),
-        **parts.given(),
     )
-    GroupOrder(trainer, parts.train.seed)
-    end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
     # GMPO takes no gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
     replace_heads(trainer, keeps_trls=parts.head == "tiles")
-    trainer.remove_callback(PrinterCallback)
     return trainer

@@ -20,7 +20,7 @@ head scores them.
 
 import functools
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -39,46 +39,6 @@ from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob, pl
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import Trainer
-
-
-def score_logits(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    index: Tensor | None,
-    statistics: Collection[str],
-    temperature: float,
-    entropy_gradient: bool,
-) -> TokenScores:
-    """Each token's log-probability, with a gradient, and the statistics of `linear_ce`.
-
-    Args:
-        logits: `(batch, seq, vocabulary)`, as the model gives them.
-        labels: The token to score at each place, `(batch, seq)`; -100: none.
-        index: Places of the flattened labels that have one; looked up where left out.
-        statistics: Those of `cross_entropy.STATISTICS` that are wanted.
-        temperature: Divides the logits.
-        entropy_gradient: Whether the entropy has a gradient.
-    """
-    places = places_of(labels) if index is None else index
-    z = logits.flatten(0, -2).index_select(0, places).float() / temperature
-    of_tokens = labels.flatten().index_select(0, places)
-    log_p = z.log_softmax(-1)
-
-    def spread(column: Tensor) -> Tensor:
-        return column.new_zeros(labels.numel()).index_copy(0, places, column).view(labels.shape)
-
-    entropy = None
-    if "entropy" in statistics:
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            # A word that cannot be chosen adds nothing; 0 times -inf would be NaN.
-            entropy = spread(-(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1))
-    with torch.no_grad():
-        sums = spread((2 * log_p).logsumexp(-1)) if "log_sum_sq_probs" in statistics else None
-        means = spread(z.mean(-1)) if "mean_logits" in statistics else None
-        tops = spread(z.argmax(-1) == of_tokens) if "is_top1" in statistics else None
-    log_probs = spread(log_p.gather(-1, of_tokens[:, None]).squeeze(-1))
-    return TokenScores(None, log_probs, entropy, sums, means, tops)
 
 
 HEAD = "fused_head"
@@ -211,20 +171,10 @@ def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_
     forward = _forward_with(head)
     if is_wrapped:
         vars(module)["_original_forward"] = MethodType(forward, module)
-        forward = _under(trainer, forward)
+        # What the head returns is float32 already.
+        forward = trainer.accelerator.autocast()(forward)
     module.forward = MethodType(forward, module)
     return True
-
-
-def _under(trainer: "Trainer", forward: Any) -> Any:
-    """A forward pass under the trainer's autocast. What the head returns is float32 already."""
-
-    @functools.wraps(forward)
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        with trainer.accelerator.autocast():
-            return forward(*args, **kwargs)
-
-    return computed
 
 
 def _gone(how: str) -> DependencyError:
@@ -288,24 +238,15 @@ def _score_by_weight(
     casting: AbstractContextManager[Any] = nullcontext()
     if bound["cast_lm_head_to_fp32"]:
         hidden, casting = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-    shape = Shape(
-        logit_scale=bound["logit_scale"],
-        softcap=bound["final_logit_softcapping"],
-        temperature=bound["temperature"],
-    )
+    shape = Shape(bound["logit_scale"], bound["final_logit_softcapping"], bound["temperature"])
     with casting:
-        common: dict[str, Any] = {
-            "bias": None if embeddings.bias is None else _whole(embeddings.bias),
-            "index": index,
-            "statistics": head.statistics,
-            "shape": shape,
-        }
+        weight = _whole(embeddings.weight)
+        bias = None if embeddings.bias is None else _whole(embeddings.bias)
+        common: dict[str, Any] = {"bias": bias, "index": index, "statistics": head.statistics, "shape": shape}
         if head.sums_losses:
-            scores = linear_ce(hidden, _whole(embeddings.weight), wanted, **common)
+            scores = linear_ce(hidden, weight, wanted, **common)
         else:
-            scores = linear_logprob(
-                hidden, _whole(embeddings.weight), wanted, entropy_gradient=head.entropy_gradient, **common
-            )
+            scores = linear_logprob(hidden, weight, wanted, entropy_gradient=head.entropy_gradient, **common)
     if not kwargs.get("output_router_logits"):
         return scores, None
     return scores, _balance(model, backbone.router_logits, bound["text_config"], kwargs.get("attention_mask"))
@@ -316,15 +257,26 @@ def _score_by_model(
 ) -> tuple[TokenScores, Any]:
     """Scores by the model's own logits, and its own loss of routers, if it is asked for."""
     output = head.bound["original_forward"](*args, **kwargs)
-    scores = score_logits(
-        output.logits,
-        wanted.to(output.logits.device),
-        index=index,
-        statistics=head.statistics,
-        temperature=head.bound["temperature"],
-        entropy_gradient=head.entropy_gradient,
-    )
-    return scores, output.get("aux_loss")
+    labels, statistics = wanted.to(output.logits.device), head.statistics
+    places = places_of(labels) if index is None else index
+    z = output.logits.flatten(0, -2).index_select(0, places).float() / head.bound["temperature"]
+    of_tokens = labels.flatten().index_select(0, places)
+    log_p = z.log_softmax(-1)
+
+    def spread(column: Tensor) -> Tensor:
+        return column.new_zeros(labels.numel()).index_copy(0, places, column).view(labels.shape)
+
+    entropy = None
+    if "entropy" in statistics:
+        with torch.set_grad_enabled(head.entropy_gradient and torch.is_grad_enabled()):
+            # A word that cannot be chosen adds nothing; 0 times -inf would be NaN.
+            entropy = spread(-(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1))
+    with torch.no_grad():
+        sums = spread((2 * log_p).logsumexp(-1)) if "log_sum_sq_probs" in statistics else None
+        means = spread(z.mean(-1)) if "mean_logits" in statistics else None
+        tops = spread(z.argmax(-1) == of_tokens) if "is_top1" in statistics else None
+    log_probs = spread(log_p.gather(-1, of_tokens[:, None]).squeeze(-1))
+    return TokenScores(None, log_probs, entropy, sums, means, tops), output.get("aux_loss")
 
 
 def _balance(model: Any, router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Any:

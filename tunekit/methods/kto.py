@@ -9,23 +9,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts, loading_arguments
-from tunekit.methods.run_trainer import Order, fill_last_step, num_missing, run_trainer
+from tunekit.methods.run_trainer import Order, RunTrainer, num_missing
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.sections.train import TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from trl import KTOTrainer
 
 
-def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
+def build(method: KTOMethod, parts: Parts) -> RunTrainer:
     """A trainer over single answers.
 
     Args:
         method: The weights of good and bad answers, and what else goes to KTOConfig.
         parts: All else. Rows have columns `prompt` and `completion`, both texts or both messages, and `label`.
     """
-    from transformers import PrinterCallback
     from trl import KTOConfig
 
     from tunekit.methods.head import replace_heads
@@ -36,7 +34,8 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
     if is_ordered:
         train_dataset = _in_fixed_order(train_dataset, parts.train, shuffle=parts.data.shuffle)
     eval_dataset = None if parts.eval_dataset is None else _with_labels(parts.eval_dataset)
-    trainer = run_trainer(RememberingKTOTrainer)(
+    trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
+        RememberingKTOTrainer,
         ref_model=parts.reference(),
         args=KTOConfig(
             **parts.arguments(mean_over_rows=True),
@@ -50,15 +49,12 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
             model_init_kwargs=loading_arguments(parts.plan.base) if method.precompute_ref_log_probs else None,
             **method.trainer_args,
         ),
-        **replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).given(),
+        fills_last_step=not is_ordered,
     )
     if is_ordered:
         # Were a row left out by TRL, all behind it would have other neighbours.
         assert len(trainer.train_dataset) == len(train_dataset)
-    else:
-        fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
     replace_heads(trainer, keeps_trls=parts.head == "tiles")
-    trainer.remove_callback(PrinterCallback)
     return trainer
 
 

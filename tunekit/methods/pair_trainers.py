@@ -81,20 +81,20 @@ ASKED = ("ld_alpha", "loss_type", "max_length", "truncation_mode")
 """Fields of TRL's config that decide which tokens count, or which columns there are."""
 
 
-class RememberingDPOTrainer(DPOTrainer):  # type: ignore[misc]
-    """DPOTrainer whose reference is asked once for all runs on the same model and pairs."""
+class _Remembering:
+    """A reference that is asked once for all runs on the same model and rows."""
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        compute = super()._precompute_ref_logps
+        compute = super()._precompute_ref_logps  # type: ignore[misc]
         return remembered(self, dataset, name, lambda: compute(dataset, name, batch_size))
 
 
-class RememberingKTOTrainer(KTOTrainer):  # type: ignore[misc]
-    """KTOTrainer whose reference is asked once for all runs on the same model and rows."""
+class RememberingDPOTrainer(_Remembering, DPOTrainer):  # type: ignore[misc]
+    """DPOTrainer whose reference is asked once."""
 
-    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        compute = super()._precompute_ref_logps
-        return remembered(self, dataset, name, lambda: compute(dataset, name, batch_size))
+
+class RememberingKTOTrainer(_Remembering, KTOTrainer):  # type: ignore[misc]
+    """KTOTrainer whose reference is asked once."""
 
 
 def remembered(
@@ -154,10 +154,7 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
         "attention": model.config._attn_implementation,
         "adapters": {name: [vars(adapter)[field] for field in settings] for name, adapter in adapters.items()},
         "rows": _digest(dataset),
-        "asked": {
-            name: str(vars(trainer.args).get(name))
-            for name in ("ld_alpha", "loss_type", "max_length", "truncation_mode")
-        },
+        "asked": {name: str(vars(trainer.args).get(name)) for name in ASKED},
         "precision": trainer.accelerator.mixed_precision,
         "device": trainer.accelerator.device.type,
         "torch": torch.__version__,

@@ -26,11 +26,8 @@ from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-
-if TYPE_CHECKING:
     from transformers import Trainer as Base
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 else:
     Base = object
 

@@ -13,11 +13,11 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.run_trainer import Order, filled, filled_stream, keep_order, num_missing, run_trainer
+from tunekit.methods.run_trainer import Order, RunTrainer, filled, filled_stream, keep_order, num_missing
 from tunekit.recipe.methods.sft import SFTMethod
 
 
-def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
+def build(method: SFTMethod, parts: Parts) -> RunTrainer:
     """A trainer over token ids and labels.
 
     Args:
@@ -25,7 +25,6 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
         parts: All else. Rows have columns `input_ids` and `labels` (-100 off the loss), and `seq_lengths` where packed.
     """
     from datasets import Dataset
-    from transformers import PrinterCallback
     from trl import SFTConfig
 
     from tunekit.methods.head import name_scored_positions, replace_heads
@@ -43,7 +42,8 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
         train_dataset = filled_stream(train_dataset, parts.train.global_batch_size, pad)
     if eval_dataset is not None:
         eval_dataset = filled(eval_dataset, at_once, pad)
-    trainer = run_trainer(TokenMeanSFTTrainer)(
+    trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
+        TokenMeanSFTTrainer,
         args=SFTConfig(
             **parts.arguments(),
             packing=parts.data.packing,
@@ -53,7 +53,6 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
             dataset_kwargs={"skip_prepare_dataset": True},
             **method.trainer_args,
         ),
-        **replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).given(),
     )
     if order is not None:
         keep_order(trainer, order)
@@ -63,7 +62,6 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
     replace_heads(trainer, sums_losses=trainer.learns_from_sums, keeps_trls=parts.head == "tiles")
     if parts.head != "tiles":
         name_scored_positions(trainer)
-    trainer.remove_callback(PrinterCallback)
     return trainer
 
 

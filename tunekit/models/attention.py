@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tunekit.planner.plan import VARLEN, FlashAttention
 
@@ -73,7 +74,7 @@ def watched_calls() -> Iterator[tuple[set[Call], set[int | None]]]:
         register_packed_attention()
 
 
-def _is_cast(tensor: torch.Tensor) -> bool:
+def _is_cast(tensor: Tensor) -> bool:
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
@@ -89,7 +90,7 @@ def activate(implementation: FlashAttention) -> None:
         activate_flash_attention_impl(implementation)
 
 
-def mask_of_padded(*, attention_mask: torch.Tensor | None = None, **given: Any) -> torch.Tensor | None:
+def mask_of_padded(*, attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
     """The mask of rows that come with one, as transformers makes it for SDPA; None for others, which need none.
 
     It is made also where all is seen, so that such rows can be told from others.
@@ -99,28 +100,28 @@ def mask_of_padded(*, attention_mask: torch.Tensor | None = None, **given: Any) 
     if attention_mask is None:
         return None
     given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: torch.Tensor = sdpa_mask(attention_mask=attention_mask, **given)
+    mask: Tensor = sdpa_mask(attention_mask=attention_mask, **given)
     return mask
 
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **_others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention as a layer of transformers calls it: one row of documents, rows with a mask, or rows of one document.
 
     Args:
@@ -156,7 +157,7 @@ def packed_attention(
     if attention_mask is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        attended: torch.Tensor = sdpa_attention_forward(
+        attended: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
         )[0]
         return attended, None
@@ -179,9 +180,7 @@ def packed_attention(
     return out[None], None
 
 
-def _whole_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None, window: int | None
-) -> torch.Tensor:
+def _whole_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
     """Attention in rows of one document each, as generation has them: all of it, or one more token behind a cache.
 
     Returns:
@@ -198,15 +197,8 @@ def _whole_rows(
 
 
 def _varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    max_length: int,
-    *,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_length: int, *, scale: float | None, window: int | None
+) -> Tensor:
     """The same by torch's varlen attention: `(tokens, heads, value_dim)`."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -220,19 +212,13 @@ def _varlen(
     out = varlen_attn(
         q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=(window_left, 0), **grouped
     )
-    assert isinstance(out, torch.Tensor), "it has more to give only when it is asked to"
+    assert isinstance(out, Tensor), "it has more to give only when it is asked to"
     return out[..., :width]
 
 
 def sdpa_by_document(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, *, scale: float | None = None, window: int | None = None
+) -> Tensor:
     """Causal attention within each document, by SDPA for one after another.
 
     Args:
@@ -253,9 +239,7 @@ def sdpa_by_document(
     return torch.cat(parts, dim=1)[0]
 
 
-def _seen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, window: int | None
-) -> list[torch.Tensor]:
+def _seen(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None) -> list[Tensor]:
     """Attention within one document, `(1, heads, tokens, head_dim)`, in parts of `(1, tokens, heads, value_dim)`.
 
     A window takes a mask, which is as wide as the window and some queries, not as the document.

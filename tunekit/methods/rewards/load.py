@@ -10,26 +10,13 @@ Before training: whether the rows have what the rewards read in them.
 import math
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, assert_never
+from typing import Any
 
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.sections.rewards import (
-    CodeReward,
-    ExactMatchReward,
-    FunctionReward,
-    JsonSchemaReward,
-    JudgeReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    NumericMatchReward,
-    RegexReward,
-    RepetitionReward,
-    Reward,
-)
+from tunekit.recipe.sections.rewards import FunctionReward, Reward
 
 _SHOWN = 200
 """Letters of a prompt and of a completion that an error shows."""
@@ -78,33 +65,21 @@ def judge_of(reward: Reward) -> Judge:
     Raises:
         DependencyError: A package that it needs is not installed.
     """
-    from tunekit.methods.rewards import code, judge, maths, model, structure, text
+    from tunekit.methods.rewards import code, judge, maths, model, text
 
-    match reward:
-        case ExactMatchReward():
-            return text.exact_match(reward)
-        case NumericMatchReward():
-            return text.numeric_match(reward)
-        case RegexReward():
-            return text.regex(reward)
-        case LengthReward():
-            return text.length(reward)
-        case RepetitionReward():
-            return text.repetition(reward)
-        case JsonSchemaReward():
-            return structure.json_schema(reward)
-        case MathReward():
-            return maths.math(reward)
-        case CodeReward():
-            return code.code(reward)
-        case ModelReward():
-            return model.reward_model(reward)
-        case JudgeReward():
-            return judge.judge(reward)
-        case FunctionReward():
-            raise AssertionError("a function of the user's own is no judge of ours")
-        case _:
-            assert_never(reward)
+    judges: dict[str, Callable[[Any], Judge]] = {
+        "exact_match": text.exact_match,
+        "numeric_match": text.numeric_match,
+        "regex": text.regex,
+        "length": text.length,
+        "repetition": text.repetition,
+        "json_schema": text.json_schema,
+        "math": maths.math,
+        "code": code.code,
+        "reward_model": model.reward_model,
+        "judge": judge.judge,
+    }
+    return judges[reward.type](reward)
 
 
 def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
@@ -228,37 +203,40 @@ def check_rows(rewards: Sequence[Reward], sources: Iterable[Rows]) -> None:
         DataError: A row lacks a column, or has something else in it.
         DependencyError: A package that a reward needs is not installed.
     """
-    named = list(zip(rewards, reward_names(rewards), strict=True))
-    judges = [(name, judge_of(reward)) for reward, name in named if not isinstance(reward, FunctionReward)]
-    reading = [(name, judge) for name, judge in judges if judge.column is not None]
+    reading = _reading(rewards)
     for rows in sources if reading else ():
         for index, row in enumerate(rows.rows):
-            for name, judge in reading:
-                _check_row(name, judge, row, rows.place(index))
+            for name, (judge, column) in reading.items():
+                _check_row(name, judge, column, row, rows.place(index))
 
 
 def columns_read(rewards: Sequence[Reward]) -> dict[str, str]:
     """The columns that rewards which come with tunekit read, by the rewards' names."""
-    named = zip(rewards, reward_names(rewards), strict=True)
-    judges = [(name, judge_of(reward)) for reward, name in named if not isinstance(reward, FunctionReward)]
-    return {name: judge.column for name, judge in judges if judge.column is not None}
+    return {name: column for name, (_, column) in _reading(rewards).items()}
 
 
-def _check_row(name: str, judge: Judge, row: dict[str, object], place: str) -> None:
-    if judge.column not in row:
-        column_names = ", ".join(column for column in row if column not in _PROMPT)
+def _reading(rewards: Sequence[Reward]) -> dict[str, tuple[Judge, str]]:
+    """The rewards that come with tunekit and read a column, by their names, with the column."""
+    named = zip(reward_names(rewards), rewards, strict=True)
+    judges = [(name, judge_of(reward)) for name, reward in named if not isinstance(reward, FunctionReward)]
+    return {name: (judge, judge.column) for name, judge in judges if judge.column is not None}
+
+
+def _check_row(name: str, judge: Judge, column: str, row: dict[str, object], place: str) -> None:
+    if column not in row:
+        column_names = ", ".join(other for other in row if other not in _PROMPT)
         raise DataError(
-            f"{place}: method.rewards: {name} reads the column {judge.column!r}, and the row has no such one",
+            f"{place}: method.rewards: {name} reads the column {column!r}, and the row has no such one",
             hint=f"set its column: besides the prompt there is {column_names}"
             if column_names
             else "the row has a prompt alone",
         )
     try:
-        judge.read(row[judge.column])
+        judge.read(row[column])
     except ValueError as error:
-        text = str(row[judge.column])
+        text = str(row[column])
         text = text if len(text) <= 60 else text[:60] + "..."
         raise DataError(
-            f"{place}: method.rewards: {name} cannot use the column {judge.column!r}: {text!r} {error}",
+            f"{place}: method.rewards: {name} cannot use the column {column!r}: {text!r} {error}",
             hint="correct the row, or name another column",
         ) from None

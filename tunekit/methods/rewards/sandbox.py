@@ -44,84 +44,15 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from tunekit.errors import DependencyError
 
-_SCRIPT, _TESTS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "handles.py"))
+_SCRIPT, _TESTS, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "handles.py", "sandbox.yaml"))
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _OPEN_FILES = 16
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-_ALLOWED = (
-    "access",
-    "brk",
-    "clock_getres",
-    "clock_gettime",
-    "clock_nanosleep",
-    "close",
-    "dup",
-    "dup2",
-    "exit",
-    "exit_group",
-    "faccessat",
-    "faccessat2",
-    "fstat",
-    "fstatfs",
-    "futex",
-    "getcwd",
-    "getdents64",
-    "getegid",
-    "geteuid",
-    "getgid",
-    "getpid",
-    "getppid",
-    "getrandom",
-    "getresgid",
-    "getresuid",
-    "getrusage",
-    "gettid",
-    "gettimeofday",
-    "getuid",
-    "lseek",
-    "lstat",
-    "mmap",
-    "mprotect",
-    "mremap",
-    "munmap",
-    "nanosleep",
-    "newfstatat",
-    "pipe2",
-    "poll",
-    "ppoll",
-    "pread64",
-    "pselect6",
-    "read",
-    "readlink",
-    "readlinkat",
-    "readv",
-    "restart_syscall",
-    "rt_sigaction",
-    "rt_sigprocmask",
-    "rt_sigreturn",
-    "sched_getaffinity",
-    "sched_yield",
-    "select",
-    "set_robust_list",
-    "setitimer",
-    "sigaltstack",
-    "stat",
-    "statfs",
-    "statx",
-    "sysinfo",
-    "time",
-    "times",
-    "uname",
-    "write",
-    "writev",
-)
-"""System calls without which an interpreter does not compute. All others are refused, but for these with some
-arguments: opening files, so as to read them; `fcntl`, so as not to have signals sent; limits, so as to read them;
-`madvise`, without what takes memory away from the machine."""
 
 _DESCRIPTOR_CALLS = ("F_DUPFD", "F_DUPFD_CLOEXEC", "F_GETFD", "F_SETFD", "F_GETFL")
 _MADV_HWPOISON = 100
@@ -253,7 +184,7 @@ def _filter() -> bytes:
     import fcntl
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
-    for name in _ALLOWED:
+    for name in yaml.safe_load(_CALLS.read_text(encoding="utf-8"))["allowed"]:
         with suppress(OSError):  # this machine has no such call
             rules.add_rule(pyseccomp.ALLOW, name)
     for name, flags in (("open", 1), ("openat", 2)):

@@ -282,12 +282,10 @@ def _plain(value: Any) -> Any:
         return dict(dict.items(value))
     if isinstance(value, type({}.keys()) | type({}.values()) | type({}.items())):
         return list(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
+    scalars: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+    for kind, plain in scalars.items():
+        if isinstance(value, kind):
+            return plain(value)
     raise TypeError("not plain data")
 
 

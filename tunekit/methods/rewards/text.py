@@ -2,24 +2,35 @@ r"""Rewards that look at the text of an answer alone: its form, its length, its 
 
 What they return, besides 1 for what is right: an empty answer gets 0 of all of them, unless a pattern allows it. An
 answer without the part that is compared (no `\boxed{}`, no number) gets 0.
+
+Of structured answers the whole must be JSON, but for the space around it: a fence or a word beside it is none. What
+JSON does not have (`NaN`, `Infinity`) or what is nested too deep to be read is none either.
 """
 
-from typing import Any, assert_never
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
 
+from tunekit.errors import DependencyError, RecipeError
 from tunekit.methods.rewards.answers import Answers, Judge, each
 from tunekit.methods.rewards.numbers import NUMBER, Number, last_number, plain, read_number
 from tunekit.recipe.sections.rewards import (
     ExactMatchReward,
     Extract,
+    JsonSchemaReward,
     LengthReward,
     NumericMatchReward,
     RegexReward,
     RepetitionReward,
 )
 
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
 _REGEX_SECONDS = 1.0
 """Longest time for a pattern on one answer. One that takes longer, by backtracking, has not matched."""
 
+_ANY_JSON = 0.25
 _BOXED = "\\boxed{"
 _TAGS = ("<answer>", "</answer>")
 
@@ -139,3 +150,67 @@ def repetition(section: RepetitionReward) -> Judge:
         return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
     return Judge(each(score))
+
+
+def json_schema(section: JsonSchemaReward) -> Judge:
+    """1 where an answer is JSON that a schema allows, a quarter where it is JSON at all, else 0.
+
+    Raises:
+        DependencyError: jsonschema is not installed.
+        RecipeError: The file is not there, or holds no schema.
+    """
+    try:
+        import jsonschema  # noqa: F401  (so that it is missed before training)
+    except ImportError as error:
+        raise DependencyError(
+            "method.rewards: json_schema needs jsonschema", hint="pip install 'tunekit[rewards]'"
+        ) from error
+    of_all = _read_file(section.path) if section.path is not None else None
+
+    def allowed(text: str, of_row: "Validator | None") -> float:
+        validator = of_all or of_row
+        assert validator is not None, "the schema stands in a file or in the row"
+        try:
+            value = json.loads(text, parse_constant=_refuse)
+            return 1.0 if validator.is_valid(value) else _ANY_JSON
+        except (ValueError, RecursionError):
+            return 0.0
+
+    return Judge(each(allowed), section.column, _validator)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")
+
+
+def _read_file(path: str) -> "Validator":
+    try:
+        return _validator(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"method.rewards: json_schema: {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RecipeError(f"method.rewards: json_schema: {path}: {error}") from None
+
+
+def _validator(value: Any) -> "Validator":
+    """Return a validator for a schema, given as JSON or as its parsed value. It fetches no schemas from elsewhere."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("is no JSON schema")
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"is no JSON schema: {error.message}") from None
+    validator: Validator = kind(schema, registry=Registry())
+    return validator

@@ -9,28 +9,32 @@ Computation of a self-attention's forward, read from its source.
 
 The forwards of transformers' attentions are put together from few parts: three projections or one, norms of the heads
 or of whole rows or none, a rotary embedding, the cache, the attention itself with what it is told, the output. Each
-part is known here by its lines as `ast.unparse` writes them. A forward that consists of known parts is understood,
-whatever its model is called; of another one, the first line that is not known is told.
+part is known here by its lines (`attention.yaml`), as `ast.unparse` writes them. A forward of known parts is
+understood, whatever its model is called; of another one, the first line that is not known is told.
 """
 
 import ast
 import copy
+import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunekit.kernels.rope import qk_norm_rope
+from tunekit.models.fusion.forms import CACHES, Norm, norm_rule
 from tunekit.models.fusion.lora_layers import is_watched, num_outputs, project, random_linear
-from tunekit.models.fusion.norm_forms import Norm, norm_rule
 from tunekit.models.fusion.proof import Fusion, Kept, Trial, is_fused, stand_in
 from tunekit.models.fusion.structure import Unreadable
 
@@ -64,96 +68,31 @@ class Attention:
     cache_takes_options: bool
 
 
-Part = dict[tuple[str, ...], str]
-"""A part of a forward: its possible lines, and what they mean. Longer ones come first where one begins another."""
+@functools.cache
+def _forms() -> dict[str, dict[tuple[str, ...], str]]:
+    """The parts of a forward by name, each with its possible lines and what they mean: `attention.yaml`."""
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {
+        part: {_lines(source): meaning for meaning, sources in forms.items() for source in sources}
+        for part, forms in table.items()
+    }
 
-_SHAPES: Part = {("input_shape = hidden_states.shape[:-1]", "hidden_shape = (*input_shape, -1, self.head_dim)"): ""}
-_VIEWED = tuple(
-    f"{name}_states = {name}_states.view(hidden_shape).transpose(1, 2)" for name in ("query", "key", "value")
-)
-_VALUE = "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)"
-_PROJECTIONS: Part = {
-    (
-        "query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
-        "key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
-        _VALUE,
-    ): "plain",
-    (
-        "query_states = self.q_proj(hidden_states)",
-        "key_states = self.k_proj(hidden_states)",
-        "value_states = self.v_proj(hidden_states)",
-        *_VIEWED,
-    ): "plain",
-    (
-        "query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
-        "key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
-        _VALUE,
-    ): "heads",
-    (
-        "query_states = self.q_norm(self.q_proj(hidden_states))",
-        "key_states = self.k_norm(self.k_proj(hidden_states))",
-        "value_states = self.v_proj(hidden_states)",
-        *_VIEWED,
-    ): "rows",
-    (
-        "qkv = self.qkv_proj(hidden_states)",
-        "query_pos = self.config.num_attention_heads * self.head_dim",
-        "query_states = qkv[..., :query_pos]",
-        "key_states = qkv[..., query_pos:query_pos + self.num_key_value_heads * self.head_dim]",
-        "value_states = qkv[..., query_pos + self.num_key_value_heads * self.head_dim:]",
-        *_VIEWED,
-    ): "one",
-}
-_NORMS: Part = {
-    ("query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"): "q_norm k_norm",
-    (
-        "if self.qk_layernorm:\n"
-        "    query_states = self.q_layernorm(query_states)\n"
-        "    key_states = self.k_layernorm(key_states)",
-    ): "qk_layernorm",
-    (): "",
-}
-_ROTATED = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
-_ROTATION: Part = {
-    ("cos, sin = position_embeddings", _ROTATED): "always",
-    (f"if self.use_rope:\n    cos, sin = position_embeddings\n    {_ROTATED}",): "use_rope",
-    (
-        "cos, sin = position_embeddings",
-        "query_rot, query_pass = (query_states[..., :self.rotary_ndims], query_states[..., self.rotary_ndims:])",
-        "key_rot, key_pass = (key_states[..., :self.rotary_ndims], key_states[..., self.rotary_ndims:])",
-        "query_rot, key_rot = apply_rotary_pos_emb(query_rot, key_rot, cos, sin)",
-        "query_states = torch.cat((query_rot, query_pass), dim=-1)",
-        "key_states = torch.cat((key_rot, key_pass), dim=-1)",
-    ): "rotary_ndims",
-}
-_CACHE: Part = {
-    (
-        "if past_key_values is not None:\n"
-        "    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)",
-    ): "",
-    # Since transformers 5.24.
-    (
-        "if cache is not None:\n"
-        "    key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)",
-    ): "with options",
-}
-CACHES = ("past_key_values", "cache")
-"""Names of the cache of keys and values, the second one since transformers 5.24."""
-_LOOK_UP: Part = {
-    (
-        "attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
-        "self.config._attn_implementation, eager_attention_forward)",
-    ): ""
-}
-_ROWS: Part = {("attn_output = attn_output.reshape(*input_shape, -1).contiguous()",): ""}
+
+def _lines(source: str) -> tuple[str, ...]:
+    return tuple(ast.unparse(statement) for statement in ast.parse(source).body)
+
+
+BEFORE_ATTENDING = ("shapes", "projections", "norms", "rotation", "cache", "look_up")
+"""Parts of a forward up to the call of the attention function, in their order."""
+
+
+def _dropout(module: Any) -> float:
+    return float(module.attention_dropout) if module.training else 0.0
+
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "0.0 if not self.training else self.attention_dropout": lambda module: (
-        module.attention_dropout if module.training else 0.0
-    ),
-    "self.attention_dropout if self.training else 0.0": lambda module: (
-        module.attention_dropout if module.training else 0.0
-    ),
+    "0.0 if not self.training else self.attention_dropout": _dropout,
+    "self.attention_dropout if self.training else 0.0": _dropout,
     "self.scaling": lambda module: module.scaling,
     "self.sliding_window": lambda module: module.sliding_window,
     # As transformers has it: not every configuration of these models has the field.
@@ -161,49 +100,6 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "self.attn_logit_softcapping": lambda module: module.attn_logit_softcapping,
 }
 """Options of an attention function, as the forwards pass them."""
-
-_ROTATE_HALF = (
-    "x1 = x[..., :x.shape[-1] // 2]",
-    "x2 = x[..., x.shape[-1] // 2:]",
-    "return torch.cat((-x2, x1), dim=-1)",
-)
-_UNSQUEEZED = ("cos = cos.unsqueeze(unsqueeze_dim)", "sin = sin.unsqueeze(unsqueeze_dim)")
-_PARTS_OF_HEADS = (
-    *_UNSQUEEZED,
-    "rotary_dim = cos.shape[-1]",
-    "q_rot, q_pass = (q[..., :rotary_dim], q[..., rotary_dim:])",
-    "k_rot, k_pass = (k[..., :rotary_dim], k[..., rotary_dim:])",
-)
-_ROTARY_EMBEDDINGS = {
-    (
-        *_UNSQUEEZED,
-        "q_embed = q * cos + rotate_half(q) * sin",
-        "k_embed = k * cos + rotate_half(k) * sin",
-        "return (q_embed, k_embed)",
-    ),
-    (
-        "q_type, k_type = (q.dtype, k.dtype)",
-        *_UNSQUEEZED,
-        "q_embed = q * cos + rotate_half(q) * sin",
-        "k_embed = k * cos + rotate_half(k) * sin",
-        "return (q_embed.to(q_type), k_embed.to(k_type))",
-    ),
-    (
-        *_PARTS_OF_HEADS,
-        "q_embed = torch.cat([q_rot * cos + rotate_half(q_rot) * sin, q_pass], dim=-1)",
-        "k_embed = torch.cat([k_rot * cos + rotate_half(k_rot) * sin, k_pass], dim=-1)",
-        "return (q_embed, k_embed)",
-    ),
-    (
-        *_PARTS_OF_HEADS,
-        "q_embed = q_rot * cos + rotate_half(q_rot) * sin",
-        "k_embed = k_rot * cos + rotate_half(k_rot) * sin",
-        "q_embed = torch.cat([q_embed, q_pass], dim=-1)",
-        "k_embed = torch.cat([k_embed, k_pass], dim=-1)",
-        "return (q_embed, k_embed)",
-    ),
-}
-"""Rotary embeddings of halves of each head, or of its first part. They differ in where they round."""
 
 
 def read_attention(module: Module) -> Attention:
@@ -217,14 +113,9 @@ def read_attention(module: Module) -> Attention:
     if list(inspect.signature(forward).parameters) not in [[*parameters, cache, "kwargs"] for cache in CACHES]:
         raise _unknown(f"forward{inspect.signature(forward)}")
     lines = _statements(forward)
-    _take(lines, _SHAPES)
-    projections = _take(lines, _PROJECTIONS)
-    norms = _take(lines, _NORMS)
-    rotation = _take(lines, _ROTATION)
-    caching = _take(lines, _CACHE)
-    _take(lines, _LOOK_UP)
+    _, projections, norms, rotation, caching, _ = (_take(lines, part) for part in BEFORE_ATTENDING)
     options = _options(lines.pop(0))
-    _take(lines, _ROWS)
+    _take(lines, "rows")
     output = re.fullmatch(r"attn_output = self\.(\w+)\(attn_output\)", lines[0])
     if output is None or lines[1:] != ["return (attn_output, attn_weights)"]:
         raise _unknown(lines[0] if output is None else lines[-1])
@@ -260,20 +151,17 @@ def _statements(function: Callable[..., Any]) -> list[str]:
     return [ast.unparse(statement) for statement in body]
 
 
-def _take(lines: list[str], forms: Part) -> str:
+def _take(lines: list[str], part: str) -> str:
     """Take the lines of a part from the front, and say which form of it they are."""
+    forms = _forms()[part]
     for form, meaning in forms.items():
         if tuple(lines[: len(form)]) == form:
             del lines[: len(form)]
             return meaning
     # Of the form that fits longest, the first line that is another one.
-    fitting = max(sum(1 for _ in _same(lines, form)) for form in forms)
+    same = (takewhile(lambda pair: pair[0] == pair[1], zip(lines, form, strict=False)) for form in forms)
+    fitting = max(len(list(pairs)) for pairs in same)
     raise _unknown(lines[fitting] if fitting < len(lines) else "(the end)")
-
-
-def _same(lines: Sequence[str], form: tuple[str, ...]) -> Sequence[str]:
-    num = next((i for i, (line, expected) in enumerate(zip(lines, form, strict=False)) if line != expected), len(form))
-    return lines[:num]
 
 
 def _options(line: str) -> tuple[tuple[str, str], ...]:
@@ -301,12 +189,13 @@ def _rotates_parts(rotary: Any) -> bool:
     # With the `kernels` package installed, functions that it may replace are modules.
     function = inspect.unwrap(type(rotary).forward if isinstance(rotary, Module) else rotary)
     lines = _statements(function)
-    if tuple(lines) not in _ROTARY_EMBEDDINGS:
+    rotated = _forms()["rotary_embedding"].get(tuple(lines))
+    if rotated is None:
         raise _unknown(f"apply_rotary_pos_emb: {lines[0]}")
     half = _statements(inspect.unwrap(function.__globals__["rotate_half"]))
-    if tuple(half) != _ROTATE_HALF:
+    if tuple(half) not in _forms()["rotate_half"]:
         raise _unknown(f"rotate_half: {half[0]}")
-    return tuple(lines[: len(_PARTS_OF_HEADS)]) == _PARTS_OF_HEADS
+    return rotated == "parts"
 
 
 def attention_rule(module: nn.Module) -> Fusion | Kept | None:
@@ -379,11 +268,7 @@ def _heads(module: Any, attention: Attention, hidden_states: Tensor) -> tuple[Te
 
 
 def _rotated(
-    module: Any,
-    attention: Attention,
-    query: Tensor,
-    key: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None,
+    module: Any, attention: Attention, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys with the norms of their heads, rotated."""
     weights: dict[str, Any] = {}

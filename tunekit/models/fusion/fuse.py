@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tunekit.errors import ModelError
 from tunekit.models.fusion.attention import attention_rule
-from tunekit.models.fusion.gated_forms import gated_rule
-from tunekit.models.fusion.layer_forms import layer_rule
+from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.lora_layers import linear_rule
-from tunekit.models.fusion.norm_forms import norm_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
+from tunekit.probe.model import model_folder
+from tunekit.recipe.sections.model import ModelSection
 
 RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
 """In the order in which they are applied: a layer is fused around a norm that is fused already."""
@@ -96,8 +97,8 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
     unfuse(model)
     first = next(model.parameters())
     named = dict(model.named_modules())
-    proofs: dict[Hashable, Difference | str] = {}
-    outcomes: dict[str, _Found] = {}
+    proofs: _Proofs = {}
+    outcomes: dict[str, _Outcome] = {}
     for rule in rules:
         for name, module in named.items():
             fusion = rule(module) if name not in outcomes else None
@@ -105,42 +106,57 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
                 outcomes[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
     for name, module in named.items():
         if name not in outcomes and _is_of_a_model(module):
-            outcomes[name] = _Found(None, "no kernel for what it computes", None)
+            outcomes[name] = (None, "no kernel for what it computes", None)
     return _report(named, outcomes)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Outcome for one module."""
+def coverage(section: ModelSection) -> Report:
+    """Report which modules of a model would be fused, without its weights: it is built on `meta`.
 
-    form: str | None
-    reason: str | None
-    difference: float | None
+    Raises:
+        ModelError: Its configuration cannot be read, or is not one of a language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(
+            model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"the configuration of {section.path!r} cannot be read: {first_line}",
+            hint="name a folder with a config.json, or a model on the hub",
+        ) from error
+    return fuse(model)
+
+
+_Proofs = dict[Hashable, Difference | str]
+_Outcome = tuple[str | None, str | None, float | None]
+"""Form, reason and difference of one module, as a `Line` has them."""
 
 
 def _fuse_one(
-    module: nn.Module,
-    fusion: Fusion | Kept,
-    proofs: dict[Hashable, Difference | str],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> _Found:
+    module: nn.Module, fusion: Fusion | Kept, proofs: _Proofs, device: torch.device, dtype: torch.dtype
+) -> _Outcome:
     """Fuse a module, if that is proved; one proof serves all that compute the same."""
     if isinstance(fusion, Kept):
-        return _Found(None, fusion.reason, None)
+        return None, fusion.reason, None
     obstacle = _obstacle(module)
     if obstacle is not None:
-        return _Found(fusion.form, obstacle, None)
+        return fusion.form, obstacle, None
     key = (type(module), fusion.forward, fusion.settings, fusion.sizes)
     if key not in proofs:
         proofs[key] = _try(fusion, device, dtype)
     proof = proofs[key]
     if isinstance(proof, str):
-        return _Found(fusion.form, proof, None)
+        return fusion.form, proof, None
     if not proof.is_rounding:
-        return _Found(fusion.form, proof.words(), proof.share)
+        return fusion.form, proof.words(), proof.share
     replace(module, fusion)
-    return _Found(fusion.form, None, proof.share)
+    return fusion.form, None, proof.share
 
 
 def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference | str:
@@ -170,14 +186,9 @@ def _is_of_a_model(module: nn.Module) -> bool:
     return not own.startswith(library_modules) and not isinstance(module, PreTrainedModel)
 
 
-def _report(named: dict[str, nn.Module], found: dict[str, _Found]) -> Report:
-    groups: dict[tuple[str, _Found], list[str]] = {}
+def _report(named: dict[str, nn.Module], found: dict[str, _Outcome]) -> Report:
+    groups: dict[tuple[str, _Outcome], list[str]] = {}
     for name, module in named.items():
         if name in found:
             groups.setdefault((type(module).__name__, found[name]), []).append(name)
-    return Report(
-        tuple(
-            Line(module, len(names), names[0], outcome.form, outcome.reason, outcome.difference)
-            for (module, outcome), names in groups.items()
-        )
-    )
+    return Report(tuple(Line(module, len(names), names[0], *outcome) for (module, outcome), names in groups.items()))

@@ -37,10 +37,8 @@ def project(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         x: Their input, (..., in).
         modules: The layers, in the order of the outputs.
     """
-    linears = _together([read_linear(module, x) for module in modules])
-    outputs = iter(
-        lora_linears(x, read) if (read := [readable for readable in linears if readable is not None]) else ()
-    )
+    linears, readable = _read_together(x, modules)
+    outputs = iter(lora_linears(x, readable) if readable else ())
     return tuple(
         module(x) if linear is None else next(outputs) for module, linear in zip(modules, linears, strict=True)
     )
@@ -53,8 +51,8 @@ def project_parts(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Part, ...]:
         x: Their input, (..., in).
         modules: The layers, in the order of the outputs.
     """
-    linears = _together([read_linear(module, x) for module in modules])
-    outputs = iter(lora_parts(x, read) if (read := [readable for readable in linears if readable is not None]) else ())
+    linears, readable = _read_together(x, modules)
+    outputs = iter(lora_parts(x, readable) if readable else ())
     parts: list[Part] = []
     for module, linear in zip(modules, linears, strict=True):
         if linear is None:
@@ -66,10 +64,16 @@ def project_parts(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _together(linears: "list[Linear | None]") -> "list[Linear | None]":
-    """The layers, or none of them where their updates have different types, which cannot be computed in one go."""
-    types = {readable.low.a.dtype for readable in linears if readable is not None and readable.low is not None}
-    return linears if len(types) < 2 else [None] * len(linears)
+def _read_together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[list[Linear | None], list[Linear]]:
+    """The layers, None for those that are called, and those that are computed in one go.
+
+    All are called where their updates have different types, which cannot be computed in one go.
+    """
+    linears = [read_linear(module, x) for module in modules]
+    readable = [linear for linear in linears if linear is not None]
+    if len({linear.low.a.dtype for linear in readable if linear.low is not None}) > 1:
+        return [None] * len(linears), []
+    return linears, readable
 
 
 def read_linear(module: nn.Module, x: Tensor) -> Linear | None:

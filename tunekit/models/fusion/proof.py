@@ -53,6 +53,10 @@ class Trial:
     kwargs: dict[str, Any]
 
 
+MakeTrial = Callable[[torch.Generator, torch.device, torch.dtype], Trial]
+"""Makes a stand-in and its input, anew and equal for equal generators."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """Distance of a fused forward from the original.
@@ -155,11 +159,7 @@ def _share(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def prove(
-    trial: Callable[[torch.Generator, torch.device, torch.dtype], Trial],
-    replace: Callable[[nn.Module], None],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    trial: MakeTrial, replace: Callable[[nn.Module], None], *, device: torch.device, dtype: torch.dtype
 ) -> Difference:
     """Compare a module with itself after `replace`; return the worst of the devices and types tried.
 
@@ -201,7 +201,7 @@ class Fusion:
     form: str
     forward: Callable[..., Any]
     settings: Hashable
-    trial: Callable[[torch.Generator, torch.device, torch.dtype], Trial]
+    trial: MakeTrial
     sizes: Hashable = ()
     parts: "tuple[tuple[str, Fusion], ...]" = ()
 

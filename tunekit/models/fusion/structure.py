@@ -18,6 +18,7 @@ their attention.
 
 import ast
 import builtins
+import copy
 import functools
 import inspect
 import textwrap
@@ -87,8 +88,16 @@ def read_structure(
         Unreadable: Its source is not to be had, or holds what is not understood here.
     """
     function = inspect.unwrap(forward)
-    reader = _Reader(owner, settings or {})
-    reader.read_outermost(_source(function), function.__globals__)
+    return _read(_source(function), function.__globals__, _Reader(owner, settings or {}))
+
+
+def parse_structure(source: str, names: Mapping[str, Any]) -> Structure:
+    """Read the computation of a forward that is given as text, with the names that it uses."""
+    return _read(_definition(source), names, _Reader(None, {}))
+
+
+def _read(function: ast.FunctionDef, names: Mapping[str, Any], reader: "_Reader") -> Structure:
+    reader.read_outermost(function, names)
     return Structure(tuple(reader.operations), tuple(reader.attributes), tuple(reader.parameters), tuple(reader.passes))
 
 
@@ -99,9 +108,13 @@ def _is_setting(name: str, held: Any) -> bool:
 @functools.cache
 def _source(function: Callable[..., Any]) -> ast.FunctionDef:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        return _definition(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
         raise Unreadable("its source is not to be had") from error
+
+
+def _definition(source: str) -> ast.FunctionDef:
+    tree = ast.parse(source).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise Unreadable("its forward is no function")
     return tree
@@ -180,15 +193,12 @@ class _Reader:
             case ast.AugAssign(target=target, op=op, value=value):
                 self.assign(target, self.emit(f"in place {_word(op)}({self.value(target)}, {self.value(value)})"))
             case ast.Return(value=value):
-                self.give("None" if value is None else self.value(value))
+                self.returned = "None" if value is None else self.value(value)
+                self.operations.append(f"return {self.returned}")
             case ast.If(test=test, body=body, orelse=orelse):
                 self.branch(test, body, orelse)
             case _:
                 raise Unreadable(f"its forward has a statement that is not read: {type(node).__name__.lower()}")
-
-    def give(self, value: str) -> None:
-        self.operations.append(f"return {value}")
-        self.returned = value
 
     def assign(self, target: ast.expr, value: str) -> None:
         match target:
@@ -233,14 +243,10 @@ class _Reader:
             case ast.Attribute():
                 is_setting, setting = self.setting(test)
                 return bool(setting) if is_setting else None
-            case ast.Compare(left=left_operand, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(value=constant)]):
-                is_setting, setting = self.setting(left_operand)
-                return bool(setting == constant) if is_setting else None
-            case ast.Compare(
-                left=left_operand, ops=[ast.NotEq() | ast.IsNot()], comparators=[ast.Constant(value=constant)]
-            ):
-                is_setting, setting = self.setting(left_operand)
-                return bool(setting != constant) if is_setting else None
+            case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=constant)]):
+                is_setting, setting = self.setting(left)
+                if is_setting and isinstance(op, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
+                    return bool(setting == constant) == isinstance(op, ast.Eq | ast.Is)
         return None
 
     def setting(self, node: ast.expr) -> tuple[bool, Any]:
@@ -373,10 +379,9 @@ class _Reader:
         return name == self.itself and name not in self.names
 
     def is_handed_on(self, keyword: ast.keyword) -> bool:
-        match keyword.value:
-            case ast.Name(id=name) if name == keyword.arg:
-                return self.depth == 0 and name in self.own - {self.first} and name not in self.names
-        return False
+        if self.depth > 0 or not isinstance(keyword.value, ast.Name) or keyword.value.id != keyword.arg:
+            return False
+        return keyword.arg in self.own - {self.first} and keyword.arg not in self.names
 
     def callee(self, node: ast.expr) -> str:
         if isinstance(node, ast.Attribute) and self.held(node) is None:
@@ -403,34 +408,22 @@ class _Reader:
             raise Unreadable("too deep, or called with what is not known")
         function = inspect.unwrap(function)
         source = _source(function)
-        saved = (
-            list(self.operations),
-            dict(self.attributes),
-            dict(self.parameters),
-            list(self.passes),
-            self.names,
-            self.globals,
-            self.itself,
-        )
+        outside = self.names, self.globals, self.itself, self.depth
+        before = {name: copy.copy(value) for name, value in vars(self).items()}
         try:
             names = self.arguments(node, function, is_method)
             start = len(self.operations)
             self.itself = source.args.args[0].arg if is_method else ""
-            self.names, self.globals = names, function.__globals__
-            self.depth += 1
-            try:
-                self.statements(source.body)
-            finally:
-                self.depth -= 1
+            self.names, self.globals, self.depth = names, function.__globals__, self.depth + 1
+            self.statements(source.body)
             returned = [line for line in self.operations[start:] if line.startswith("return ")]
             if len(returned) != 1 or self.operations[-1] != returned[0]:
                 raise Unreadable("it returns from a branch")
-            self.names, self.globals, self.itself = saved[4:]
+            self.names, self.globals, self.itself, self.depth = outside
             self.operations.pop()
             return self.returned
         except Unreadable:
-            self.operations, self.attributes, self.parameters, self.passes = saved[:4]
-            self.names, self.globals, self.itself = saved[4:]
+            vars(self).update(before)
             raise
 
     def arguments(self, node: ast.Call, function: FunctionType, is_method: bool) -> dict[str, str]:
