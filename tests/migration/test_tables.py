@@ -16,7 +16,7 @@ def fields_of(table: Table) -> set[str]:
     rows = [*table.fields.values(), *(row for rows in table.methods.values() for row in rows.values())]
     rows += [side for switch in table.switches.values() for side in (switch.when_on, switch.when_off)]
     named = {row if isinstance(row, str) else row.model_dump().get("field") for row in rows}
-    named |= {*table.prepared.values()}
+    named |= {row if isinstance(row, str) else row.prepared for row in table.prepared.values()}
     below = [fields_of(part) for part in (table.adapter, table.rows) if part is not None]
     return (named - {None}).union(*below)
 

@@ -26,10 +26,7 @@ _NEEDS_FLASH = ("flash_attention", "flex_attention", "xformers_attention", "sage
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
-    devices = draft.get("world_size")
-    if draft.num_devices is None and isinstance(devices, int):
-        draft.num_devices = devices
-    hf.set_batch(draft, "micro_batch_size", "gradient_accumulation_steps")
+    hf.set_batch(draft, "micro_batch_size", devices="world_size")
     _method(draft)
     kind = draft.get("adapter")
     if kind in ("lora", "qlora"):
@@ -98,8 +95,7 @@ def finish(draft: Draft) -> None:
 def _suspect_packing(draft: Draft) -> None:
     attention = str(draft.get("attn_implementation", ""))
     if not any(draft.get(key) for key in _NEEDS_FLASH) and "flash" not in attention and "flex" not in attention:
-        what = "sample_packing without flash or flex attention: documents of one sequence saw each other"
-        draft.suspect("sample_packing", f"{what}; here they do not")
+        hf.suspect_packing(draft, "sample_packing", "flash or flex attention")
     if draft.get("eval_sample_packing") is None and draft.get("val_set_size"):
         draft.suspect(
             "sample_packing", "evaluation is packed too, as eval_sample_packing is not off: few rows may fill no batch"

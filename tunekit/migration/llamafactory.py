@@ -16,7 +16,7 @@ _METHODS = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
-    hf.set_batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", default_micro=8)
+    hf.set_batch(draft, "per_device_train_batch_size", default_micro=8)
     stage, loss = draft.get("stage", "sft"), draft.get("pref_loss", "sigmoid")
     if stage not in _METHODS:
         raise no_method(draft, "stage", str(stage))
@@ -51,9 +51,7 @@ def finish(draft: Draft) -> None:
         what = "LLaMA-Factory shortens the turns of a row longer than cutoff_len, questions as well as answers"
         draft.differ("cutoff_len", draft.values["data.max_length"], f"{what}; {reason('cut')}")
     if draft.get("packing") is True and not draft.get("neat_packing"):
-        draft.suspect(
-            "packing", "packing without neat_packing: documents of one sequence saw each other; here they do not"
-        )
+        hf.suspect_packing(draft, "packing", "neat_packing")
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
         draft.suspect(
             "quantization_bit", "quantization_bit with finetuning_type full: quantised weights cannot be trained"

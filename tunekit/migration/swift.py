@@ -27,7 +27,7 @@ def prepare(draft: Draft) -> None:
             draft.num_devices = int(of_node) * int(nodes)
     micro = draft.get("per_device_train_batch_size", 1)
     times = math.ceil(_BATCH / (micro if isinstance(micro, int) and micro > 0 else 1) / (draft.num_devices or 1))
-    hf.set_batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", default_accumulation=times)
+    hf.set_batch(draft, "per_device_train_batch_size", default_accumulation=times)
     kind = draft.get("rlhf_type", "dpo" if draft.original.task == "rlhf" else None)
     if kind is not None and kind not in _METHODS:
         raise no_method(draft, "rlhf_type", str(kind))
@@ -100,9 +100,7 @@ def finish(draft: Draft) -> None:
             "", "max_length is not given: ms-swift takes what the model can; data.max_length is tunekit's default here"
         )
     if draft.get("packing") and "flash" not in str(draft.get("attn_impl", "")):
-        draft.suspect(
-            "packing", "packing without flash attention: documents of one sequence saw each other; here they do not"
-        )
+        hf.suspect_packing(draft, "packing", "flash attention")
     if draft.get("beta") == 0 == draft.values.get("method.beta") and method != "grpo":
         draft.suspect("beta", "beta 0: nothing holds the model to what it was")
     if is_full and draft.get("quant_bits"):

@@ -58,7 +58,11 @@ class Row(_Part):
             return self._carry(self.field)
         if self.prepared is not None:
             target = self.prepared
-            return lambda draft, entry: carried(target, draft.values.get(target))
+            return lambda draft, entry: (
+                Fate("silent", f"{self.default} is the default")
+                if entry.value == self.default
+                else carried(target, draft.values.get(target))
+            )
         kind = next(kind for kind in KINDS if dict(self)[kind] is not None)
         words = reason(dict(self)[kind]).replace("{key}", key)
         if kind != "refused":
@@ -116,7 +120,7 @@ class Table(_Part):
     words: dict[str, dict[str, Any]] = {}
     """What functions know of the tool's names, by what they are names of."""
     fields: dict[str, str | Row] = {}
-    prepared: dict[str, str] = {}
+    prepared: dict[str, str | Row] = {}
     """Keys that the tool's `prepare` has laid in, and the fields of the recipe that they became."""
     methods: dict[str, dict[str, str | Row | Switch]] = {}
     """Keys that go with some methods."""
@@ -164,8 +168,8 @@ class Table(_Part):
     def _rules(self) -> Iterator[tuple[str, Rule]]:
         for key, field in self.fields.items():
             yield key, _row(field).rule(key)
-        for key, target in self.prepared.items():
-            yield key, Row(prepared=target).rule(key)
+        for key, laid in self.prepared.items():
+            yield key, (Row(prepared=laid) if isinstance(laid, str) else laid).rule(key)
         for methods, rows in self.methods.items():
             for key, row in rows.items():
                 yield key, _of_methods(_row(row, self.methods_as).rule(key), methods)

@@ -23,7 +23,7 @@ def prepare(draft: Draft) -> None:
             what = "distillation from a teacher's rows" if key == "teacher_model" else "PPO"
             where = f"{draft.original.path}:{draft.line_of(key)}: {key}"
             raise RecipeError(f"{where}: {what} is no method of tunekit's", hint="`tunekit explain method` lists those")
-    hf.set_batch(draft, "batch_size", "gradient_accumulation_steps")
+    hf.set_batch(draft, "batch_size")
     if "method.type" not in draft.values:
         loss_type = _words("losses").get(_last(draft.get("loss._component_", "")))
         if loss_type is not None:

@@ -33,18 +33,29 @@ def trainer_rules() -> dict[str, Rule]:
 
 
 def set_batch(
-    draft: Draft, micro: str, accumulation: str, *, default_micro: int = 1, default_accumulation: int = 1
+    draft: Draft, micro: str, *, devices: str = "", default_micro: int = 1, default_accumulation: int = 1
 ) -> None:
-    """Let the recipe say the batch of a step: what a device takes at once, times accumulation, times devices."""
+    """Let the recipe say the batch of a step: what a device takes at once, times accumulation, times devices.
+
+    Args:
+        draft: What is made.
+        micro: The key of the first factor.
+        devices: The key of the third; empty where the tool has none.
+        default_micro: The first where the file says nothing.
+        default_accumulation: The second where the file says nothing.
+    """
+    accumulation = "gradient_accumulation_steps"
+    num_devices = draft.get(devices)
+    if draft.num_devices is None and isinstance(num_devices, int):
+        draft.num_devices = num_devices
     try:
         of_device = whole(draft.get(micro, default_micro))
         times = whole(draft.get(accumulation, default_accumulation))
     except UnfitError:
         return
-    devices = draft.num_devices or 1
-    draft.put("train.global_batch_size", of_device * times * devices, micro, accumulation)
+    draft.put("train.global_batch_size", of_device * times * (draft.num_devices or 1), micro, accumulation)
     words = f"was {micro} {of_device} x {accumulation} {times}"
-    words += f" x {devices} devices" if draft.num_devices else ", for one device"
+    words += f" x {draft.num_devices} devices" if draft.num_devices else ", for one device"
     draft.comments["train.global_batch_size"] = words
     if draft.num_devices is None:
         what = (
@@ -279,6 +290,11 @@ def _reward(name: str) -> dict[str, Any] | None:
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module) and Path(f"{module.replace('.', '/')}.py").is_file():
         return {"type": "function", "path": f"{module}:{function}"}
     return None
+
+
+def suspect_packing(draft: Draft, key: str, without: str) -> None:
+    """Suspect packed documents that attention did not keep apart."""
+    draft.suspect(key, f"{key} without {without}: documents of one sequence saw each other; here they do not")
 
 
 def too_long(draft: Draft, entry: Entry) -> Fate:

@@ -17,29 +17,11 @@ from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 _COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo")
 _GENERATION = "temperature top_p top_k min_p repetition_penalty use_vllm vllm_mode"
 _RATES = {"sft": 2e-5, "reward": 1e-4}
-_TELLING = {
-    "grpo": ("reward_funcs", "num_generations", "num_iterations", "max_completion_length"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": (
-        "precompute_ref_log_probs",
-        "f_divergence_type",
-        "rpo_alpha",
-        "reference_free",
-        "max_prompt_length",
-        "beta",
-    ),
-    "sft": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "neftune_noise_alpha"),
-}
-"""Arguments that only one of the commands has, or mostly."""
 
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
-    devices = draft.get("num_processes")
-    if draft.num_devices is None and isinstance(devices, int):
-        draft.num_devices = devices
-    hf.set_batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", default_micro=8)
+    hf.set_batch(draft, "per_device_train_batch_size", devices="num_processes", default_micro=8)
     draft.put("method.type", _method(draft), "task")
     small = "qlora" if draft.get("load_in_4bit") is True else "lora"
     draft.put("adapter.type", small if draft.get("use_peft") else "full", "use_peft")
@@ -56,9 +38,9 @@ def _method(draft: Draft) -> str:
     if task is not None:
         raise no_method(draft, task, task)
     keys = set(draft.original.values)
-    for method, telling in _TELLING.items():
-        if keys & set(telling):
-            return method
+    for method, telling in read_table("trl").words["telling"].items():
+        if keys & {*telling.split()}:
+            return str(method)
     draft.suspect("", "the file does not say which command it is for: taken for `trl sft`; `-- trl dpo` says another")
     return "sft"
 
@@ -77,15 +59,13 @@ def _sources(draft: Draft) -> None:
         if test is not None and not is_off(strategy):
             hf.put_sources(draft, "data.eval", [hf.source(text(name), name=config, split=test)], "dataset_test_split")
         return
-    mixture = draft.get("datasets")
-    made_of = []
+    mixture, sources = draft.get("datasets"), []
     for entry in mixture if isinstance(mixture, list) else []:
         if isinstance(entry, dict) and entry.get("path"):
-            split = entry.get("split")
-            file = entry.get("data_files")
+            file, split = entry.get("data_files"), entry.get("split")
             path = file if entry["path"] in ("json", "csv", "parquet") and isinstance(file, str) else entry["path"]
-            made_of.append(hf.source(text(path), name=entry.get("name"), split=None if split == "train" else split))
-    hf.put_sources(draft, "data.train", made_of, "datasets")
+            sources.append(hf.source(text(path), name=entry.get("name"), split=None if split == "train" else split))
+    hf.put_sources(draft, "data.train", sources, "datasets")
 
 
 def finish(draft: Draft) -> None:
@@ -106,9 +86,7 @@ def finish(draft: Draft) -> None:
         draft.suspect("lora_r", "lora settings without use_peft: all weights are trained")
     attention = str(draft.get("attn_implementation", ""))
     if draft.get("packing") is True and "flash" not in attention and "varlen" not in attention:
-        draft.suspect(
-            "packing", "packing without flash attention: documents of one sequence saw each other; here they do not"
-        )
+        hf.suspect_packing(draft, "packing", "flash attention")
     if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
         what = "TRL counts every token of a chat where assistant_only_loss is not on; the recipe counts the assistant's"
         draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all repeats it)")
@@ -119,13 +97,6 @@ def finish(draft: Draft) -> None:
 
 
 # Single keys
-
-
-def split(draft: Draft, entry: Entry) -> Fate:
-    """The split to train on."""
-    if entry.value == "train":
-        return Fate("silent", "train is the default")
-    return carried("data.train", draft.values.get("data.train"))
 
 
 def test_split(draft: Draft, entry: Entry) -> Fate:
