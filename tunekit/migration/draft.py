@@ -144,7 +144,7 @@ def _unknown(draft: Draft, entry: Entry, known: Iterable[str]) -> Fate:
 
 
 @cache
-def read_yaml(name: str) -> Any:
+def data_file(name: str) -> Any:
     """Return what stands in one of the files beside this one."""
     path = Path(__file__).parent / "tables" / f"{name}.yaml"
     return yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
@@ -152,7 +152,7 @@ def read_yaml(name: str) -> Any:
 
 def reason(words: str) -> str:
     """Return a reason by its name among those that many tables give; what is no name stands for itself."""
-    return str(read_yaml("reasons")[words]) if words.isidentifier() else words
+    return str(data_file("reasons")[words]) if words.isidentifier() else words
 
 
 def carried(target: str, value: Any) -> Fate:

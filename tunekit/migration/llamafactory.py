@@ -88,7 +88,8 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
 
 def _dataset_info(draft: Draft, folder: str) -> dict[str, Any]:
     """Read dataset_info.json, in the folder of the data or beside the configuration."""
-    for place in (Path(folder), draft.original.folder / folder, draft.original.folder):
+    beside = Path(draft.original.path).parent
+    for place in (Path(folder), beside / folder, beside):
         if (place / "dataset_info.json").is_file():
             return read_mapping(place / "dataset_info.json")
     return {}

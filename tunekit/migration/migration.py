@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.migration import axolotl, llamafactory, swift, torchtune, trl
-from tunekit.migration.draft import Draft, Rules, apply
+from tunekit.migration.draft import Draft, Rules, apply, data_file
 from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.migration.suspects import refuse_media, suspects
-from tunekit.migration.table import read_table
 from tunekit.recipe.load import check_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import Fault, Place, read_yaml, to_yaml
@@ -108,7 +107,7 @@ def _recognised(original: Original) -> str:
     if any(entry.key.endswith("_component_") for entry in original.entries):
         return "torchtune"
     names = set(original.values)
-    marks = {name: len(names & {*read_table(name).marks.split()}) for name in TOOLS}
+    marks = {name: len(names & {*data_file(name)["marks"].split()}) for name in TOOLS}
     most = max(marks.values())
     best = [name for name, count in marks.items() if count == most]
     if most < 2:

@@ -69,11 +69,6 @@ class Original:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that a shell script sets."""
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the file; other files are named relative to it or to the working directory."""
-        return Path(self.path).parent
-
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key by its path, `trl.beta`; the default where it is missing or null."""
         at: Any = self.values

@@ -70,7 +70,7 @@ def _is_file(path: str) -> bool:
 
 def finish(draft: Draft) -> None:
     """Say what ms-swift does where the file says nothing, and what looks wrong."""
-    method, is_full = draft.method, not draft.has_adapter
+    is_full = not draft.has_adapter
     if "train.max_steps" not in draft.values:
         draft.assume({"train.num_epochs": 3})
     draft.assume(
@@ -91,9 +91,8 @@ def finish(draft: Draft) -> None:
         draft.assume({"method.beta": _BETAS[kind]})
     if kind == "simpo":
         draft.assume({"method.simpo_gamma": 1.0})
-    if method == "grpo":
+    if draft.method == "grpo":
         draft.assume({"method.generation.temperature": 0.9, "method.loss_type": "grpo"})
-    if method == "grpo":
         hf.room_for_answers(draft, prompt=draft.values.get("data.max_length", 1024))
     elif draft.get("max_length") is None and draft.get("max_model_len") is None:
         draft.suspect(
@@ -101,8 +100,7 @@ def finish(draft: Draft) -> None:
         )
     if draft.get("packing") and "flash" not in str(draft.get("attn_impl", "")):
         hf.suspect_packing(draft, "packing", "flash attention")
-    if draft.get("beta") == 0 == draft.values.get("method.beta") and method != "grpo":
-        draft.suspect("beta", "beta 0: nothing holds the model to what it was")
+    hf.suspect_beta(draft)
     if is_full and draft.get("quant_bits"):
         draft.suspect("quant_bits", "quant_bits with all weights trained: quantised weights cannot be")
     if not draft.get("use_hf") and "data.train" in draft.values and "/" in str(draft.get("model", "")):

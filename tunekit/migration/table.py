@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tunekit.migration.draft import READERS, Draft, Rule, carried, is_off, read_yaml, reason, trainer_arg, truth
+from tunekit.migration.draft import READERS, Draft, Rule, carried, data_file, is_off, reason, trainer_arg, truth
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.recipe.schema import holders_along, is_free_mapping, members
@@ -256,4 +256,4 @@ def _of_adapter(rule: Rule) -> Rule:
 @cache
 def read_table(name: str) -> Table:
     """Return a table: a tool's, or that of transformers' Trainer, whose arguments most tools take."""
-    return Table.model_validate(read_yaml(name))
+    return Table.model_validate(data_file(name))

@@ -346,6 +346,12 @@ def utilization(draft: Draft, entry: Entry) -> Fate:
     return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", number(entry.value))
 
 
+def suspect_beta(draft: Draft) -> None:
+    """Suspect a beta of 0, which only GRPO has by itself."""
+    if draft.get("beta") is not None and draft.values.get("method.beta") == 0 and draft.method != "grpo":
+        draft.suspect("beta", "beta 0: nothing holds the model to what it was")
+
+
 def beta(draft: Draft, entry: Entry) -> Fate:
     """The weight of what holds a model to its reference."""
     value = number(entry.value)

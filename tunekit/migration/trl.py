@@ -90,8 +90,7 @@ def finish(draft: Draft) -> None:
     if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
         what = "TRL counts every token of a chat where assistant_only_loss is not on; the recipe counts the assistant's"
         draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all repeats it)")
-    if draft.get("beta") is not None and draft.values.get("method.beta") == 0 and method != "grpo":
-        draft.suspect("beta", "beta 0: nothing holds the model to what it was")
+    hf.suspect_beta(draft)
     if draft.get("load_in_4bit") and not draft.get("use_peft"):
         draft.suspect("load_in_4bit", "load_in_4bit without use_peft: weights of 4 bits cannot be trained")
 
