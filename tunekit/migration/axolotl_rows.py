@@ -70,12 +70,9 @@ def _format(kind: str, given: dict[str, Any], method: str) -> tuple[str | None, 
 def _conversation(given: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """A chat by its fields: `messages` with role and content, or ShareGPT's `conversations` with from and value."""
     properties = given.get("message_property_mappings")
-    role = (
-        (properties.get("role") if isinstance(properties, dict) else None) or given.get("message_field_role") or "role"
-    )
+    role = (properties.get("role") if isinstance(properties, dict) else None) or given.get("message_field_role")
     column = given.get("field_messages") or "messages"
-    ours = "sharegpt" if role == "from" else "messages"
-    expected = "conversations" if ours == "sharegpt" else "messages"
+    ours, expected = ("sharegpt", "conversations") if role == "from" else ("messages", "messages")
     return ours, {} if column == expected else {expected: column}
 
 
@@ -108,11 +105,10 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
             raise UnfitError(
                 f"rows of {kind} are not read as such: data.format is left to be recognised, or names a function"
             )
-        where = entry.key.rpartition(".")[0]
-        index = int(where.rpartition("[")[2].rstrip("]")) if where.endswith("]") else 0
-        value = draft.get(where.partition("[")[0])
-        dataset = value[index] if isinstance(value, list) else value
-        format_, columns = _format(kind, dataset if isinstance(dataset, dict) else {}, method)
+        section, _, index = entry.key.rpartition(".")[0].removesuffix("]").partition("[")
+        value = draft.get(section)
+        given = value[int(index or 0)] if isinstance(value, list) else value
+        format_, columns = _format(kind, given if isinstance(given, dict) else {}, method)
         words = f"data.format: {format_}" + (f", data.columns: {columns}" if columns else "")
         return Fate("different", f"{words}; {reason('alpaca')}") if format_ == "alpaca" else Fate("carried", words)
     if first in _WRAPPED:
