@@ -74,7 +74,8 @@ class Row(_Part):
         )
 
     def _carry(self, target: str) -> Rule:
-        read = READERS[self.read or _reader(target)]
+        of_type = _reader(target)
+        read = READERS[self.read or of_type]
 
         def rule(draft: Draft, entry: Entry) -> Fate:
             value = read(entry.value) if self.value is None else self.value
