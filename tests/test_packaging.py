@@ -56,6 +56,12 @@ def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:
     assert "tunekit/estimates/models/models.yaml" in files
 
 
+def test_wheel_holds_the_tables_of_other_tools(files: set[str]) -> None:
+    wanted = shipped("tunekit/migration/tables", "tunekit/migration/tables")
+    assert "tunekit/migration/tables/axolotl.yaml" in wanted
+    assert wanted <= files
+
+
 def test_wheel_holds_the_texts_and_the_looks_of_the_web_ui(files: set[str]) -> None:
     paths = [path for kind in ("yaml", "css") for path in (ROOT / "webui").rglob(f"*.{kind}")]
     wanted = {path.relative_to(ROOT).as_posix() for path in paths}

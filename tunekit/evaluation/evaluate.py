@@ -95,18 +95,10 @@ def evaluate(
             trained, tokenizer, data if not isinstance(data, Path) else str(data), rewards, tasks, wish
         )
         if tasks:
-            from tunekit.evaluation.lm_eval import find_tasks
+            from tunekit.evaluation.lm_eval import Harness, find_tasks
 
-            parts.append(
-                find_tasks(
-                    tasks,
-                    include_path=include_path,
-                    num_fewshot=num_fewshot,
-                    limit=limit,
-                    chat=apply_chat_template,
-                    batch_size=batch_size,
-                )
-            )
+            manager = find_tasks(tasks, include_path)
+            parts.append(Harness(tuple(tasks), manager, num_fewshot, limit, apply_chat_template, batch_size))
         earlier = _before(trained)
         after_values, before_values = _measured(
             trained, earlier, tokenizer, parts, before=before, dtype=computed_in, device=where, tell=on_event

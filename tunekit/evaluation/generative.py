@@ -49,6 +49,8 @@ class Questions:
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
+        from transformers import TrainerState
+
         answers: dict[int, Answer] = {}
         for number, (single,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
             answers[number] = single
@@ -65,7 +67,7 @@ class Questions:
             ],
             "completion_ids": [list(single.ids) for single in answered],
             **{name: [row.get(name) for row in self.rows] for name in columns},
-            "trainer_state": _state(),
+            "trainer_state": TrainerState(),
             "log_extra": lambda column, values: None,
             "log_metric": lambda name, value: None,
         }
@@ -110,12 +112,6 @@ def _sample(values: np.ndarray) -> Sample:
     """A figure of the rows that have one."""
     finite = ~np.isnan(values)
     return Sample(np.where(finite, values, 0.0), finite.astype(np.float64))
-
-
-def _state() -> Any:
-    from transformers import TrainerState
-
-    return TrainerState()
 
 
 def questions_in(rows: Rows) -> list[Row]:

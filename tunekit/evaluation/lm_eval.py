@@ -162,24 +162,12 @@ def _score(task: str, metric: str, ours: Figured, theirs: Figured | None) -> Sco
     )
 
 
-def find_tasks(
-    tasks: Sequence[str],
-    *,
-    include_path: str | Path | None,
-    num_fewshot: int | None,
-    limit: int | None,
-    chat: bool,
-    batch_size: int,
-) -> Harness:
-    """Tasks by their names, with their documents read.
+def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskManager":
+    """What knows tasks by their names, with their documents read.
 
     Args:
         tasks: Names of tasks, groups or tags, or paths of YAML files.
         include_path: Folder with YAML files of more tasks.
-        num_fewshot: Examples before each question.
-        limit: Documents of each, at most.
-        chat: Whether questions go through the chat template.
-        batch_size: Documents that are computed at once.
 
     Raises:
         DependencyError: lm-evaluation-harness is not installed.
@@ -210,7 +198,7 @@ def find_tasks(
             f"tasks {', '.join(tasks)}: they cannot be loaded: {message[:200]}",
             hint="their documents come from the hub, or from files that their YAML names",
         ) from error
-    return Harness(tuple(tasks), manager, num_fewshot, limit, chat, batch_size)
+    return manager
 
 
 def _is_known(task: str, manager: "TaskManager") -> bool:

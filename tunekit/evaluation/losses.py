@@ -1,6 +1,4 @@
-"""Evaluation without generation: losses and log-likelihoods.
-
-Evaluation without generation: losses on sequences, pairs of answers, and rated answers.
+"""Evaluation without generation: losses on sequences, pairs of answers, and rated answers.
 
 Each is made from rows and a tokenizer alone, measures a model, and then says what the measurements of a model and of
 the one before it come to. What the rows of a run are and how they were tokenised is as it was in training.
@@ -98,10 +96,8 @@ def _through(
 
     results = np.full(len(ids), np.nan)
     vocabulary = model.config.get_text_config().vocab_size
-    waiting, num_done = (
-        _batches([len(sequence) for sequence in ids], MAX_LOGITS // vocabulary if pad is not None else 0),
-        0,
-    )
+    waiting = _batches([len(sequence) for sequence in ids], MAX_LOGITS // vocabulary if pad is not None else 0)
+    num_done = 0
     while waiting:
         batch = waiting.pop()
         longest = max(len(ids[number]) for number in batch)
@@ -256,9 +252,8 @@ class Pairs:
                 loss = Figure("loss", f"loss of {method.type.upper()}", ".4f", higher_is_better=False)
                 yield _mean(loss, self.of, np.logaddexp(0, -margins), zero + math.log(2))
             yield _mean(_figure("rewards/accuracies", higher=True), self.of, margins > 0, None)
-            yield _mean(_figure("rewards/margins"), self.of, margins, zero)
-            yield _mean(_figure("rewards/chosen"), self.of, chosen, zero)
-            yield _mean(_figure("rewards/rejected"), self.of, rejected, zero)
+            for name, values in (("margins", margins), ("chosen", chosen), ("rejected", rejected)):
+                yield _mean(_figure(f"rewards/{name}"), self.of, values, zero)
         if method is not None and has_margins(method):
             margins, earlier = self._margins(method, after), None if before is None else self._margins(method, before)
             figure = _figure("rewards/accuracies", higher=True)

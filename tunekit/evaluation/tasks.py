@@ -147,9 +147,7 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         : wish.limit
     ]
     if generates(method):
-        reward_list = list(rewards)
-        if not reward_list and is_rewarded(method):
-            reward_list = list(method.rewards)
+        reward_list = list(rewards) or (list(method.rewards) if is_rewarded(method) else [])
         if not reward_list:
             raise DataError(f"{method.type} is judged by its teacher in training alone", hint="name a --metric")
         numbers = range(1, len(rows) + 1)
@@ -193,7 +191,10 @@ def parts_of_file(
             f"{rows.source} holds prompts, and nothing says what judges the answers",
             hint="name a --metric, such as exact_match",
         )
-    max_length = _max_length(found, tokenizer)
+    # What no run made is cut to what its tokenizer takes.
+    max_length = (
+        min(MAX_LENGTH, int(tokenizer.model_max_length)) if found.run is None else found.run.recipe.data.max_length
+    )
     if rows.format in ANSWERS:
         part = _answered(of, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
         return part, rows.notes
@@ -224,12 +225,6 @@ def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
     if source.loss_on is not None:
         rows = replace(rows, loss_on=source.loss_on)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
-
-
-def _max_length(found: Trained, tokenizer: "Tokenizer") -> int:
-    if found.run is not None:
-        return found.run.recipe.data.max_length
-    return min(MAX_LENGTH, int(tokenizer.model_max_length))
 
 
 def _sequences(rows: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -5,13 +5,18 @@ became of the key. So no key can get lost: one without a rule is unknown, and is
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tunekit.errors import RecipeError
 from tunekit.migration.original import Entry, Original
 from tunekit.migration.report import Assumed, Fate, Line, Suspicion
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.phrases import near, show
+from tunekit.recipe.sections.train import Tracker
 
 
 class UnfitError(Exception):
@@ -41,6 +46,16 @@ class Draft:
         self.suspicious: list[Suspicion] = []
         self.unsaid: list[Line] = []
 
+    @property
+    def method(self) -> str:
+        """The recipe's method so far."""
+        return str(self.values.get("method.type", "sft"))
+
+    @property
+    def has_adapter(self) -> bool:
+        """True if not all weights are trained."""
+        return self.values.get("adapter.type") != "full"
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key of the original; the default where it is missing or null."""
         return self.original.get(key, default)
@@ -56,11 +71,25 @@ class Draft:
         self.values[target] = value
         self.origins[target] = [*self.origins.get(target, []), *keys]
 
-    def assume(self, target: str, value: Any, words: str) -> None:
+    def carry(self, entry: Entry, target: str, value: Any) -> Fate:
+        """Let the recipe say what a key of the original does, and return its fate."""
+        self.put(target, value, entry.key)
+        return carried(target, value)
+
+    def track(self, entry: Entry, tracker: Tracker) -> Fate:
+        """Let the recipe report to a tracker besides those that it has, because a key of the original does."""
+        before = self.values.get("output.report_to", [])
+        trackers = list(dict.fromkeys([*([before] if isinstance(before, str) else before), tracker]))
+        return self.carry(entry, "output.report_to", trackers[0] if len(trackers) == 1 else trackers)
+
+    def assume(self, values: Mapping[str, Any], words: str = "") -> None:
         """Let the recipe say what the tool does where the original is silent."""
-        if target not in self.values:
-            self.values[target] = value
-            self.assumed.append(Assumed(target, value, words))
+        for target, value in values.items():
+            if target not in self.values:
+                self.values[target] = value
+                self.assumed.append(
+                    Assumed(target, value, words or f"{self.tool}'s default, where the file says nothing")
+                )
 
     def differ(self, key: str, value: Any, words: str) -> None:
         """Note what the tool does by itself, and the recipe otherwise.
@@ -84,19 +113,12 @@ Rules = Mapping[str, Rule]
 """Rules by key, `datasets[].path`; one of a key holds for what is below it and has none itself."""
 
 
-def apply(draft: Draft, rules: Rules, more: Iterable[str] = ()) -> None:
-    """Decide about every key of the original.
-
-    Args:
-        draft: What is made.
-        rules: Those of the tool.
-        more: Keys of the tool that have no rule, for what may have been meant by an unknown one.
-    """
-    rule_names = [*rules, *more]
+def apply(draft: Draft, rules: Rules) -> None:
+    """Decide about every key of the original by the rules of its tool."""
     for entry in draft.original.entries:
         rule = rule_of(rules, entry.pattern)
         if rule is None:
-            draft.fates[entry.key] = _unknown(draft, entry, rule_names)
+            draft.fates[entry.key] = _unknown(draft, entry, rules)
         elif entry.value is None or entry.value in ("", [], {}):
             draft.fates[entry.key] = Fate("silent", "has no value")
         else:
@@ -121,107 +143,32 @@ def _unknown(draft: Draft, entry: Entry, known: Iterable[str]) -> Fate:
     return Fate("unsupported", f"unknown: not a key of {draft.tool}{suggestion}")
 
 
-# Rules
+@cache
+def data_file(name: str) -> Any:
+    """Return what stands in one of the files beside this one."""
+    path = Path(__file__).parent / "tables" / f"{name}.yaml"
+    return yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
 
 
-def same(value: Any) -> Any:
-    """A value as it is."""
-    return value
-
-
-def each(rule: Rule, keys: str) -> dict[str, Rule]:
-    """One rule for several keys, which are given as one text of words."""
-    return dict.fromkeys(keys.split(), rule)
-
-
-def to(target: str, change: Callable[[Any], Any] = same) -> Rule:
-    """The key becomes one of the recipe's.
-
-    Args:
-        target: The recipe's key.
-        change: Makes the value that is said there.
-    """
-
-    def rule(draft: Draft, entry: Entry) -> Fate:
-        value = change(entry.value)
-        draft.put(target, value, entry.key)
-        return carried(target, value)
-
-    return rule
+def reason(words: str) -> str:
+    """Return a reason by its name among those that many tables give; what is no name stands for itself."""
+    return str(data_file("reasons")[words]) if words.isidentifier() else words
 
 
 def carried(target: str, value: Any) -> Fate:
-    """A key that the recipe says."""
+    """The fate of a key that the recipe says."""
     return Fate("carried", f"{target}: {to_inline_yaml(value)}")
 
 
-def decided(why: str) -> Rule:
-    """Tunekit decides this by itself, whatever the key says."""
-    return lambda draft, entry: Fate("decided", why)
-
-
-def different(how: str) -> Rule:
-    """The recipe trains otherwise in this."""
-    return lambda draft, entry: Fate("different", how)
-
-
-def refused(why: str, *, off: tuple[Any, ...] = ()) -> Rule:
-    """This cannot be had; the key asks for nothing where it is off.
-
-    Args:
-        why: Why not, and what there is instead.
-        off: Values that ask for nothing, besides false, 0, none, no.
-    """
+def trainer_arg(name: str) -> Rule:
+    """Something that TRL's trainer takes by this name, and that is off where it is nothing."""
 
     def rule(draft: Draft, entry: Entry) -> Fate:
-        if is_off(entry.value) or entry.value in off:
-            return Fate("silent", "is off")
-        return Fate("unsupported", why)
+        root = entry.key.partition(".")[0]
+        value = draft.get(root) if root == name else entry.value
+        return Fate("silent", "is off") if is_off(value) else draft.carry(entry, f"method.trainer_args.{name}", value)
 
     return rule
-
-
-def silent(why: str) -> Rule:
-    """The key asks for nothing that concerns training."""
-    return lambda draft, entry: Fate("silent", why)
-
-
-def flag(on: Rule, off: Rule | None = None) -> Rule:
-    """One rule where a switch is on, and another where it is off: by default it then asks for nothing."""
-
-    def rule(draft: Draft, entry: Entry) -> Fate:
-        if truth(entry.value):
-            return on(draft, entry)
-        return off(draft, entry) if off is not None else Fate("silent", "is off")
-
-    return rule
-
-
-def both(rule: Rule, suspicion: str) -> Rule:
-    """A rule, and something suspicious about the key."""
-
-    def doubted(draft: Draft, entry: Entry) -> Fate:
-        draft.suspect(entry.key, f"{entry.key}: {suspicion}")
-        return rule(draft, entry)
-
-    return doubted
-
-
-# Values
-
-
-def with_adapter(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Rules of an adapter's keys, which ask for nothing where all weights are trained."""
-
-    def wrapped(rule: Rule) -> Rule:
-        def asked(draft: Draft, entry: Entry) -> Fate:
-            if draft.values.get("adapter.type") == "full":
-                return Fate("silent", "all weights are trained, without an adapter")
-            return rule(draft, entry)
-
-        return asked
-
-    return {key: wrapped(rule) for key, rule in rules.items()}
 
 
 def no_method(draft: Draft, key: str, what: str) -> RecipeError:
@@ -296,3 +243,24 @@ def names(value: Any) -> list[str]:
     """A list of names, also written as one text with commas."""
     items = value if isinstance(value, list) else str(value).split(",")
     return [text(item).strip() for item in items]
+
+
+def figure(value: Any) -> Any:
+    """A number by its shortest form; any other value as it is."""
+    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def same(value: Any) -> Any:
+    """A value as it is."""
+    return value
+
+
+def lower(value: Any) -> str:
+    """A text in lower case."""
+    return text(value).lower()
+
+
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    read.__name__: read for read in (figure, lower, names, number, same, text, truth, whole)
+}
+"""Conversions of values, by the names that tables give them."""

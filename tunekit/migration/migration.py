@@ -7,15 +7,14 @@ always valid.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.migration import axolotl, llamafactory, swift, torchtune, trl
-from tunekit.migration.draft import Draft, Rules, apply
-from tunekit.migration.multimodal import refuse_media
+from tunekit.migration.draft import Draft, Rules, apply, data_file
 from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
-from tunekit.migration.suspects import suspects
+from tunekit.migration.suspects import refuse_media, suspects
 from tunekit.recipe.load import check_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import Fault, Place, read_yaml, to_yaml
@@ -28,8 +27,6 @@ WITHOUT_DROPOUT = [name for name, method in METHODS.items() if method.spec.train
 
 class Tool(Protocol):
     """Interface of a tool's module."""
-
-    MARKS: frozenset[str]
 
     def rules(self, draft: Draft) -> Rules:
         """Return the rule for each key."""
@@ -110,7 +107,7 @@ def _recognised(original: Original) -> str:
     if any(entry.key.endswith("_component_") for entry in original.entries):
         return "torchtune"
     names = set(original.values)
-    marks = {name: len(module.MARKS & names) for name, module in _MODULES.items()}
+    marks = {name: len(names & {*data_file(name)["marks"].split()}) for name in TOOLS}
     most = max(marks.values())
     best = [name for name, count in marks.items() if count == most]
     if most < 2:
@@ -142,24 +139,12 @@ def _settle(draft: Draft) -> None:
         draft.values.pop("train.num_epochs", None)
 
 
-class _Needed(NamedTuple):
-    target: str
-    what: str
-
-
 def _checked(draft: Draft) -> Recipe:
     """The recipe that the draft makes, once what the schema refuses is taken out of it."""
-    needed = (_Needed("model.path", "names no model"), _Needed("data.train", "names no rows to train on"))
-    for target, what in needed:
+    for target, (what, keys) in _NEEDED.items():
         if draft.values.get(target) in (None, "", []):
-            why = next(
-                (
-                    f": {fate.words}"
-                    for key, fate in draft.fates.items()
-                    if fate.kind == "unsupported" and key in _RELEVANT[target]
-                ),
-                "",
-            )
+            fates = [fate.words for key, fate in draft.fates.items() if fate.kind == "unsupported" and key in keys]
+            why = "".join(f": {words}" for words in fates[:1])
             raise RecipeError(f"{draft.original.path}: {what}{why}", hint="a recipe needs it: add it to the file")
     while True:
         recipe, faults = check_text(to_yaml(_nested(draft.values)), find_functions=False)
@@ -174,11 +159,14 @@ def _checked(draft: Draft) -> Recipe:
             raise RecipeError(f"{draft.original.path}: {faults[0]}", hint="change it in the file")
 
 
-_RELEVANT = {
-    "model.path": ("base_model", "model", "model_name_or_path", "model._component_"),
-    "data.train": ("dataset", "datasets", "dataset_name", "dataset._component_", "dataset.source"),
+_NEEDED = {
+    "model.path": ("names no model", ["base_model", "model", "model_name_or_path", "model._component_"]),
+    "data.train": (
+        "names no rows to train on",
+        ["dataset", "datasets", "dataset_name", "dataset._component_", "dataset.source"],
+    ),
 }
-"""Keys that name the model and the rows."""
+"""What a recipe needs, and the keys that name it."""
 
 
 def _take_out(draft: Draft, fault: Fault) -> None:
@@ -194,18 +182,11 @@ def _take_out(draft: Draft, fault: Fault) -> None:
         draft.comments.pop(target, None)
         keys = draft.origins.pop(target, [])
         for key in keys:
-            for fate_key in [
-                recorded_key
-                for recorded_key in draft.fates
-                if recorded_key == key or recorded_key.startswith((f"{key}.", f"{key}["))
-            ]:
-                draft.fates[fate_key] = Fate("unsupported", f"{target} {fault.message}")
+            for recorded in draft.fates:
+                if recorded == key or recorded.startswith((f"{key}.", f"{key}[")):
+                    draft.fates[recorded] = Fate("unsupported", f"{target} {fault.message}")
         if not keys:
-            draft.suspicious.append(_lost(target, value, fault))
-
-
-def _lost(target: str, value: Any, fault: Fault) -> Suspicion:
-    return Suspicion(0, f"{target}: {value} cannot be had: {fault.message}")
+            draft.suspicious.append(Suspicion(0, f"{target}: {value} cannot be had: {fault.message}"))
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

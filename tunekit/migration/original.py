@@ -6,8 +6,9 @@ searched for the tool's command, whose `--key value` words are the keys. Nothing
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ _COMMANDS = re.compile(
     r"|(llamafactory-cli)\s+(train))(?=\s|$)"
 )
 """Commands whose arguments are a configuration: the tool's, and what it is to do."""
+
+_ENDS = ("|", "||", "&", "&&", ";", ">", ">>", "2>&1")
+"""Words of a shell that end the arguments of a command."""
 
 _TOOLS = {"swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory"}
 _ASSIGNMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;]*)")
@@ -69,11 +73,6 @@ class Original:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that a shell script sets."""
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the file; other files are named relative to it or to the working directory."""
-        return Path(self.path).parent
-
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key by its path, `trl.beta`; the default where it is missing or null."""
         at: Any = self.values
@@ -100,8 +99,8 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
         raise RecipeError(
             f"{label}: no command of a known tool is in it", hint="it calls `swift sft`, `trl sft` or alike"
         )
-    original = _of_values(label, text) if command is None else _of_command(label, text, *command)
-    added = _arguments(list(words), [0] * len(words), label)
+    original = _of_values(label, text) if command is None else _of_command(label, *command)
+    added = _arguments([(word, 0) for word in words], label)
     if added:
         present = {entry.key for entry in added}
         remaining = [entry for entry in original.entries if entry.key not in present]
@@ -203,26 +202,16 @@ def _find_command(text: str) -> tuple[str, str, int, str, Mapping[str, str]] | N
 
 
 def _of_command(
-    shown: str, text: str, tool: str, task: str, line: int, arguments: str, variables: Mapping[str, str]
+    shown: str, tool: str, task: str, first_line: int, arguments: str, variables: Mapping[str, str]
 ) -> Original:
-    words: list[str] = []
-    lines: list[int] = []
-    for offset, part in enumerate(arguments.split("\n")):
+    words: list[tuple[str, int]] = []
+    for line, part in enumerate(arguments.split("\n"), start=first_line):
         try:
-            command_words = shlex.split(_filled(part, variables))
+            of_line = shlex.split(_filled(part, variables))
         except ValueError as error:
-            raise RecipeError(
-                f"{shown}:{line + offset}: {str(error).lower()}", hint="close the quote on its line"
-            ) from None
-        command_words = command_words[
-            : next((place for place, word in enumerate(command_words) if word.startswith("#")), None)
-        ]
-        words += command_words
-        lines += [line + offset] * len(command_words)
-    end = next(
-        (place for place, word in enumerate(words) if word in ("|", "||", "&", "&&", ";", ">", ">>", "2>&1")), None
-    )
-    entries = _arguments(words[:end], lines[:end], shown)
+            raise RecipeError(f"{shown}:{line}: {str(error).lower()}", hint="close the quote on its line") from None
+        words += ((word, line) for word in takewhile(lambda word: not word.startswith("#"), of_line))
+    entries = _arguments(takewhile(lambda word: word[0] not in _ENDS, words), shown)
     return Original(shown, {entry.key: entry.value for entry in entries}, entries, tool, task, variables)
 
 
@@ -240,11 +229,11 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
     return _QUOTIENT.sub(lambda found: str(int(found[1]) // max(1, int(found[2]))), text)
 
 
-def _arguments(words: list[str], lines: list[int], shown: str) -> tuple[Entry, ...]:
-    """Parse `--key value`, `--key=value` and `--flag` words; several values make a list."""
+def _arguments(words: Iterable[tuple[str, int]], shown: str) -> tuple[Entry, ...]:
+    """Parse `--key value`, `--key=value` and `--flag` words with their lines; several values make a list."""
     options: dict[str, tuple[list[str], int]] = {}
     key = None
-    for word, line in zip(words, lines, strict=True):
+    for word, line in words:
         if word.startswith("--") and len(word) > 2:
             key, _, value = word[2:].partition("=")
             key = key.replace("-", "_")
@@ -253,11 +242,9 @@ def _arguments(words: list[str], lines: list[int], shown: str) -> tuple[Entry, .
             raise RecipeError(f"{shown}:{line}: '{word}' belongs to no --key", hint="write --key value")
         else:
             options[key][0].append(word)
-    return tuple(Entry(name, _value(values), line) for name, (values, line) in options.items())
+    return tuple(Entry(name, _value(*values), line) for name, (values, line) in options.items())
 
 
-def _value(given: list[str]) -> Any:
-    if not given:
-        return True
-    values = [plain_scalar(word) for word in given]
+def _value(*words: str) -> Any:
+    values = [plain_scalar(word) for word in words] or [True]
     return values[0] if len(values) == 1 else values

@@ -1,81 +1,61 @@
-"""Rules that most tools share: the batch, the schedule, and the arguments of transformers' Trainer.
+"""Conversions that most tools share: the batch, the schedule, the sources, and arguments of transformers' Trainer.
 
-TRL, LLaMA-Factory and ms-swift pass these on under their own names.
+TRL, LLaMA-Factory and ms-swift pass these arguments on under their own names.
 """
 
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from tunekit.migration import trackers
 from tunekit.migration.draft import (
     Draft,
     Rule,
-    Rules,
     UnfitError,
     carried,
-    decided,
-    each,
-    flag,
     is_off,
+    lower,
+    names,
     number,
-    refused,
-    silent,
+    reason,
     text,
-    to,
     truth,
     whole,
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
+from tunekit.migration.table import read_table
+from tunekit.recipe.sections.train import Tracker
 
-DEVICES = "the plan does this for the devices at hand; parallel asks for another way"
-PRECISION = "model.dtype auto computes in bfloat16 where the device can; trained weights are float32"
-ATTENTION = "model.attn_implementation auto takes the fastest that is correct on the device"
-KERNELS = "model.kernels auto takes tunekit's own kernels where they are right for the model"
-CHECKPOINTING = "train.gradient_checkpointing auto recomputes only where activations would not fit"
-TEMPLATE = "the model's own chat template writes the rows; model.chat_template names another file"
-OTHER_TEMPLATE = (
-    "the recipe has the model's own chat template, which may write rows otherwise; model.chat_template names a file"
-)
-CUT = "here they are cut at their end; a larger data.max_length keeps them whole"
-LOADING = "rows are read, tokenised and cached by tunekit"
-MODEL_CLASS = "found from the model's own configuration"
-FOLDER = "a run gets a folder of its own, runs/<name>-<time>; output.dir names another"
-HUB = "tunekit does not upload while it trains"
-EVALUATIONS = "rows to evaluate on are evaluated four times a run; train.eval_steps sets it"
-CHECKPOINTS = "four checkpoints a run; train.save_steps sets it"
-REMOTE_CODE = (
-    "left out, as most models need no code of their own; where one does, read it, and set model.trust_remote_code "
-    "with the commit in model.revision"
-)
-MULTIMODAL = "tunekit trains on text"
-EXACT_RESUME = "checkpoints hold all that a run needs to go on"
 
-OPTIMIZERS = {
-    "adamw_hf": "adamw_torch",
-    "adamw": "adamw_torch",
-    "adam": "adamw_torch",
-    "adamw_torch_8bit": "adamw_8bit",
-    "paged_adamw": "paged_adamw_32bit",
-    "adamw_bnb": "adamw_bnb_8bit",
-    "lion": "lion_32bit",
-}
-"""Names of optimizers that are others in transformers now."""
+def trainer_rules() -> dict[str, Rule]:
+    """Return the rules of the arguments of transformers' Trainer."""
+    return read_table("trainer").rules()
 
 
 def set_batch(
-    draft: Draft, micro: str, accumulation: str, *, default_micro: int = 1, default_accumulation: int = 1
+    draft: Draft, micro: str, *, devices: str = "", default_micro: int = 1, default_accumulation: int = 1
 ) -> None:
-    """Let the recipe say the batch of a step: what a device takes at once, times accumulation, times devices."""
+    """Let the recipe say the batch of a step: what a device takes at once, times accumulation, times devices.
+
+    Args:
+        draft: What is made.
+        micro: The key of the first factor.
+        devices: The key of the third; empty where the tool has none.
+        default_micro: The first where the file says nothing.
+        default_accumulation: The second where the file says nothing.
+    """
+    accumulation = "gradient_accumulation_steps"
+    num_devices = draft.get(devices)
+    if draft.num_devices is None and isinstance(num_devices, int):
+        draft.num_devices = num_devices
     try:
         of_device = whole(draft.get(micro, default_micro))
         times = whole(draft.get(accumulation, default_accumulation))
     except UnfitError:
         return
-    devices = draft.num_devices or 1
-    draft.put("train.global_batch_size", of_device * times * devices, micro, accumulation)
+    draft.put("train.global_batch_size", of_device * times * (draft.num_devices or 1), micro, accumulation)
     words = f"was {micro} {of_device} x {accumulation} {times}"
-    words += f" x {devices} devices" if draft.num_devices else ", for one device"
+    words += f" x {draft.num_devices} devices" if draft.num_devices else ", for one device"
     draft.comments["train.global_batch_size"] = words
     if draft.num_devices is None:
         what = (
@@ -102,17 +82,8 @@ def accumulation(draft: Draft, entry: Entry) -> Fate:
 
 def optimizer(draft: Draft, entry: Entry) -> Fate:
     """An optimizer by transformers' name, or by an older one."""
-    name = text(entry.value).lower()
-    name = OPTIMIZERS.get(name, name)
-    draft.put("train.optim", name, entry.key)
-    return carried("train.optim", name)
-
-
-def scheduler(draft: Draft, entry: Entry) -> Fate:
-    """A schedule by transformers' name."""
-    name = text(entry.value).lower()
-    draft.put("train.lr_scheduler_type", name, entry.key)
-    return carried("train.lr_scheduler_type", name)
+    name = lower(entry.value)
+    return draft.carry(entry, "train.optim", read_table("trainer").words["optimizers"].get(name, name))
 
 
 def warmup_steps(draft: Draft, entry: Entry) -> Fate:
@@ -123,8 +94,7 @@ def warmup_steps(draft: Draft, entry: Entry) -> Fate:
         if not steps:
             return Fate("silent", "0, and warmup_ratio says the share")
         draft.suspect(entry.key, f"warmup_steps {steps} and warmup_ratio {ratio} are both given; the steps count")
-    draft.put("train.warmup_steps", steps, entry.key)
-    return carried("train.warmup_steps", steps)
+    return draft.carry(entry, "train.warmup_steps", steps)
 
 
 def warmup_ratio(draft: Draft, entry: Entry) -> Fate:
@@ -134,17 +104,13 @@ def warmup_ratio(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "warmup_steps goes before it")
     if ratio >= 1:
         raise UnfitError(f"{ratio} is no share of the steps; warmup_steps counts them")
-    draft.put("train.warmup_steps", ratio, entry.key)
-    return carried("train.warmup_steps", ratio)
+    return draft.carry(entry, "train.warmup_steps", ratio)
 
 
 def max_steps(draft: Draft, entry: Entry) -> Fate:
     """Steps instead of epochs; below 1 they are not counted."""
     steps = whole(entry.value)
-    if steps < 1:
-        return Fate("silent", "epochs count")
-    draft.put("train.max_steps", steps, entry.key)
-    return carried("train.max_steps", steps)
+    return Fate("silent", "epochs count") if steps < 1 else draft.carry(entry, "train.max_steps", steps)
 
 
 def epochs(draft: Draft, entry: Entry) -> Fate:
@@ -152,8 +118,7 @@ def epochs(draft: Draft, entry: Entry) -> Fate:
     num_epochs = number(entry.value)
     if _steps(draft) > 0:
         return Fate("silent", "max_steps goes before it")
-    draft.put("train.num_epochs", num_epochs, entry.key)
-    return carried("train.num_epochs", num_epochs)
+    return draft.carry(entry, "train.num_epochs", num_epochs)
 
 
 def _steps(draft: Draft) -> float:
@@ -161,23 +126,27 @@ def _steps(draft: Draft) -> float:
     return max_steps if isinstance(max_steps, int | float) else 0
 
 
-def some_steps(target: str, why: str) -> Rule:
+def eval_steps(draft: Draft, entry: Entry) -> Fate:
+    """Steps between two evaluations."""
+    strategy = draft.get("eval_strategy", draft.get("evaluation_strategy"))
+    return _interval(draft, entry, "eval_strategy", strategy, "evaluations")
+
+
+def save_steps(draft: Draft, entry: Entry) -> Fate:
+    """Steps between two checkpoints."""
+    return _interval(draft, entry, "save_strategy", draft.get("save_strategy"), "checkpoints")
+
+
+def _interval(draft: Draft, entry: Entry, key: str, strategy: Any, why: str) -> Fate:
     """Steps between two evaluations or checkpoints; a share of all is left to the plan."""
-
-    def rule(draft: Draft, entry: Entry) -> Fate:
-        steps = number(entry.value)
-        if 0 < steps < 1:
-            return Fate("decided", f"{steps:g} of all steps: {why}")
-        if steps <= 0:
-            return Fate("silent", "is off")
-        strategy = "save_strategy" if target == "train.save_steps" else "eval_strategy"
-        value = draft.get(strategy, draft.get("evaluation_strategy") if strategy == "eval_strategy" else None)
-        if value is not None and str(value) not in ("steps", "best"):
-            return Fate("silent", f"{strategy} {value} goes before it")
-        draft.put(target, whole(steps), entry.key)
-        return carried(target, whole(steps))
-
-    return rule
+    steps = number(entry.value)
+    if 0 < steps < 1:
+        return Fate("decided", f"{steps:g} of all steps: {reason(why)}")
+    if steps <= 0:
+        return Fate("silent", "is off")
+    if strategy is not None and str(strategy) not in ("steps", "best"):
+        return Fate("silent", f"{key} {strategy} goes before it")
+    return draft.carry(entry, f"train.{key.replace('strategy', 'steps')}", whole(steps))
 
 
 def save_total_limit(draft: Draft, entry: Entry) -> Fate:
@@ -185,33 +154,13 @@ def save_total_limit(draft: Draft, entry: Entry) -> Fate:
     limit = whole(entry.value)
     if limit < 1:
         return Fate("silent", "is off")
-    draft.put("train.save_total_limit", max(2, limit), entry.key)
-    words = "  (two at least: one may turn out damaged)" if limit == 1 else ""
-    return Fate("carried", f"train.save_total_limit: {max(2, limit)}{words}")
+    fate = draft.carry(entry, "train.save_total_limit", max(2, limit))
+    return Fate("carried", f"{fate.words}  (two at least: one may turn out damaged)") if limit == 1 else fate
 
 
 def metric(draft: Draft, entry: Entry) -> Fate:
     """The measure of the best checkpoint, by its full name."""
-    name = text(entry.value)
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    draft.put("train.metric_for_best_model", name, entry.key)
-    return carried("train.metric_for_best_model", name)
-
-
-def trainer_arg(name: str | None = None) -> Rule:
-    """Something that TRL's trainer takes by this name, and that is off where it is nothing."""
-
-    def rule(draft: Draft, entry: Entry) -> Fate:
-        root = entry.key.partition(".")[0]
-        is_inside = root != entry.key and name in (None, root)
-        value = draft.get(root) if is_inside else entry.value
-        if is_off(value):
-            return Fate("silent", "is off")
-        target = f"method.trainer_args.{name or root}"
-        draft.put(target, value, entry.key)
-        return carried(target, value)
-
-    return rule
+    return draft.carry(entry, "train.metric_for_best_model", f"eval_{text(entry.value).removeprefix('eval_')}")
 
 
 def run_name(draft: Draft, entry: Entry) -> Fate:
@@ -219,8 +168,7 @@ def run_name(draft: Draft, entry: Entry) -> Fate:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text(entry.value)).strip("-._")[:100]
     if not name:
         raise UnfitError("has no letters that a run's name may have")
-    draft.put("output.name", name, entry.key)
-    return carried("output.name", name)
+    return draft.carry(entry, "output.name", name)
 
 
 def half(draft: Draft, entry: Entry) -> Fate:
@@ -230,9 +178,16 @@ def half(draft: Draft, entry: Entry) -> Fate:
     other = draft.get("bf16", draft.get("bfloat16"))
     if other is not None and not is_off(other) and other != "auto":
         draft.suspect(entry.key, "bf16 and fp16 are both on; bfloat16 is taken")
-        return Fate("decided", PRECISION)
-    draft.put("model.dtype", "float16", entry.key)
-    return carried("model.dtype", "float16")
+        return Fate("decided", reason("precision"))
+    return draft.carry(entry, "model.dtype", "float16")
+
+
+def precision_bf16(draft: Draft, entry: Entry) -> Fate:
+    """The usual 16-bit floats."""
+    if entry.value != "auto" and not truth(entry.value) and is_off(draft.get("fp16", draft.get("float16", False))):
+        draft.suspect(entry.key, f"{entry.key} is off, and so is fp16: all was computed in float32")
+        return draft.carry(entry, "model.dtype", "float32")
+    return Fate("decided", reason("precision"))
 
 
 def dtype(draft: Draft, entry: Entry) -> Fate:
@@ -240,17 +195,15 @@ def dtype(draft: Draft, entry: Entry) -> Fate:
     name = text(entry.value).removeprefix("torch.")
     name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
     if name in ("auto", "bfloat16"):
-        return Fate("decided", PRECISION)
-    draft.put("model.dtype", name, entry.key)
-    return carried("model.dtype", name)
+        return Fate("decided", reason("precision"))
+    return draft.carry(entry, "model.dtype", name)
 
 
 def attention(draft: Draft, entry: Entry) -> Fate:
     """The attention; only the plain one is asked for on purpose."""
     if entry.value == "eager":
-        draft.put("model.attn_implementation", "eager", entry.key)
-        return carried("model.attn_implementation", "eager")
-    return Fate("decided", ATTENTION)
+        return draft.carry(entry, "model.attn_implementation", "eager")
+    return Fate("decided", reason("attention"))
 
 
 def holdout(draft: Draft, entry: Entry) -> Fate:
@@ -262,51 +215,16 @@ def holdout(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "rows to evaluate on are named")
     if size >= 1:
         return Fate("unsupported", f"{size} rows: tunekit holds out a share; set data.eval_size")
-    draft.put("data.eval_size", size, entry.key)
-    return carried("data.eval_size", size)
+    return draft.carry(entry, "data.eval_size", size)
 
 
-def best_at_end(draft: Draft, entry: Entry) -> Fate:
-    """The wish to end with the best state rather than with the last."""
+def packing(draft: Draft, entry: Entry) -> Fate:
+    """Packing, which supervised fine-tuning has alone."""
     if not truth(entry.value):
         return Fate("silent", "is off")
-    return Fate("unsupported", "a run ends with its last state; its best checkpoint is kept beside")
-
-
-def precision_bf16(draft: Draft, entry: Entry) -> Fate:
-    """The usual 16-bit floats."""
-    if entry.value != "auto" and not truth(entry.value):
-        half_asked = draft.get("fp16", draft.get("float16"))
-        if half_asked is None or is_off(half_asked):
-            draft.suspect(entry.key, f"{entry.key} is off, and so is fp16: all was computed in float32")
-            draft.put("model.dtype", "float32", entry.key)
-            return carried("model.dtype", "float32")
-    return Fate("decided", PRECISION)
-
-
-def shuffle(draft: Draft, entry: Entry) -> Fate:
-    """Migrate whether rows are shuffled."""
-    if truth(entry.value):
-        return Fate("silent", "data.shuffle is on by default")
-    draft.put("data.shuffle", False, entry.key)
-    return carried("data.shuffle", False)
-
-
-def not_shuffled(draft: Draft, entry: Entry) -> Fate:
-    """The same, the other way round."""
-    if not truth(entry.value):
-        return Fate("silent", "data.shuffle is on by default")
-    draft.put("data.shuffle", False, entry.key)
-    return carried("data.shuffle", False)
-
-
-def resume_from(draft: Draft, entry: Entry) -> Fate:
-    """A checkpoint of the other tool to go on from."""
-    if is_off(entry.value):
-        return Fate("silent", "is off")
-    return Fate(
-        "unsupported", "a checkpoint of another tool cannot be gone on with; `tunekit resume` goes on with runs"
-    )
+    if draft.method != "sft":
+        raise UnfitError("rows of this method are not packed")
+    return draft.carry(entry, "data.packing", True)
 
 
 def clipping(draft: Draft, entry: Entry) -> Fate:
@@ -316,8 +234,7 @@ def clipping(draft: Draft, entry: Entry) -> Fate:
         return Fate(
             "unsupported", "0 clips nothing: tunekit clips at 1.0; a large train.max_grad_norm comes to the same"
         )
-    draft.put("train.max_grad_norm", norm, entry.key)
-    return carried("train.max_grad_norm", norm)
+    return draft.carry(entry, "train.max_grad_norm", norm)
 
 
 def logging(draft: Draft, entry: Entry) -> Fate:
@@ -325,153 +242,129 @@ def logging(draft: Draft, entry: Entry) -> Fate:
     steps = number(entry.value)
     if steps < 1:
         return Fate("decided", "every step is logged; train.logging_steps sets it")
-    draft.put("train.logging_steps", whole(steps), entry.key)
-    return carried("train.logging_steps", whole(steps))
+    return draft.carry(entry, "train.logging_steps", whole(steps))
 
 
-def seed(draft: Draft, entry: Entry) -> Fate:
-    """The seed."""
-    value = whole(entry.value)
-    draft.put("train.seed", value, entry.key)
-    return carried("train.seed", value)
+def tuner(draft: Draft, entry: Entry) -> Fate:
+    """The kind of training: all weights, or an adapter."""
+    if entry.value not in ("full", "lora"):
+        raise UnfitError(f"{entry.value} is not there: adapter takes full, lora, qlora; the recipe has lora")
+    return carried("adapter.type", draft.values["adapter.type"])
 
 
-HF_RULES: Rules = {
-    "num_train_epochs": epochs,
-    "max_steps": max_steps,
-    "per_device_train_batch_size": batch,
-    "gradient_accumulation_steps": accumulation,
-    "per_device_eval_batch_size": decided("evaluation takes the micro-batch of training"),
-    "auto_find_batch_size": decided("the plan takes the largest micro-batch that fits"),
-    "learning_rate": to("train.learning_rate", number),
-    "lr_scheduler_type": scheduler,
-    "lr_scheduler_kwargs": trainer_arg("lr_scheduler_kwargs"),
-    "warmup_steps": warmup_steps,
-    "warmup_ratio": warmup_ratio,
-    "optim": optimizer,
-    "optim_args": trainer_arg(),
-    "optim_target_modules": refused("GaLore and its kind are not there; adapter: lora saves the same memory"),
-    "weight_decay": to("train.weight_decay", number),
-    "max_grad_norm": clipping,
-    **each(
-        trainer_arg(),
-        "adam_beta1 adam_beta2 adam_epsilon label_smoothing_factor",
-    ),
-    "neftune_noise_alpha": trainer_arg(),
-    "seed": seed,
-    "data_seed": decided("train.seed seeds the order of rows too"),
-    "full_determinism": trainer_arg(),
-    "logging_steps": logging,
-    **each(
-        silent("every loss is logged from the first step on"),
-        "logging_strategy logging_first_step logging_dir log_level log_level_replica disable_tqdm "
-        "logging_nan_inf_filter log_on_each_node include_num_input_tokens_seen include_tokens_per_second "
-        "include_effective_tokens_per_second skip_memory_metrics plot_loss",
-    ),
-    "eval_strategy": decided(EVALUATIONS),
-    "evaluation_strategy": decided(EVALUATIONS),
-    "eval_steps": some_steps("train.eval_steps", EVALUATIONS),
-    "do_eval": decided(EVALUATIONS),
-    "eval_on_start": decided("a run evaluates before its first step"),
-    **each(
-        decided("the plan lays out evaluation as training"),
-        "eval_accumulation_steps prediction_loss_only batch_eval_metrics eval_delay fp16_full_eval "
-        "bf16_full_eval eval_do_concat_batches eval_packing",
-    ),
-    "save_strategy": decided(CHECKPOINTS),
-    "save_steps": some_steps("train.save_steps", CHECKPOINTS),
-    "save_total_limit": save_total_limit,
-    "save_only_model": decided(EXACT_RESUME),
-    "save_safetensors": silent("weights are always safetensors"),
-    "save_on_each_node": decided("a run is saved once"),
-    "load_best_model_at_end": best_at_end,
-    "metric_for_best_model": metric,
-    "greater_is_better": to("train.greater_is_better", truth),
-    "resume_from_checkpoint": resume_from,
-    "ignore_data_skip": decided(EXACT_RESUME),
-    "bf16": precision_bf16,
-    "fp16": half,
-    "tf32": decided(PRECISION),
-    **each(
-        decided(PRECISION),
-        "fp16_opt_level half_precision_backend fp16_backend",
-    ),
-    "gradient_checkpointing": decided(CHECKPOINTING),
-    "gradient_checkpointing_kwargs": decided(CHECKPOINTING),
-    "deepspeed": decided(DEVICES),
-    "fsdp": decided(DEVICES),
-    "fsdp_config": decided(DEVICES),
-    "fsdp_transformer_layer_cls_to_wrap": decided(DEVICES),
-    "fsdp_min_num_params": decided(DEVICES),
-    "parallelism_config": decided(DEVICES),
-    "accelerator_config": decided(DEVICES),
-    "local_rank": decided(DEVICES),
-    "use_cpu": decided(DEVICES),
-    **each(
-        decided(DEVICES),
-        "ddp_timeout ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
-    ),
-    **each(
-        decided("the plan says how many processes make batches"),
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
-        "dataloader_persistent_workers dataloader_drop_last",
-    ),
-    "torch_compile": decided("train.torch_compile auto compiles where it is known to pay"),
-    "torch_compile_backend": decided("train.torch_compile auto compiles where it is known to pay"),
-    "torch_compile_mode": decided("train.torch_compile auto compiles where it is known to pay"),
-    "torch_empty_cache_steps": decided("the plan keeps to the memory that is there"),
-    "use_liger_kernel": decided(KERNELS),
-    "liger_kernel_config": decided(KERNELS),
-    "group_by_length": refused("rows are not grouped by length; data.packing or data.padding_free leave no padding"),
-    "length_column_name": silent("rows are not grouped by length"),
-    "remove_unused_columns": decided(LOADING),
-    "output_dir": decided(FOLDER),
-    "overwrite_output_dir": decided(FOLDER),
-    "run_name": run_name,
-    "project": trackers.variable("TRACKIO_PROJECT"),
-    "trackio_space_id": trackers.variable("TRACKIO_SPACE_ID"),
-    "report_to": trackers.report_to,
-    "do_train": flag(silent("`tunekit train` trains"), refused("tunekit trains; it has no run without")),
-    "do_predict": refused("a run trains; what its model says is another command's"),
-    "push_to_hub": refused(HUB),
-    **each(
-        silent("nothing is uploaded"),
-        "hub_model_id hub_strategy hub_token hub_private_repo hub_revision hub_always_push",
-    ),
-}
-"""Arguments of transformers' Trainer."""
+def four_bits(draft: Draft, entry: Entry) -> Fate:
+    """Weights of 4 bits, beside which an adapter is trained."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    if draft.values["adapter.type"] != "qlora":
+        raise UnfitError("weights of 4 bits are trained with an adapter only: adapter: qlora")
+    return carried("adapter.type", "qlora")
 
 
-def too_long(*same: str) -> Rule:
-    """Return the rule for rows longer than the longest sequence, which are truncated at their end here.
+def rewards(draft: Draft, entry: Entry) -> Fate:
+    """The rewards by their names: those that tunekit has as well, and functions of the user's own."""
+    weights = draft.get(entry.key.replace("reward_funcs", "reward_weights")) or []
+    weights = weights if isinstance(weights, list) else [weights]
+    converted, lost = [], []
+    for place, name in enumerate(names(entry.value)):
+        reward = _reward(name)
+        if reward is None:
+            lost.append(name)
+            continue
+        weight = number(weights[place]) if place < len(weights) else 1
+        converted.append({**reward, **({"weight": weight} if weight != 1 else {})})
+    if converted:
+        draft.put("method.rewards", converted, entry.key)
+    if lost:
+        hint = "write it as module:function of a file in the working directory"
+        raise UnfitError(f"no such reward here: {', '.join(lost)}; {hint}, or `tunekit explain method.rewards`")
+    return carried("method.rewards", converted)
 
-    Args:
-        same: Values that mean to cut at the end.
-    """
 
-    def rule(draft: Draft, entry: Entry) -> Fate:
-        if entry.value in same:
-            return Fate("silent", "rows longer than data.max_length are cut at their end here too")
-        verb = {"drop": "dropped", "delete": "dropped", "raise": "an error"}.get(str(entry.value), f"'{entry.value}'")
-        return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {CUT}")
+def _reward(name: str) -> dict[str, Any] | None:
+    """A reward by its name elsewhere; None where there is none, here or in a file of the user's."""
+    known = read_table("trainer").words["rewards"]
+    if name in known:
+        return dict(known[name])
+    module, _, function = name.replace(":", ".").rpartition(".")
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module) and Path(f"{module.replace('.', '/')}.py").is_file():
+        return {"type": "function", "path": f"{module}:{function}"}
+    return None
 
-    return rule
+
+def suspect_packing(draft: Draft, key: str, without: str) -> None:
+    """Suspect packed documents that attention did not keep apart."""
+    draft.suspect(key, f"{key} without {without}: documents of one sequence saw each other; here they do not")
+
+
+def too_long(draft: Draft, entry: Entry) -> Fate:
+    """Rows longer than the longest sequence, which are cut at their end here."""
+    at_end = {"Axolotl": "truncate", "TRL": "keep_start", "ms-swift": "right"}
+    if entry.value == at_end[draft.tool]:
+        return Fate("silent", "rows longer than data.max_length are cut at their end here too")
+    verb = {"drop": "dropped", "delete": "dropped", "raise": "an error"}.get(str(entry.value), f"'{entry.value}'")
+    return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {reason('cut')}")
 
 
 def drops_too_long(draft: Draft, key: str, value: str) -> None:
     """Note that a tool drops rows that are too long, where the original does not say so."""
-    if draft.get(key) is None and draft.values.get("method.type") != "grpo":
-        draft.differ(key, value, f"{draft.tool} drops rows longer than data.max_length by itself; {CUT}")
+    if draft.get(key) is None and draft.method != "grpo":
+        draft.differ(key, value, f"{draft.tool} drops rows longer than data.max_length by itself; {reason('cut')}")
 
 
-def hf_defaults(draft: Draft, *, learning_rate: float) -> None:
+def report_to(draft: Draft, entry: Entry) -> Fate:
+    """The trackers, of which those that tunekit does not know are named."""
+    values = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
+    asked = [str(value).strip().lower() for value in values if not is_off(value) and str(value).strip() != "[]"]
+    if not asked:
+        return Fate("silent", "is off")
+    if "all" in asked:
+        return Fate("unsupported", f"all: trackers are named; {reason('no_tracker')}")
+    known: tuple[Tracker, ...] = get_args(Tracker)
+    fates = [draft.track(entry, tracker) for tracker in known if tracker in asked]
+    unsupported = [name for name in asked if name not in known]
+    return Fate("unsupported", f"{', '.join(unsupported)}: {reason('no_tracker')}") if unsupported else fates[-1]
+
+
+def server(draft: Draft, entry: Entry) -> Fate:
+    """The address of vLLM's server, by its host and its port."""
+    above = entry.key[: entry.key.rindex("vllm_server_")]
+    if draft.get(f"{above}vllm_mode") != "server":
+        return Fate("silent", "goes with vllm_mode server")
+    host = draft.get(f"{above}vllm_server_host", "127.0.0.1" if draft.tool == "ms-swift" else "0.0.0.0")
+    host, port = (
+        value[0] if draft.tool == "ms-swift" and isinstance(value, list) else value
+        for value in (host, draft.get(f"{above}vllm_server_port", 8000))
+    )
+    return draft.carry(entry, "method.generation.vllm_server_base_url", f"http://{host}:{port}")
+
+
+def utilization(draft: Draft, entry: Entry) -> Fate:
+    """The share of a device's memory that vLLM takes, where it runs on those that train."""
+    if draft.get("vllm_mode") == "server" or not draft.get("use_vllm"):
+        return Fate("silent", "goes with vLLM on the devices that train")
+    return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", number(entry.value))
+
+
+def suspect_beta(draft: Draft) -> None:
+    """Suspect a beta of 0, which only GRPO has by itself."""
+    if draft.get("beta") is not None and draft.values.get("method.beta") == 0 and draft.method != "grpo":
+        draft.suspect("beta", "beta 0: nothing holds the model to what it was")
+
+
+def beta(draft: Draft, entry: Entry) -> Fate:
+    """The weight of what holds a model to its reference."""
+    value = number(entry.value)
+    if value == 0:
+        draft.suspect(entry.key, f"{entry.key.rpartition('.')[2]} 0: nothing holds the model to what it was")
+    return draft.carry(entry, "method.beta", value)
+
+
+def trainer_defaults(draft: Draft, learning_rate: float) -> None:
     """Record the defaults of transformers' Trainer that differ from tunekit's."""
-    own = f"{draft.tool}'s default, where the file says nothing"
     if "train.max_steps" not in draft.values:
-        draft.assume("train.num_epochs", 3, own)
-    draft.assume("train.learning_rate", learning_rate, own)
-    draft.assume("train.lr_scheduler_type", "linear", own)
-    draft.assume("train.warmup_steps", 0, own)
+        draft.assume({"train.num_epochs": 3})
+    draft.assume({"train.learning_rate": learning_rate, "train.lr_scheduler_type": "linear", "train.warmup_steps": 0})
 
 
 def source(path: str, **fields: Any) -> dict[str, Any]:
@@ -483,19 +376,24 @@ def put_sources(draft: Draft, target: str, sources: list[dict[str, Any]], *keys:
     """Let the recipe name its rows; what a single source says of its rows stands in the data section."""
     if not sources:
         return
-    if len(sources) > 1 or target != "data.train":
-        for source_values in sources:
-            if set(source_values) == {"path"} and len(sources) == 1:
-                draft.put(target, source_values["path"], *keys)
-                return
-        draft.put(target, sources if len(sources) > 1 else sources[0], *keys)
+    if len(sources) > 1:
+        draft.put(target, sources, *keys)
         return
     (only,) = sources
-    for name in ("format", "columns", "loss_on"):
-        if name in only:
-            draft.put(f"data.{name}", only.pop(name), *keys)
-    only.pop("weight", None)
+    if target == "data.train":
+        for name in ("format", "columns", "loss_on"):
+            if name in only:
+                draft.put(f"data.{name}", only.pop(name), *keys)
+        only.pop("weight", None)
     draft.put(target, only["path"] if set(only) == {"path"} else only, *keys)
+
+
+def source_formats(draft: Draft) -> list[Any]:
+    """The formats of the rows to train on: of each source where there are several."""
+    sources = draft.values.get("data.train")
+    if not isinstance(sources, list):
+        return [draft.values.get("data.format")]
+    return [source_values.get("format") if isinstance(source_values, dict) else None for source_values in sources]
 
 
 def room_for_answers(draft: Draft, *, prompt: int) -> None:

@@ -5,9 +5,10 @@ of the same thing: losses on other rows, or of other methods, stand beside each 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +18,10 @@ from tunekit.planner.plan import gib
 from tunekit.recipe.edits import recipe_diff
 from tunekit.recipe.load import asked_for
 from tunekit.recipe.methods import is_rewarded
-from tunekit.reporting.page import Line, draw, page_of
+from tunekit.reporting.page import CURVES, Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import evaluations_of, newest_scores
-from tunekit.runs.events import MEASURES, Event, direction_of, judged_by, number, words_of
+from tunekit.runs.events import MEASURES, direction_of, judged_by, number, words_of
 from tunekit.runs.reader import EventReader, Point
 from tunekit.runs.run import Run
 
@@ -32,13 +33,6 @@ MAX_RUNS = 8
 
 COLOURS = ("#3d6f94", "#b4483c", "#2f7d5b", "#8a5fa8", "#a06a00", "#b03a7a", "#1f7f8c", "#6b6b6b")
 """Of the curves in a picture."""
-
-SPEEDS = (
-    ("learning_rate", "Learning rate"),
-    ("grad_norm", "Gradient norm"),
-    ("tokens_per_second", "Tokens per second"),
-)
-"""Curves besides losses and metrics."""
 
 NONE = "–"
 """Text in place of a figure that a run does not have."""
@@ -191,21 +185,13 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
     )
 
 
-@dataclass
 class _Page:
     """A run with its curves."""
 
-    story: Story
-    reader: EventReader = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reader = EventReader(self.story.run.path / "events.jsonl")
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.reader = EventReader(story.run.path / "events.jsonl")
         self.reader.read()
-
-    @property
-    def result(self) -> Event | None:
-        """Result of the run; None before its end."""
-        return self.reader.newest("result")
 
     def points(self, name: str) -> list[Point]:
         """Return the values logged under a name, by step."""
@@ -286,14 +272,10 @@ def _figures_of(key: str, words: str, digits: str, pages: Sequence[_Page], *, ra
     if better is None:
         return
     choose = min if better == "less" else max
-    tops = [choose(points, key=lambda point: point.value) if points else None for points in map(_of(key), pages)]
+    tops = [choose(page.points(key), key=attrgetter("value"), default=None) for page in pages]
     values = tuple(None if top is None else top.value for top in tops)
     texts = tuple(NONE if top is None else f"{number(top.value, digits)} at step {top.step:,}" for top in tops)
     yield Figure(f"{words}, best", f"best_{key}", values, texts, _best(values, way))
-
-
-def _of(key: str) -> Callable[[_Page], list[Point]]:
-    return lambda page: page.points(key)
 
 
 def _figure(
@@ -335,23 +317,18 @@ def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
 
 def _costs(pages: Sequence[_Page]) -> Iterator[Figure]:
     """Yield the costs of the runs."""
-    results = [page.result or {} for page in pages]
-    speeds = tuple(
-        result.get("tokens_per_second") or page.last("tokens_per_second")
-        for result, page in zip(results, pages, strict=True)
-    )
+    results = [page.reader.newest("result") or {} for page in pages]
+
+    def values(key: str) -> tuple[float | None, ...]:
+        return tuple(result.get(key) or page.last(key) for result, page in zip(results, pages, strict=True))
+
+    speeds, tokens = values("tokens_per_second"), values("num_tokens")
     yield _figure("tokens per second", "tokens_per_second", speeds, lambda value: f"{value:,.0f}", "more")
-    peaks = tuple(
-        result.get("peak_memory_bytes") or page.last("peak_memory_bytes")
-        for result, page in zip(results, pages, strict=True)
-    )
+    peaks = values("peak_memory_bytes")
     yield _figure("peak memory of a device", "peak_memory_bytes", peaks, lambda value: gib(int(value)), "less")
-    steps = {page.story.status["num_steps"] for page in pages}
     seconds = tuple(result.get("seconds") for result in results)
-    yield _figure("time", "seconds", seconds, duration, "less" if len(steps) == 1 else None)
-    tokens = tuple(
-        result.get("num_tokens") or page.last("num_tokens") for result, page in zip(results, pages, strict=True)
-    )
+    num_schedules = len({page.story.status["num_steps"] for page in pages})
+    yield _figure("time", "seconds", seconds, duration, "less" if num_schedules == 1 else None)
     yield _figure("tokens seen", "num_tokens", tokens, lambda value: f"{value:,.0f}", None)
 
 
@@ -397,7 +374,7 @@ def _overlays(pages: Sequence[_Page], names: Sequence[str]) -> Iterator[Overlay]
     for name in (*learned, *(() if "loss" in learned else ("loss",))):
         words = "loss" if name == "loss" else words_of(name)
         drawn += [(name, f"Training {words}"), (f"eval_{name}", f"Evaluation {words}")]
-    for key, title in (*drawn, *SPEEDS):
+    for key, title in (*drawn, *CURVES):
         lines = tuple(
             Line(name, [(float(point.step), point.value) for point in page.points(key)], dots=key.startswith("eval_"))
             for name, page in zip(names, pages, strict=True)

@@ -7,8 +7,9 @@ A line of many points is thinned to the least and the greatest of each column, s
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def page_of(template: str, **values: Any) -> str:
     )
     return redacted(environment.get_template(template).render(**values))
 
+
+CURVES = (
+    ("learning_rate", "Learning rate"),
+    ("grad_norm", "Gradient norm"),
+    ("tokens_per_second", "Tokens per second"),
+)
+"""Curves of every run besides losses and metrics."""
 
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
@@ -107,14 +115,11 @@ def thinned(points: Sequence[Point], num_columns: int) -> list[Point]:
     """The points of a line, or of each column the least and the greatest where there are many more than columns."""
     if len(points) <= 2 * num_columns:
         return list(points)
-    return list(_of_columns(points, num_columns))
-
-
-def _of_columns(points: Sequence[Point], num_columns: int) -> Iterator[Point]:
+    ends: list[Point] = []
     for column in range(num_columns):
         within = points[column * len(points) // num_columns : (column + 1) * len(points) // num_columns]
-        ends = {min(within, key=lambda point: point[1]), max(within, key=lambda point: point[1])}
-        yield from sorted(ends)
+        ends += sorted({min(within, key=itemgetter(1)), max(within, key=itemgetter(1))})
+    return ends
 
 
 def _ticks(least: float, greatest: float, *, whole: bool = False) -> list[float]:

@@ -7,7 +7,6 @@ another machine. It holds no script, loads nothing, and tells no secret.
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tunekit.estimates.throughput.speed import duration
 from tunekit.estimates.throughput.step import Range
 from tunekit.planner.plan import Plan, gib
 from tunekit.recipe.load import dump_recipe
-from tunekit.reporting.page import Line, draw, page_of
+from tunekit.reporting.page import CURVES, Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.events import Event, first_and_last, judged_by, rows_of, words_of
@@ -27,45 +26,6 @@ from tunekit.tracking.trackers import TITLES, kept_of
 
 MAX_WARNINGS = 50
 """Warnings that are shown, the last ones."""
-
-CURVES = (
-    ("learning_rate", "Learning rate"),
-    ("grad_norm", "Gradient norm"),
-    ("tokens_per_second", "Tokens per second"),
-)
-"""Curves of every run besides the metric that it is judged by."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A picture.
-
-    Attributes:
-        title: What is drawn.
-        svg: The picture.
-        labels: What each of its lines is, where there are several.
-    """
-
-    title: str
-    svg: str
-    labels: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Something that was planned and measured.
-
-    Attributes:
-        what: What it is.
-        planned: What the plan says.
-        measured: What the run says.
-        note: What the two have to do with each other.
-    """
-
-    what: str
-    planned: str
-    measured: str
-    note: str = ""
 
 
 def report(run: Run | str | Path) -> str:
@@ -143,20 +103,20 @@ def _evaluated(run: Run) -> Iterator[tuple[str, list[Score]]]:
             yield f"{Path(of).name}, {counted(rows, 'row')}{at}", scores
 
 
-def _measured(plan: Plan, result: Event | None) -> Iterator[Measured]:
-    """Yield planned beside measured figures of a finished run."""
+def _measured(plan: Plan, result: Event | None) -> Iterator[tuple[str, str, str, str]]:
+    """Yield planned beside measured figures of a finished run, and what the two have to do with each other."""
     if result is None:
         return
     planned, peak = plan.memory.total_bytes, result["peak_memory_bytes"]
-    yield Measured("Memory of a device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}")
+    yield "Memory of a device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}"
     speed = plan.speed
     rates = None if speed is None else speed.tokens_per_second
     words = "not predicted" if rates is None else _between(f"{rates.low:,.0f}", f"{rates.high:,.0f}")
-    yield Measured("Tokens per second", words, f"{result['tokens_per_second']:,.0f}", _within(rates, result))
+    yield "Tokens per second", words, f"{result['tokens_per_second']:,.0f}", _within(rates, result)
     seconds = None if speed is None else speed.seconds
     words = "not predicted" if seconds is None else _between(duration(seconds.low), duration(seconds.high))
     note = "planned: the steps alone; measured: loading, evaluations and checkpoints too"
-    yield Measured("Time", words, duration(result["seconds"]), note)
+    yield "Time", words, duration(result["seconds"]), note
 
 
 def _between(low: str, high: str) -> str:
@@ -174,8 +134,8 @@ def _within(rates: Range | None, result: Event) -> str:
     return f"{measured / rates.high - 1:+.0%} from the highest"
 
 
-def _curves(events: Sequence[Event]) -> Iterator[Curve]:
-    """Yield the curves of what was logged, the metric that the run is judged by first."""
+def _curves(events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the curves of what was logged, the metric that the run is judged by first: title, SVG, labels of lines."""
     logs = {event["step"]: event for event in events if event["event"] == "log"}
     evals = {event["step"]: event for event in events if event["event"] == "eval"}
     names = {name for log in logs.values() for name in log}
@@ -191,10 +151,10 @@ def _curves(events: Sequence[Event]) -> Iterator[Curve]:
         yield from _curve(title, [Line(title, _points(logs, name))])
 
 
-def _curve(title: str, lines: Sequence[Line]) -> Iterator[Curve]:
+def _curve(title: str, lines: Sequence[Line]) -> Iterator[tuple[str, str, list[str]]]:
     svg = draw(lines, title=f"{title} over the steps")
     if svg:
-        yield Curve(title, svg, tuple(line.label for line in lines) if len(lines) > 1 else ())
+        yield title, svg, [line.label for line in lines] if len(lines) > 1 else []
 
 
 def _points(events: dict[int, Event], name: str) -> list[tuple[float, float]]:
