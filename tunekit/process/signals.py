@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from tunekit.errors import ExchangeError, Stopped
@@ -162,9 +162,7 @@ class Wishes:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         _forks.remove(self._forks)
         for sign, handler in self._previous.items():
@@ -388,10 +386,8 @@ class Ending:
         self.wishes.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.wishes.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self.wishes.__exit__()
 
     def is_due_to_a_wish(self, error: BaseException) -> bool:
         """Return whether an error follows from a stop request: some processes end before others, who then see that."""

@@ -29,6 +29,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import send_to_device
+from torch.nn import Dropout, Module
+
 from tunekit.errors import RunError
 from tunekit.estimates.memory.states import Reference
 from tunekit.methods.arguments import COPY
@@ -40,8 +44,6 @@ from tunekit.runs.record import Record
 from tunekit.runs.small_files import read_list
 
 if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
     from trl import SFTTrainer
 
     from tunekit.models.attention import Call
@@ -143,8 +145,6 @@ def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> No
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
     """Within it the model is as in training, without gradients; what it has counted by then is forgotten."""
-    import torch
-
     model = trainer.model
     was_training, saved_state = model.training, (deepcopy(trainer.metrics), trainer.num_trained_tokens)
     model.train()
@@ -158,8 +158,6 @@ def _as_it_was(trainer: Any) -> Iterator[None]:
 
 def _of_rows(trainer: Any) -> _Found:
     """Return the values of TRL's own loss on the first rows: rewards are beta times the differences."""
-    from accelerate.utils import send_to_device
-
     differences, references, num_tokens, losses = [], [], [], []
     rows, accelerator = trainer.train_dataset, trainer.accelerator
     for number in range(NUM_ROWS):
@@ -181,8 +179,6 @@ def _of_rows(trainer: Any) -> _Found:
 
 def _of_probes(trainer: Any, vocabulary: int) -> _Found:
     """The same of made-up tokens, where answers are yet to be generated."""
-    import torch
-
     accelerator = trainer.accelerator
     places = torch.arange(NUM_ROWS * PROBE_TOKENS, device=accelerator.device).view(NUM_ROWS, PROBE_TOKENS)
     ids = vocabulary * places // places.numel()
@@ -199,10 +195,8 @@ def _of_probes(trainer: Any, vocabulary: int) -> _Found:
     return _Found(differences, references, [PROBE_SCORED] * NUM_ROWS, None)
 
 
-def _scores(trainer: Any, model: "Module", ids: "torch.Tensor") -> "torch.Tensor":
+def _scores(trainer: Any, model: Module, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the last tokens of probes: `(rows, tokens)`."""
-    import torch
-
     scores, *_ = trainer.token_scores(model, ids, torch.ones_like(ids), PROBE_SCORED)
     logits: torch.Tensor = scores
     return logits
@@ -237,8 +231,6 @@ def _words(reference: Reference, found: _Found, off: float, expected: float | No
 
 def _causes(trainer: Any, reference: Reference) -> str:
     """Describe the possible cause."""
-    from torch.nn import Dropout
-
     dropping = {module.p for module in trainer.model.modules() if isinstance(module, Dropout) and module.p > 0}
     if dropping:
         return f"dropout of {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
@@ -324,16 +316,14 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
     return f"{VARLEN} by {by}: results and gradients are right to {max(errors):.1e} of the largest value"
 
 
-def _error_of(call: "Call", window: int | None, device: "torch.device") -> float:
+def _error_of(call: "Call", window: int | None, device: torch.device) -> float:
     """Return the error of the packed attention's results and gradients against float64, as shares of the largest."""
-    import torch
-
     from tunekit.models.attention import packed_attention
 
     generator = torch.Generator().manual_seed(0)
     bounds = [0, *PROBE_BOUNDARIES]
 
-    def random(num_heads: int, width: int) -> "torch.Tensor":
+    def random(num_heads: int, width: int) -> torch.Tensor:
         return torch.randn(1, num_heads, bounds[-1], width, generator=generator).to(call.dtype)
 
     inputs = [
@@ -367,10 +357,8 @@ def _error_of(call: "Call", window: int | None, device: "torch.device") -> float
     )
 
 
-def _defined(given: "list[torch.Tensor]", bounds: list[int], window: int | None) -> "torch.Tensor":
+def _defined(given: list[torch.Tensor], bounds: list[int], window: int | None) -> torch.Tensor:
     """Attention with a score for each pair of tokens, as it is defined: `(1, tokens, heads, value_dim)`."""
-    import torch
-
     q, k, v = given
     at = torch.arange(bounds[-1])
     document = torch.bucketize(at, torch.tensor(bounds[1:]), right=True)
@@ -386,8 +374,6 @@ def _defined(given: "list[torch.Tensor]", bounds: list[int], window: int | None)
 
 def _change(trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int]) -> float:
     """Return the change of `second`'s logits where `other` precedes it instead of `first`."""
-    import torch
-
     model = trainer.model
     was_training = model.training
     # Without dropout, which would draw random numbers.
@@ -398,10 +384,8 @@ def _change(trainer: "SFTTrainer", first: list[int], other: list[int], second: l
     return ((before - after).abs().max() / before.abs().max()).item()
 
 
-def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> "torch.Tensor":
+def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> torch.Tensor:
     """Logits of documents as the trainer's collator lays them: `(tokens, vocabulary)`, in float32."""
-    from accelerate.utils import send_to_device
-
     batch: dict[str, Any] = trainer.data_collator([{"input_ids": document} for document in documents])
     del batch["labels"]
     logits: torch.Tensor = trainer.model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits

@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.rows import Places
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import NonFiniteError, RollbackError
 from tunekit.planner.plan import Plan
-from tunekit.process.collectives import any_of, of_all, same_everywhere
+from tunekit.process.watchdog import any_of, of_all, same_everywhere
 from tunekit.runs.prepared_data import FILES, PLACES
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
@@ -43,7 +44,6 @@ from tunekit.runs.small_files import Place, read_list
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor
     from transformers import Trainer
 
     from tunekit.methods.run_trainer import Order, RunTrainer
@@ -231,7 +231,7 @@ class Guard:
         """Stand behind what the trainer does in a step."""
         trainer = self.trainer
 
-        def training_step(compute: Callable[..., Any], model: Any, inputs: Any, *given: Any) -> "Tensor":
+        def training_step(compute: Callable[..., Any], model: Any, inputs: Any, *given: Any) -> Tensor:
             if not self._batches:
                 self._loss_before = trainer.summed_loss.clone()
                 self.leaves_out = False
@@ -239,7 +239,7 @@ class Guard:
             loss: Tensor = compute(model, inputs, *given)
             return loss
 
-        def noted_backward(backward: Callable[..., Any], loss: "Tensor", **given: Any) -> None:
+        def noted_backward(backward: Callable[..., Any], loss: Tensor, **given: Any) -> None:
             self._losses.append(loss.detach())
             backward(loss, **given)
 
@@ -278,7 +278,7 @@ class Guard:
 
         optimizer._update_scale = look_and_adjust
 
-    def _look(self, norm: "Tensor | float") -> None:
+    def _look(self, norm: Tensor | float) -> None:
         """Tell the others of this process's losses and norm, and decide with them. Called by all together."""
         place, step = self.record.place, self.trainer.state.global_step + 1
         losses, norm = self._numbers(norm)
@@ -295,7 +295,7 @@ class Guard:
             rows = list(dict.fromkeys(row for _, own in gathered for row in own))
             self._decide(step, f"{_problem(step, [losses for losses, _ in gathered])}, for {_listed(rows)}", rows)
 
-    def _numbers(self, norm: "Tensor | float") -> tuple[list[float], float]:
+    def _numbers(self, norm: Tensor | float) -> tuple[list[float], float]:
         """The losses of the micro-batches and the norm, brought here at once."""
         loss_tensors = [loss.float().reshape(1) for loss in self._losses]
         if not isinstance(norm, torch.Tensor):

@@ -31,18 +31,19 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import distributed
 from torch.nn import Module
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import generates
-from tunekit.training.verify import Peaks, peaks
+from tunekit.training.measured_memory import Peaks, peaks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch.optim import Optimizer
 
     from tunekit.methods.run_trainer import RunTrainer
 
@@ -214,7 +215,7 @@ class Timing:
         self._begun: dict[Module, Any] = {}
         self._passed: list[tuple[Any, Any]] = []
 
-    def attach(self, trainer: "RunTrainer", optimizer: "Optimizer") -> None:
+    def attach(self, trainer: "RunTrainer", optimizer: Optimizer) -> None:
         """Put clocks into a trainer whose model is wrapped: on its layers, its optimizer, and on how it gets rows."""
         trainer.wrap("batches_of_step", lambda take, rows, *args: take(self._timed(rows), *args))
         trainer.wrap("generate", self._generate)
@@ -244,6 +245,15 @@ class Timing:
         """Begin another part, and return how long the last one took."""
         before, self._marked = self._marked, time.perf_counter()
         return self._marked - before
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of the steps so far and of their parts, by the names of the `log` event."""
+        seconds = {
+            "step_seconds": self.step_seconds,
+            "data_seconds": self.data_seconds,
+            "optimizer_seconds": self.optimizer_seconds,
+        }
+        return seconds | ({"generation_seconds": self.generation_seconds} if self.generates else {})
 
     def begin_step(self) -> None:
         """The micro-batches of a step are there."""
@@ -408,10 +418,8 @@ def _layers(model: Module) -> Iterator[Module]:
             yield from _layers(child)
 
 
-def _torch_optimizer(optimizer: Any) -> "Optimizer":
+def _torch_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer that updates weights, inside of what Accelerate and DeepSpeed put around it."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
     while isinstance(optimizer, AcceleratedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

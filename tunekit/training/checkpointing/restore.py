@@ -21,10 +21,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Module
+from transformers import PreTrainedModel, set_seed
+
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import WHOLE
-from tunekit.process.collectives import same_everywhere
+from tunekit.process.watchdog import same_everywhere
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_newest
 from tunekit.runs.record import Record
@@ -33,9 +50,6 @@ from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.nn import Module
     from transformers import Trainer
 
 
@@ -160,17 +174,11 @@ def _load_weights(trainer: "Trainer", plan: Plan, folder: Path) -> None:
 
 def _draw_afresh(seed: int, step: int, rank: int) -> None:
     """Random numbers of a process that no checkpoint has: others for each rank, the same ones each time."""
-    import numpy as np
-    from transformers import set_seed
-
     set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
 
 
-def _weights(model: "Module") -> "dict[str, Tensor]":
+def _weights(model: Module) -> dict[str, Tensor]:
     """Return the part of a model that a checkpoint holds, by the names there: the trained adapter, or all weights."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     if isinstance(model, PeftModel):
         adapter: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
         return adapter
@@ -179,21 +187,16 @@ def _weights(model: "Module") -> "dict[str, Tensor]":
 
 def _read_parts(state: dict[str, Any], folder: Path) -> None:
     """Fill tensors from a checkpoint of torch's, each process all that it asks for."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     load(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
-def _weights_of_parts(model: "Module", folder: Path) -> None:
+def _weights_of_parts(model: Module, folder: Path) -> None:
     read = {"model": _weights(model)}
     _read_parts(read, folder / WEIGHTS_IN_PARTS)
     _fill(model, read["model"])
 
 
-def _parts_of_weights(model: "Module", folder: Path) -> None:
-    from safetensors import safe_open
-
+def _parts_of_weights(model: Module, folder: Path) -> None:
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stream:
@@ -201,11 +204,8 @@ def _parts_of_weights(model: "Module", folder: Path) -> None:
     _fill(model, weights)
 
 
-def _fill(model: "Module", found: "dict[str, Tensor]") -> None:
+def _fill(model: Module, found: dict[str, Tensor]) -> None:
     """Give tensors of a model, whole or in parts, the values of whole ones."""
-    import torch
-    from transformers import PreTrainedModel
-
     # A tensor that has two names is stored under one.
     other_names = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
     with torch.no_grad():
@@ -214,24 +214,20 @@ def _fill(model: "Module", found: "dict[str, Tensor]") -> None:
             tensor.copy_(_as_is(value, tensor))
 
 
-def _as_is(value: "Tensor", like: "Tensor") -> "Tensor":
+def _as_is(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as another one lies: whole, or this process's part. Every process has the whole one."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(like, DTensor):
         return value.to(like.device)
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _optimizer(trainer: "Trainer") -> "torch.optim.Optimizer":
+def _optimizer(trainer: "Trainer") -> torch.optim.Optimizer:
     """The optimizer itself, without what Accelerate puts around it."""
     optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer
     return optimizer
 
 
 def _states_of_parts(trainer: "Trainer", folder: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
     model, optimizer = trainer.model, _optimizer(trainer)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     _read_parts(state, folder / OPTIMIZER_IN_PARTS)
@@ -240,8 +236,6 @@ def _states_of_parts(trainer: "Trainer", folder: Path) -> None:
 
 
 def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
-    import torch
-
     optimizer = _optimizer(trainer)
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
     # States are kept by the numbers of the parameters, in the order of the groups, which are the same ones everywhere.
@@ -256,8 +250,6 @@ def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
 
 
 def _load_scheduler(trainer: "Trainer", folder: Path) -> None:
-    import torch
-
     trainer.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
 
@@ -300,8 +292,6 @@ class Carried:
 
     def _read(self, source: Path) -> dict[str, Any]:
         """Return the state for this process; of another number of processes only what holds for all."""
-        import torch
-
         saved = manifest_of(source)
         if (saved.num_processes, saved.strategy) == (self.place.num_processes, self.plan.layout.strategy):
             check_whole(source, saved.strategy, self.place)
@@ -328,8 +318,6 @@ class Carried:
 
     def _save(self, save_random: Callable[..., Any], folder: str) -> None:
         """Write random numbers, and what else is carried, into a checkpoint. Called in every process."""
-        import torch
-
         save_random(folder)
         trainer, state = self.trainer, self.trainer.state
         # A step is behind it, so that an epoch which is at its end is not the next one yet.
@@ -349,8 +337,6 @@ class Carried:
             carried["answers"] = trainer.buffered_answers
         torch.save(carried, Path(folder) / carried_name(self.place))
         if self._reference_follows() and self.place.is_main:
-            from safetensors.torch import save_model
-
             save_model(trainer.ref_model, str(Path(folder) / REFERENCE))
 
     def restore(self) -> None:
@@ -372,8 +358,6 @@ class Carried:
             # transformers does it within the first epoch, of which nothing is left.
             trainer.load_random_state(str(self.source))
         if self._reference_follows():
-            from safetensors.torch import load_model
-
             load_model(trainer.ref_model, self.source / REFERENCE)
 
     def _begin_where_it_was(

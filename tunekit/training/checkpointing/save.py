@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
 from tunekit.errors import DiskError, RunError
-from tunekit.process.collectives import any_of, exchange_problem, same_everywhere
-from tunekit.process.watchdog import Heart
+from tunekit.process.watchdog import Heart, any_of, exchange_problem, same_everywhere
 from tunekit.recipe.sections.train import TrainSection
 from tunekit.runs.checkpoints.complete import (
     CHECKPOINTS,

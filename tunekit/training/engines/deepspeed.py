@@ -10,14 +10,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, dtype
+from torch.nn import Module, Parameter
+from transformers.integrations import HfDeepSpeedConfig
+
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.memory.sharding import SUB_GROUP_PARAMS
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
-    from torch.nn import Module, Parameter
     from transformers import Trainer
 
 
@@ -77,9 +83,6 @@ def config(plan: Plan) -> dict[str, Any]:
 
 
 def _ulysses(plan: Plan) -> dict[str, Any]:
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
     sequences = ParallelismConfig(
         dp_shard_size=plan.layout.dp_shard_size,
         sp_backend="deepspeed",
@@ -97,9 +100,6 @@ def cast_trained(trainer: "Trainer", plan: Plan) -> None:
     PEFT keeps them in float32, and without autocast, which DeepSpeed has none of for `bf16` (0.19), they would return
     float32 to 16-bit layers that do not take it. The optimizer keeps float32 copies, of parameters of one type.
     """
-    import torch
-    from peft.utils import ModulesToSaveWrapper
-
     if plan.layout.strategy != "zero3" or not plan.autocast:
         return
     if not any(isinstance(module, ModulesToSaveWrapper) for module in trainer.model.modules()):
@@ -142,8 +142,6 @@ def divide_every_epoch(trainer: "Trainer") -> None:
 @contextmanager
 def loading(plan: Plan) -> Iterator[None]:
     """While a model is loaded: ZeRO-3 divides each weight as soon as it is read, and PEFT gathers what it looks at."""
-    from transformers.integrations import HfDeepSpeedConfig
-
     # It is known to transformers as long as somebody holds it.
     ds_config = HfDeepSpeedConfig(config(plan))
     yield
@@ -287,7 +285,7 @@ def write_latest(trainer: "Trainer", folder: Path) -> None:
     (folder / "latest").write_text(f"global_step{trainer.model_wrapped.global_steps}", encoding="utf-8")
 
 
-def _name(kind: "dtype") -> str:
+def _name(kind: dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
@@ -302,7 +300,7 @@ def forget_order(trainer: "Trainer") -> None:
         coordinator._invalidate_trace()
 
 
-def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
+def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
     """The weights to save, whole and in the main memory of the main process; nothing elsewhere. Called by all together.
 
     One weight after the other is put together, so that no device ever holds the whole model. Of what is trained it is
@@ -324,7 +322,7 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
     return state if is_main else {}
 
 
-def _whole(parameter: "Parameter", *, keep: bool) -> "Tensor":
+def _whole(parameter: Parameter, *, keep: bool) -> Tensor:
     """A parameter in one piece, empty where it is not kept."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
