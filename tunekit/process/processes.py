@@ -59,6 +59,8 @@ class Share:
 
     def places(self, local_rank: int) -> dict[str, str]:
         """Return torchrun's variables for a process: its rank, and the address of the store."""
+        if self.num == 1:
+            return {}
         rank = self.node * self.num_local + local_rank
         places = {
             "RANK": rank,
@@ -72,7 +74,7 @@ class Share:
         }
         if rank == 0 and self.listener is not None:
             places[STORE_SOCKET] = self.listener.fileno()
-        return {name: str(value) for name, value in places.items()} if self.num > 1 else {}
+        return {name: str(value) for name, value in places.items()}
 
 
 class Group:
@@ -104,7 +106,11 @@ class Group:
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            if self._share is not None:
+                self._start_share(self._share)
+            else:
+                with socket.create_server(("127.0.0.1", 0)) as listener:
+                    self._start_share(Share(self._num, self._num, 0, listener.getsockname()[:2], listener))
         except BaseException:
             self.end()
             raise
@@ -131,13 +137,6 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         self.wait(GONE_SECONDS)
-
-    def _start(self) -> None:
-        if self._share is not None:
-            self._start_share(self._share)
-            return
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._start_share(Share(self._num, self._num, 0, listener.getsockname()[:2], listener))
 
     def _start_share(self, share: Share) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_OWN)}

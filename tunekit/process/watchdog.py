@@ -28,11 +28,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import psutil
@@ -151,7 +150,7 @@ UNEVEN = ("generation", "rewards")
 """Activities that not all processes go through."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Beat:
     """Last heartbeat of a process.
 
@@ -202,45 +201,36 @@ class Heart:
 
     def __init__(self, run: Run, place: Place) -> None:
         self._file = run.path / RANKS / f"rank-{place.rank}.json"
-        self._place = place
-        self._identity = identity_of(os.getpid()) or ""
-        self.step, self.at, self._since = 0, "starting", time.time()
-        self._marks = self._moves = 0
-        self._is_warm = False
+        pid, now = os.getpid(), time.time()
+        self._beat = Beat(place.rank, pid, identity_of(pid) or "", os.uname().nodename, now, 0, "starting", now)
         self.thread = threading.get_ident()
         """The thread that works."""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._keep_beating, name="heart", daemon=True)
+
+    @property
+    def at(self) -> str:
+        """What the process does now."""
+        return self._beat.at
 
     def mark(self, at: str, step: int | None = None) -> None:
         """Say what the process does from here on. It is kept in memory, and costs nothing."""
-        if step is not None and step != self.step:
+        beat = self._beat
+        if step is not None and step != beat.step:
             # Before the first of an attempt it has step 0.
-            self._is_warm = self.step > 0
-            self.step, self._marks = step, 0
-        self.at, self._since = at, time.time()
-        self._marks += 1
-        self._moves = 0
+            beat.is_warm = beat.step > 0
+            beat.step, beat.marks = step, 0
+        beat.at, beat.since = at, time.time()
+        beat.marks += 1
+        beat.moves = 0
 
     def move(self) -> None:
         """Say that it moved on in this."""
-        self._moves += 1
+        self._beat.moves += 1
 
     def now(self) -> Beat:
         """Return the current heartbeat."""
-        return Beat(
-            rank=self._place.rank,
-            pid=os.getpid(),
-            identity=self._identity,
-            host=os.uname().nodename,
-            time=time.time(),
-            step=self.step,
-            at=self.at,
-            since=self._since,
-            marks=self._marks,
-            moves=self._moves,
-            is_warm=self._is_warm,
-        )
+        return replace(self._beat, time=time.time())
 
     def __enter__(self) -> Self:
         self._file.parent.mkdir(exist_ok=True)
@@ -253,7 +243,7 @@ class Heart:
         self._thread.join()
         self._file.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _keep_beating(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
                 self._write()
@@ -367,11 +357,12 @@ class Sight:
             words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
             return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
         there = {mine.rank, *(other.rank for other in self.others)}
-        missing = [rank for rank in range(self.num_processes) if rank not in there]
+        missing = [str(rank) for rank in range(self.num_processes) if rank not in there]
         behind = [other for other in self.others if other.position < mine.position]
         waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
         if missing:
-            return ExchangeError(f"{waited} for {_ranks(missing)}, which had ended", hint=hint)
+            ended = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            return ExchangeError(f"{waited} for {ended}, which had ended", hint=hint)
         if behind:
             slowest = min(behind, key=lambda other: other.position)
             return ExchangeError(f"{waited} for rank {slowest.rank}, which stood {where(slowest)}", hint=hint)
@@ -387,16 +378,11 @@ def no_sign_of(beat: Beat) -> str:
 
 def gone_words(run: Run) -> str:
     """Describe the processes of this host that died without an error, for the message of one that lost them."""
-    missing = [
+    return "".join(
         f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
         for beat in beats_of(run)
         if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
-    ]
-    return "".join(missing)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    )
 
 
 class Watchdog:
@@ -591,19 +577,14 @@ def end_children(since: float) -> None:
 
 def is_waiting(thread: int) -> bool:
     """Return whether a thread waits in a collective, judging by its stack."""
-    frame = sys._current_frames().get(thread)
-    for depth, file in enumerate(_files(frame)):
+    innermost = sys._current_frames().get(thread)
+    for depth, (frame, _) in enumerate(() if innermost is None else traceback.walk_stack(innermost)):
+        file = frame.f_code.co_filename
         if "/torch/" not in file:
             return False
         if "/torch/distributed/" in file or (depth == 0 and file.endswith(EXCHANGING)):
             return True
     return False
-
-
-def _files(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
 
 
 def _wait_for(holds: Callable[[], bool], seconds: float) -> None:

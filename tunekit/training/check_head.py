@@ -31,8 +31,11 @@ from transformers import PreTrainedModel
 
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
+from tunekit.methods.head import experts_of_layer, fused_heads
+from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record
+from tunekit.training.engines.engine import between_checks
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -63,7 +66,8 @@ def probe_rows(trainer: Any, vocabulary: int) -> list[list[int]]:
         trainer: The trainer, with its data.
         vocabulary: Number of tokens to draw rows from where the data has none yet: streams and prompts as text.
     """
-    return _first_tokens(trainer) or _spread_tokens(vocabulary)
+    tokens = spread_tokens(vocabulary, NUM_ROWS * ROW_TOKENS)
+    return _first_tokens(trainer) or [tokens[row::NUM_ROWS] for row in range(NUM_ROWS)]
 
 
 def _first_tokens(trainer: Any) -> list[list[int]]:
@@ -80,10 +84,9 @@ def _first_tokens(trainer: Any) -> list[list[int]]:
     return [row[:length] for row in tokens] if length > 1 else []
 
 
-def _spread_tokens(vocabulary: int) -> list[list[int]]:
-    """Return rows of tokens from all over the vocabulary."""
-    num = NUM_ROWS * ROW_TOKENS
-    return [[vocabulary * place // num for place in range(row, num, NUM_ROWS)] for row in range(NUM_ROWS)]
+def spread_tokens(vocabulary: int, num: int) -> list[int]:
+    """Return tokens from all over the vocabulary."""
+    return [vocabulary * place // num for place in range(num)]
 
 
 SUM_SHARE = 4
@@ -105,8 +108,6 @@ def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: in
         RunError: They differ, and the run cannot do without the fused head.
     """
     from trl import DistillationTrainer
-
-    from tunekit.methods.head import fused_heads
 
     if isinstance(trainer, DistillationTrainer):
         _check_distillation(trainer, plan, vocabulary)
@@ -226,10 +227,6 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         plan: The type that it computes in.
         vocabulary: Number of tokens to make rows of, where there are none yet.
     """
-    from tunekit.methods.head import experts_of_layer
-    from tunekit.models.fusion.proof import ROUNDING
-    from tunekit.training.engines.engine import between_checks
-
     model = _language_model(trainer, wrapped)
     why = _why_unknown(model)
     if why is not None:
@@ -320,8 +317,6 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
     Raises:
         _NotForHeadError: It does not.
     """
-    from tunekit.models.fusion.proof import whole_shape
-
     head_width = whole_shape(model.get_output_embeddings().weight)[-1]
 
     def check(module: Module, _: Any, output: Any) -> None:

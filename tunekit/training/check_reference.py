@@ -36,12 +36,14 @@ from torch.nn import Dropout, Module
 from tunekit.errors import RunError
 from tunekit.estimates.memory.states import Reference
 from tunekit.methods.arguments import COPY
+from tunekit.models.attention import packed_attention, watched_calls
 from tunekit.planner.decisions.isolation import VARLEN, FlashAttention
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import compares_with_reference, is_rewarded
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.record import Record
 from tunekit.runs.small_files import read_list
+from tunekit.training.check_head import in_evaluation, spread_tokens
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
@@ -106,8 +108,6 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
     Raises:
         RunError: They are not the same, or the reference is not the one that it was.
     """
-    if plan.reference == "none":
-        return
     rewarded = is_rewarded(plan.recipe.method)
     with _as_it_was(trainer):
         result = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
@@ -180,13 +180,16 @@ def _of_rows(trainer: Any) -> _Found:
 def _of_probes(trainer: Any, vocabulary: int) -> _Found:
     """The same of made-up tokens, where answers are yet to be generated."""
     accelerator = trainer.accelerator
-    places = torch.arange(NUM_ROWS * PROBE_TOKENS, device=accelerator.device).view(NUM_ROWS, PROBE_TOKENS)
-    ids = vocabulary * places // places.numel()
+    tokens = spread_tokens(vocabulary, NUM_ROWS * PROBE_TOKENS)
+    ids = torch.tensor(tokens, device=accelerator.device).view(NUM_ROWS, PROBE_TOKENS)
     policy = _scores(trainer, trainer.model, ids)
     if trainer.ref_model is not None:
         reference = _scores(trainer, trainer.ref_model, ids)
     else:
-        with _in_place_of_the_adapter(accelerator.unwrap_model(trainer.model)):
+        from trl.trainer.utils import use_adapter
+
+        model = accelerator.unwrap_model(trainer.model)
+        with use_adapter(model, adapter_name=COPY if COPY in model.peft_config else None):
             reference = _scores(trainer, trainer.model, ids)
     off = (policy - reference).double()
     # Differences of tokens must not cancel, and the largest is what all processes shall go by.
@@ -197,18 +200,8 @@ def _of_probes(trainer: Any, vocabulary: int) -> _Found:
 
 def _scores(trainer: Any, model: Module, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the last tokens of probes: `(rows, tokens)`."""
-    scores, *_ = trainer.token_scores(model, ids, torch.ones_like(ids), PROBE_SCORED)
-    logits: torch.Tensor = scores
-    return logits
-
-
-@contextmanager
-def _in_place_of_the_adapter(model: Any) -> Iterator[None]:
-    """Within it, the model is its reference."""
-    from trl.trainer.utils import use_adapter
-
-    with use_adapter(model, adapter_name=COPY if COPY in model.peft_config else None):
-        yield
+    scores: torch.Tensor = trainer.token_scores(model, ids, torch.ones_like(ids), PROBE_SCORED)[0]
+    return scores
 
 
 def _expected_loss(plan: Plan, trainer: Any) -> float | None:
@@ -265,7 +258,7 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
     Raises:
         RunError: The second document changes with the first.
     """
-    ids = [vocabulary * place // (3 * DOCUMENT_TOKENS) for place in range(3 * DOCUMENT_TOKENS)]
+    ids = spread_tokens(vocabulary, 3 * DOCUMENT_TOKENS)
     first, other, second = (ids[start::3] for start in range(3))
     try:
         change = _change(trainer, first, other, second)
@@ -292,12 +285,10 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
     Raises:
         RunError: It does not run, or is not what it should be.
     """
-    from tunekit.models.attention import watched_calls
-
     device = trainer.accelerator.device
     hint = "set model.attn_implementation=sdpa"
     with watched_calls() as (calls, windows):
-        ids = [vocabulary * place // (2 * DOCUMENT_TOKENS) for place in range(2 * DOCUMENT_TOKENS)]
+        ids = spread_tokens(vocabulary, 2 * DOCUMENT_TOKENS)
         _change(trainer, ids[::2], ids[::2], ids[1::2])
     handed_on = {call.window for call in calls}
     if windows - {None} != handed_on - {None}:
@@ -318,19 +309,14 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
 
 def _error_of(call: "Call", window: int | None, device: torch.device) -> float:
     """Return the error of the packed attention's results and gradients against float64, as shares of the largest."""
-    from tunekit.models.attention import packed_attention
-
     generator = torch.Generator().manual_seed(0)
     bounds = [0, *PROBE_BOUNDARIES]
 
     def random(num_heads: int, width: int) -> torch.Tensor:
         return torch.randn(1, num_heads, bounds[-1], width, generator=generator).to(call.dtype)
 
-    inputs = [
-        random(call.num_heads, call.head_dim),
-        random(call.num_kv_heads, call.head_dim),
-        random(call.num_kv_heads, call.value_dim),
-    ]
+    key_shape, value_shape = (call.num_kv_heads, call.head_dim), (call.num_kv_heads, call.value_dim)
+    inputs = [random(call.num_heads, call.head_dim), random(*key_shape), random(*value_shape)]
     change = random(call.num_heads, call.value_dim).transpose(1, 2)
     own = [tensor.to(device).requires_grad_() for tensor in inputs]
     with torch.autocast(device.type, enabled=False), torch.enable_grad():
@@ -350,11 +336,8 @@ def _error_of(call: "Call", window: int | None, device: torch.device) -> float:
         exact = [tensor.double().requires_grad_() for tensor in inputs]
         right = _defined(exact, bounds, window)
         expected = [right, *torch.autograd.grad(right, exact, change.double())]
-    pairs = zip(actual, expected, strict=True)
-    return max(
-        float((pair_value.detach().cpu().double() - other.detach()).abs().max() / other.detach().abs().max())
-        for pair_value, other in pairs
-    )
+    pairs = [(own.detach().cpu().double(), other.detach()) for own, other in zip(actual, expected, strict=True)]
+    return max(float((own - other).abs().max() / other.abs().max()) for own, other in pairs)
 
 
 def _defined(given: list[torch.Tensor], bounds: list[int], window: int | None) -> torch.Tensor:
@@ -374,13 +357,9 @@ def _defined(given: list[torch.Tensor], bounds: list[int], window: int | None) -
 
 def _change(trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int]) -> float:
     """Return the change of `second`'s logits where `other` precedes it instead of `first`."""
-    model = trainer.model
-    was_training = model.training
     # Without dropout, which would draw random numbers.
-    model.eval()
-    with torch.no_grad(), trainer.accelerator.autocast():
+    with in_evaluation(trainer, trainer.model):
         before, after = (_logits(trainer, [document, second])[len(first) :] for document in (first, other))
-    model.train(was_training)
     return ((before - after).abs().max() / before.abs().max()).item()
 
 

@@ -15,11 +15,15 @@ from peft import PeftModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from tunekit.errors import ModelError, RunError
+from tunekit.estimates.memory.states import BYTES
+from tunekit.models.load import load_model
 from tunekit.planner.plan import Plan
+from tunekit.probe.host import host_cpu
 from tunekit.process.watchdog import same_everywhere
 from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
 from tunekit.runs.record import Record
 from tunekit.training.check_head import in_evaluation, probe_rows
+from tunekit.training.measured_memory import is_out_of_memory
 
 TOLERANCES = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
 """Largest error of the logits as a share of their spread over the vocabulary (root mean squares), by the type of the
@@ -73,13 +77,10 @@ def _problem(
     plan: Plan, record: Record, folder: Path, device: str, rows: list[list[int]], trained: "list[torch.Tensor]"
 ) -> str | None:
     """Return how the saved model differs from the trained one; None where by rounding alone."""
-    from tunekit.training.measured_memory import is_out_of_memory
-
     tolerance = FLOAT8_TOLERANCE if plan.fp8 else TOLERANCES[plan.dtype]
-    dtype = getattr(torch, plan.dtype)
     try:
         model = _load(plan, folder, device)
-        with torch.no_grad(), torch.autocast(device, dtype, enabled=plan.autocast):
+        with torch.no_grad(), torch.autocast(device, getattr(torch, plan.dtype), enabled=plan.autocast):
             saved = [_logits(model, row, device) for row in rows]
     except ModelError as error:
         return f"it cannot be loaded: {error.problem}"
@@ -116,21 +117,16 @@ def logit_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
 
 def _load(plan: Plan, folder: Path, device: str) -> Any:
     """Load a saved model as others do: whole weights by Transformers, an adapter by PEFT on its base."""
-    from tunekit.models.load import load_model
-
-    adapter, judges = plan.recipe.adapter, plan.recipe.method.spec.classifies
-    is_full = isinstance(adapter, FullAdapter)
-    trust = plan.base.trust_remote_code
+    adapter, is_full = plan.recipe.adapter, isinstance(plan.recipe.adapter, FullAdapter)
+    saved = ModelSection(path=str(folder), trust_remote_code=plan.base.trust_remote_code)
     model: Any = load_model(
-        ModelSection(path=str(folder), trust_remote_code=trust) if is_full else plan.base,
+        saved if is_full else plan.base,
         dtype="float32" if is_full else plan.dtype,
         device=device,
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
-        head_seed=0 if judges else None,
+        head_seed=0 if plan.recipe.method.spec.classifies else None,
     )
-    if not is_full:
-        model = PeftModel.from_pretrained(model, folder)
-    return model.eval()
+    return (model if is_full else PeftModel.from_pretrained(model, folder)).eval()
 
 
 def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Tensor:
@@ -142,9 +138,6 @@ def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Ten
 
 def _device(plan: Plan) -> str | None:
     """Return where the saved model can be loaded beside the trained one; None where there is no room."""
-    from tunekit.estimates.memory.states import BYTES
-    from tunekit.probe.host import host_cpu
-
     size = 4 if isinstance(plan.recipe.adapter, FullAdapter) else BYTES[plan.dtype]
     needed = SPARE_SHARE * size * plan.num_params + SPARE_BYTES
     if plan.device.kind == "cuda":

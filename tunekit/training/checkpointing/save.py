@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
 from tunekit.errors import DiskError, RunError
-from tunekit.process.watchdog import Heart, any_of, exchange_problem, same_everywhere
+from tunekit.process.watchdog import Heart, any_of, exchange_problem, of_all, same_everywhere
 from tunekit.recipe.sections.train import TrainSection
 from tunekit.runs.checkpoints.complete import (
     CHECKPOINTS,
@@ -145,8 +145,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._group: distributed.ProcessGroup | None = None
         if distributed.is_initialized():
             # Of its own, since exchanges of a thread would come between those of the training.
-            waits = timedelta(seconds=self.plan.timeout_seconds)
-            self._group = distributed.new_group(backend="gloo", timeout=waits)
+            self._group = distributed.new_group(timeout=timedelta(seconds=self.plan.timeout_seconds), backend="gloo")
         self._target: Path | None = None
         trainer.wrap("save_checkpoint", self._save)
         trainer.wrap("save_weights", self._save_main_files)
@@ -178,28 +177,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             "best": None if self.best is None else self.best.model_dump(),
         }
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Have DeepSpeed's engine, which is there now, write what it writes through here."""
         if self.plan.layout.strategy.startswith("zero"):
             deepspeed.write_through(self.trainer, self._write_for_zero)
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         """Remember what an evaluation told: TRL adds its own measures to what is logged."""
         if "eval_loss" in logs:
             self._evaluation = dict(logs)
 
-    def on_evaluate(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
         """Have a checkpoint made where an evaluation is better than all before, if one can be made there.
 
         Raises:
@@ -222,7 +210,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
 
     def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: object
     ) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
         self._num_steps += 1
@@ -231,9 +219,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True
 
-    def on_train_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Wait for the last checkpoint."""
         self._finish()
 
@@ -265,17 +251,20 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, saving: _Save) -> None:
         clear_drafts(self.run.path)
-        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
-        free = free_bytes(target)
-        if self._bytes is not None and free < self._bytes:
+        target = self._draft_of(saving)
+        if self._bytes is not None and free_bytes(target) < self._bytes:
             saving.problem = "the disk is too full"
         else:
             # Not the run's folder again, where somebody has deleted it.
             (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
             target.mkdir(parents=True)
 
+    def _draft_of(self, saving: _Save) -> Path:
+        """Return the folder of a checkpoint that is not visible yet."""
+        return draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+
     def _add_own(self, saving: _Save) -> None:
-        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        target = self._draft_of(saving)
         # A pickle, which nobody reads.
         (target / "training_args.bin").unlink(missing_ok=True)
         for name in COPIES:
@@ -330,7 +319,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         saving.done.set()
 
     def _write(self, saving: _Save) -> None:
-        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        target = self._draft_of(saving)
         for write in saving.writes:
             self._keep(saving, write)
         if self._hear_problem(saving):
@@ -338,12 +327,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         problems: list[str] = []
         self._keep(saving, lambda: problems.extend(files_in(target)))
         self._keep(saving, lambda: self._bring_to_disk(target, problems))
-        gathered = self._tell_all(problems)
+        gathered = of_all(problems, self.record.place, self._group)
         files: dict[str, Written] = {}
         self._keep(saving, lambda: files.update(_read_back(target, _share(gathered, self.record.place.rank))))
         if self._hear_problem(saving):
             return
-        all_files = {name: file for part in self._tell_all(files) for name, file in part.items()}
+        all_files = {
+            name: file for part in of_all(files, self.record.place, self._group) for name, file in part.items()
+        }
         saving.total_bytes = sum(file.size for file in all_files.values())
         if self.record.place.is_main:
             self._keep(saving, lambda: self._publish(saving, dict(sorted(all_files.items()))))
@@ -443,12 +434,12 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _hear_problem(self, saving: _Save) -> bool:
         """Return whether any process failed; then all know why."""
-        problems = [problem for problem in self._tell_all(saving.problem) if problem is not None]
-        saving.problem = problems[0] if problems else None
-        if problems and self.record.place.is_main:
+        gathered = of_all(saving.problem, self.record.place, self._group)
+        saving.problem = next((problem for problem in gathered if problem is not None), None)
+        if saving.problem is not None and self.record.place.is_main:
             # Nobody writes any more: what was written makes room for the words about it.
             shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
-        return bool(problems)
+        return saving.problem is not None
 
     def _raise(self, saving: _Save) -> None:
         if saving.problem is None:
@@ -457,16 +448,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.record.place.is_main:
             error = not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
             words = error.problem, error.hint or ""
-        problem, hint = self._tell_all(words)[0]
+        problem, hint = of_all(words, self.record.place, self._group)[0]
         raise DiskError(problem, hint=hint)
-
-    def _tell_all(self, value: T) -> list[T]:
-        """Gather the values of all processes by rank. Called by those that save, and not while a thread does."""
-        if self._group is None:
-            return [value]
-        gathered: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(gathered, value, group=self._group)
-        return gathered
 
 
 @contextlib.contextmanager
@@ -500,11 +483,9 @@ def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
 
 def _share(seen: list[list[str]], rank: int) -> list[str]:
     """The files that a process reads back: one of those that see it does, and all have as many."""
-    readers: dict[str, list[int]] = {}
-    for reader, names in enumerate(seen):
-        for name in names:
-            readers.setdefault(name, []).append(reader)
-    return [name for number, name in enumerate(sorted(readers)) if readers[name][number % len(readers[name])] == rank]
+    names = sorted({name for files in seen for name in files})
+    readers = [[reader for reader, files in enumerate(seen) if name in files] for name in names]
+    return [name for number, name in enumerate(names) if readers[number][number % len(readers[number])] == rank]
 
 
 def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:

@@ -176,6 +176,9 @@ COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of the products by Accelerate's names of mixed precision."""
 
 
+MESH = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Accelerate's names for the dimensions of a mesh, in their order; a layout has a size of each."""
+
 NAMES = {"fsdp": "dp_shard", "tp": "tp"}
 """Accelerate's names for the dimensions of transformers' mesh."""
 
@@ -231,14 +234,8 @@ def _planned(plan: Plan) -> dict[str, Any]:
 
 def planned_mesh(layout: Layout) -> dict[str, int]:
     """The sizes of a layout by Accelerate's names, those of one device left out."""
-    sizes = {
-        "dp_replicate": layout.dp_replicate_size,
-        "dp_shard": layout.dp_shard_size,
-        "cp": layout.cp_size,
-        "sp": layout.sp_size,
-        "tp": layout.tp_size,
-    }
-    return {name: size for name, size in sizes.items() if size > 1}
+    sizes = layout.model_dump(include={f"{name}_size" for name in MESH})
+    return {name: sizes[f"{name}_size"] for name in MESH if sizes[f"{name}_size"] > 1}
 
 
 def _verify_processes(trainer: "Trainer", plan: Plan) -> None:
@@ -290,19 +287,17 @@ def _divided_at_load(trainer: "Trainer") -> dict[str, Any]:
     meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.size())
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    matrices = {name: parameter for name, parameter in parameters.items() if parameter.dim() > 1}
-    num_bytes, total = fsdp2.held_bytes(trainer.model)
+
+    def spans(parameter: "Tensor") -> bool:
+        return isinstance(parameter, DTensor) and parameter.device_mesh.size() == mesh.size()
+
     return {
         "engine": "fsdp2",
         "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1},
         "compute_dtype": _autocast_dtype(trainer),
         "reduce_dtype": _trained_dtype(trainer),
-        "local_share": round(num_bytes / total, 4),
-        "misplaced": [
-            name
-            for name, matrix in matrices.items()
-            if not isinstance(matrix, DTensor) or matrix.device_mesh.size() != mesh.size()
-        ],
+        "local_share": fsdp2.local_share(trainer.model),
+        "misplaced": [name for name, parameter in parameters.items() if parameter.dim() > 1 and not spans(parameter)],
     }
 
 
@@ -313,31 +308,27 @@ def _autocast_dtype(trainer: "Trainer") -> str:
 
 
 def _trained_dtype(trainer: "Trainer") -> str:
-    kinds = {str(parameter.dtype) for parameter in trainer.model.parameters() if parameter.requires_grad}
-    return ", ".join(sorted(kind.removeprefix("torch.") for kind in kinds))
+    return fsdp2.names(parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad)
 
 
 def _not_updated(trainer: "Trainer") -> list[str]:
     """Trained parameters that the optimizer does not have: another tensor took their place in it, or in the model."""
-    groups = trainer.optimizer.param_groups
-    updated = {id(parameter) for group in groups for parameter in group["params"]}
-    parameters = trainer.model.named_parameters()
-    return [name for name, parameter in parameters if parameter.requires_grad and id(parameter) not in updated]
+    updated = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    return deepspeed.not_among(updated, trainer.model.named_parameters())
 
 
 def _none(what: str, names: Sequence[str]) -> None:
     if names:
-        raise RunError(
-            f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}",
-            hint="this is a fault of the set-up: `tunekit doctor`",
-        )
+        raise _fault(f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}")
 
 
 def _same(what: str, planned: object, found: object) -> None:
     if planned != found:
-        raise RunError(
-            f"{what}: {planned} planned, {found} found", hint="this is a fault of the set-up: `tunekit doctor`"
-        )
+        raise _fault(f"{what}: {planned} planned, {found} found")
+
+
+def _fault(problem: str) -> RunError:
+    return RunError(problem, hint="this is a fault of the set-up: `tunekit doctor`")
 
 
 def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:

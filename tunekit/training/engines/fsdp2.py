@@ -6,7 +6,7 @@ that the main process alone has read; the others have its shapes. So nothing may
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -151,13 +151,10 @@ def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
 
     They are put together one by one: no device ever holds the whole model.
     """
-    options = StateDictOptions(
-        full_state_dict=True,
-        cpu_offload=True,
-        ignore_frozen_params=not isinstance(plan.recipe.adapter, FullAdapter),
-    )
+    full = isinstance(plan.recipe.adapter, FullAdapter)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not full)
     state = cast("dict[str, Tensor]", get_model_state_dict(trainer.model, options=options))
-    if state and not options.ignore_frozen_params:
+    if state and full:
         # What was one tensor came apart.
         state |= {copy: state[name] for copy, name in trainer.model.all_tied_weights_keys.items()}
     return state
@@ -186,14 +183,13 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
     compute = {policy.param_dtype or torch.float32 for policy in policies}
     reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
-    held_count, total = held_bytes(model)
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
-        "compute_dtype": _names(compute),
-        "reduce_dtype": _names(reduce),
+        "compute_dtype": names(compute),
+        "reduce_dtype": names(reduce),
         "reshard_after_forward": _reshards(model),
-        "local_share": round(held_count / total, 4),
+        "local_share": local_share(model),
         "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
     }
 
@@ -210,17 +206,18 @@ def _is_divided(parameter: Parameter, layout: Layout) -> bool:
     return is_placed and parameter.to_local().numel() <= part
 
 
-def held_bytes(model: Module) -> tuple[int, int]:
-    """Bytes of parameters that this process holds, and of all."""
+def local_share(model: Module) -> float:
+    """Return the share of the parameters' bytes that this process holds."""
     num_bytes = total = 0
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         num_bytes, total = num_bytes + local.nbytes, total + parameter.numel() * parameter.itemsize
-    return num_bytes, total
+    return round(num_bytes / total, 4)
 
 
-def _names(dtypes: "set[torch.dtype]") -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+def names(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the names of types, each once."""
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 
 def _found_mesh(trainer: "Trainer") -> dict[str, int]:
