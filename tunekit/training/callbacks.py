@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -391,8 +392,8 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
         """End the training if that is wished of any process."""
         self._step_seconds = time.monotonic() - self._step_began
-        if self._saver.num_saved:
-            self._wishes.save_seconds = self._saver.seconds / self._saver.num_saved
+        if self._saver.seconds:
+            self._wishes.save_seconds = fmean(self._saver.seconds)
         self._decide(state, control)
 
     def on_prediction_step(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:

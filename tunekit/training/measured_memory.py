@@ -4,7 +4,7 @@ import ctypes
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 import psutil
@@ -109,16 +109,6 @@ def peaks(plan: Plan) -> Peaks:
     unit = 1 if sys.platform == "darwin" else 1024
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return Peaks(peak_memory_bytes=resident, peak_allocated_bytes=None, peak_reserved_bytes=None)
-
-
-def highest(ranks: Sequence[Peaks]) -> Peaks:
-    """The peaks of the process that used most, of several."""
-    most = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
-    return {
-        "peak_memory_bytes": most["peak_memory_bytes"],
-        "peak_allocated_bytes": most["peak_allocated_bytes"],
-        "peak_reserved_bytes": most["peak_reserved_bytes"],
-    }
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

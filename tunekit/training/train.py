@@ -45,16 +45,7 @@ from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, start_of
 from tunekit.training.checkpointing.safe_load import check_states
 from tunekit.training.checkpointing.save import Saver, result_saved
-from tunekit.training.engines.engine import (
-    after_wrapping,
-    before_steps,
-    before_wrapping,
-    between_checks,
-    loading,
-    save_model,
-    weights_device,
-)
-from tunekit.training.measured_memory import highest
+from tunekit.training.engines import engine
 from tunekit.training.model_card import write_card
 
 if TYPE_CHECKING:
@@ -94,7 +85,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     def look() -> None:
         wishes.check()
         start.once_placed(trainer, plan)
-        after_wrapping(trainer, plan)
+        engine.after_wrapping(trainer, plan)
         # A few small passes are no shapes to compile for.
         with torch.compiler.set_stance("force_eager"):
             if plan.padding_free:
@@ -104,18 +95,18 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
                 error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
                 record.write("attention", message=error_bound)
             check_head(trainer, plan, record, vocabulary=vocabulary)
-            between_checks(trainer, plan)
+            engine.between_checks(trainer, plan)
             if plan.reference != "none":
                 check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)
-                between_checks(trainer, plan)
+                engine.between_checks(trainer, plan)
             if not start.goes_on:
                 sample("before", prompts)
-        before_steps(trainer, plan, goes_on=start.goes_on)
+        engine.before_steps(trainer, plan, goes_on=start.goes_on)
         carried.restore()
         watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, watch.heart, recipe.train, start.best(plan))
+    saver = Saver(record, plan, watch.heart, start.best(plan))
     saver.attach(trainer)
     boundary = Boundary(plan, wishes, saver)
     boundary.attach(trainer)
@@ -131,12 +122,12 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     watch.enter("saving")
     draft = run.path / ".saving-model"
     with result_saved(record, draft):
-        save_model(trainer, plan, draft)
+        engine.save_model(trainer, plan, draft)
         watch.on_result_saved()
-        between_checks(trainer, plan)
+        engine.between_checks(trainer, plan)
         with torch.compiler.set_stance("force_eager"):
             check_saved(trainer, plan, record, draft, vocabulary=vocabulary)
-        between_checks(trainer, plan)
+        engine.between_checks(trainer, plan)
         for prompt in prompts:
             if boundary.has_ended():
                 return True
@@ -162,8 +153,8 @@ def build(watch: Watch, schedule: Schedule) -> "tuple[RunTrainer, PreTrainedToke
     check_upstream(recipe.method.type)
     forget_overrides(recipe.train.optim)
     tokenizer = load_tokenizer(recipe.model)
-    with loading(plan):
-        device = weights_device(plan, record.place)
+    with engine.loading(plan):
+        device = engine.weights_device(plan, record.place)
         model = load_adapted(plan, device=device)
     fused = fuse_as_planned(model, plan)
     if fused is not None:
@@ -181,7 +172,7 @@ def build(watch: Watch, schedule: Schedule) -> "tuple[RunTrainer, PreTrainedToke
         give_weights(trainer.ref_model, load_policy(plan, device="cpu"))
     keep_trained_in_float32(trainer.model)
     settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
-    before_wrapping(trainer, plan)
+    engine.before_wrapping(trainer, plan)
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
@@ -246,6 +237,7 @@ def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
     evals = [event["eval_loss"] for event in events if event["event"] == "eval"]
     ranks, timing = watch.ranks.reports, watch.timing
     step_seconds = max(rank["step_seconds"] for rank in ranks)
+    most = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
     return {
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
@@ -261,7 +253,9 @@ def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
         "saving_seconds": timing.saving_seconds,
         "checkpoints": saver.summary(),
         "seconds": seconds,
-        **highest(ranks),
+        "peak_memory_bytes": most["peak_memory_bytes"],
+        "peak_allocated_bytes": most["peak_allocated_bytes"],
+        "peak_reserved_bytes": most["peak_reserved_bytes"],
         "ranks": ranks,
         "measures": first_and_last(events),
         "held_bytes": watch.held,

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -33,8 +32,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
 from tunekit.errors import DiskError, RunError
+from tunekit.planner.plan import Plan
 from tunekit.process.watchdog import Heart, any_of, exchange_problem, of_all, same_everywhere
-from tunekit.recipe.sections.train import TrainSection
 from tunekit.runs.checkpoints.complete import (
     CHECKPOINTS,
     COPIES,
@@ -113,26 +112,21 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: The run, and where events go.
+        plan: The plan of the run.
         heart: Where the process says at what it is.
-        train: How many are kept, and by which measure the best is told.
         best: The best evaluation before, where the run goes on.
     """
 
-    def __init__(self, record: Record, heart: Heart, train: TrainSection, best: Best | None) -> None:
-        self.record = record
+    def __init__(self, record: Record, plan: Plan, heart: Heart, best: Best | None) -> None:
+        self.record, self.run = record, record.run
+        self.plan = plan
         self.heart = heart
-        self.run = record.run
-        self.plan = record.run.plan
-        self.train = train
         self.best = best
-        self.num_saved = 0
-        """Checkpoints that are whole, as all the other figures since this process began."""
-        self.total_bytes = 0
-        """Of all of them together."""
-        self.wait_seconds = 0.0
+        self.seconds: list[float] = []
+        """Seconds that each checkpoint took that is whole, since this process began."""
+        self._wait_seconds = 0.0
         """Seconds that the training waited for them."""
-        self.seconds = 0.0
-        """Seconds that they took."""
+        self._total_bytes = 0
         self._bytes = self.plan.saving.checkpoint_bytes
         """Bytes of one: first as planned, then of the last one."""
         self._evaluation: dict[str, float] = {}
@@ -157,9 +151,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the checkpoint that is being written be done where the training failed, but not where it is interrupted.
 
         The other processes write their parts whatever this one has seen, unless they are gone, which ends it at once.
@@ -170,10 +162,10 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def summary(self) -> dict[str, Any]:
         """Summarize the checkpoints and the best evaluation, for the result."""
         return {
-            "num": self.num_saved,
-            "bytes": self.total_bytes,
-            "wait_seconds": self.wait_seconds,
-            "seconds": self.seconds,
+            "num": len(self.seconds),
+            "bytes": self._total_bytes,
+            "wait_seconds": self._wait_seconds,
+            "seconds": sum(self.seconds, 0.0),
             "best": None if self.best is None else self.best.model_dump(),
         }
 
@@ -360,7 +352,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             files=files,
         )
         publish(self.run.path, manifest)
-        saving.warnings += delete_superseded(self.run.path, self.train.save_total_limit, saving.best)
+        saving.warnings += delete_superseded(self.run.path, self.plan.recipe.train.save_total_limit, saving.best)
 
     def _finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and tell of it.
@@ -373,20 +365,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         began = time.perf_counter()
         saving.done.wait()
-        if self.plan.saving.in_background:
-            saving.wait_seconds += time.perf_counter() - began
-        else:
-            saving.wait_seconds = saving.seconds
+        waited = saving.wait_seconds + time.perf_counter() - began
+        saving.wait_seconds = waited if self.plan.saving.in_background else saving.seconds
         if saving.error is not None:
             raise saving.error
         self._raise(saving)
         self._saving = None
         assert saving.total_bytes is not None
         self._bytes = saving.total_bytes
-        self.num_saved += 1
-        self.total_bytes += saving.total_bytes
-        self.wait_seconds += saving.wait_seconds
-        self.seconds += saving.seconds
+        self._total_bytes += saving.total_bytes
+        self._wait_seconds += saving.wait_seconds
+        self.seconds.append(saving.seconds)
         self.record.write(
             "checkpoint",
             step=saving.step,

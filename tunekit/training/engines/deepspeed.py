@@ -146,15 +146,6 @@ def loading(plan: Plan) -> Iterator[None]:
     del ds_config
 
 
-def planned(plan: Plan) -> dict[str, Any]:
-    """Return the expected values of `found` besides those of every engine."""
-    return {
-        "offload_param_device": plan.layout.offload_param_device,
-        "offload_optimizer_device": plan.layout.offload_optimizer_device,
-        "is_recipes_optimizer": True,
-    }
-
-
 def open_states_as_data(trainer: "Trainer") -> None:
     """Have the engine that a trainer's model will get open its checkpoints without running what they name.
 

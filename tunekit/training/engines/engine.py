@@ -213,7 +213,7 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
 def _planned(plan: Plan) -> dict[str, Any]:
     """Return the planned configuration."""
     layout = plan.layout
-    planned = {
+    planned: dict[str, Any] = {
         "num_processes": layout.num_processes,
         "device": plan.device.kind,
         "micro_batch_size": plan.micro_batch_size,
@@ -228,7 +228,9 @@ def _planned(plan: Plan) -> dict[str, Any]:
     if layout.strategy == "fsdp2" and layout.tp_size == 1:
         planned["reshard_after_forward"] = layout.reshard_after_forward
     if layout.strategy.startswith("zero"):
-        planned |= deepspeed.planned(plan)
+        planned["offload_param_device"] = layout.offload_param_device
+        planned["offload_optimizer_device"] = layout.offload_optimizer_device
+        planned["is_recipes_optimizer"] = True
     return planned
 
 
