@@ -31,12 +31,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tests.estimates import grid, grid_methods, grid_shards, oracle, oracle_methods, oracle_shards
 from tests.estimates.oracle import Step, estimate_of
 from tests.estimates.oracle_methods import MethodStep
 from tests.estimates.oracle_shards import ShardedStep
 from tests.estimates.published import print_errors
 from tests.estimates.shapes import LLAMA_8B, LLAMA_405B
-from tests.planner import grid, grid_methods, grid_shards, oracle, oracle_methods, oracle_shards
 from tunekit.estimates.facts import DataFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout

@@ -117,7 +117,7 @@ OFF: dict[str, Callable[[], None]] = {
     "signs of life": _no_thread("heart", "watchdog"),
     "positions": _nothing("tunekit.training.worker:follow", "tunekit.training.worker:follow_layers", result=[]),
     "guard": _nothing("tunekit.training.non_finite:Guard._watch"),
-    "agreement": _nothing("tunekit.training.stop_at_boundary:Boundary._decide", result=False),
+    "agreement": _nothing("tunekit.training.callbacks:Boundary._decide", result=False),
 }
 """What can be switched off, by name."""
 

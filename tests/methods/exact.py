@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tunekit.api import verbs
 from tunekit.process.watchdog import Heart
-from tunekit.recipe.sections.model import FullAdapter
 from tunekit.runs.record import Record
 from tunekit.runs.small_files import Place
 from tunekit.training.callbacks import Watch
-from tunekit.training.worker import _build
+from tunekit.training.train import build as build_run
 
 RANK, ALPHA = 4, 16
 
@@ -71,11 +70,11 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
 def build(recipe: dict[str, Any]) -> Trainer:
     """The trainer of a run on this processor, as its only process builds it."""
     run = verbs.make_run(recipe)
-    asked, plan, record = run.recipe, run.plan, Record(run, Place())
+    plan, record = run.plan, Record(run, Place())
     assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
-    watch = Watch(record, Heart(run, Place()), full=isinstance(asked.adapter, FullAdapter))
+    watch = Watch(record, plan, Heart(run, Place()))
     watch.before_training = lambda: None
-    trainer, _ = _build(run, record, watch, asked, plan, plan.schedule)
+    trainer, _ = build_run(watch, plan.schedule)
     return trainer
 
 

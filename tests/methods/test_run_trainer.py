@@ -12,7 +12,7 @@ import tunekit
 from tunekit.methods.run_trainer import RunTrainer, Wrapped, run_trainer
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
-from tunekit.training.build_trainer import STATES, TRAINER, method_names, trainer_class
+from tunekit.training.build_trainer import method_names, trainer_class, upstream
 
 PACKAGE = Path(tunekit.__file__).parent
 
@@ -67,7 +67,7 @@ def test_what_is_overridden_is_checked_before_a_run(method):
     assert overridden >= {"evaluate", "_save_checkpoint", "_get_train_sampler"}
     if not issubclass(METHODS[method], OnPolicyMethod):
         overridden.discard("_compute_loss")  # Nothing stands around it but where answers are generated.
-    assert overridden <= {*TRAINER, *STATES, *method_names(method)}
+    assert overridden <= {*upstream()["trainer"], *upstream()["states"], *method_names(method)}
     assert issubclass(run_trainer(trainer), Trainer)
 
 

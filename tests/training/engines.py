@@ -34,22 +34,22 @@ def work_in(folder: Path, num: int, look: "Callable[..., Any] | None" = None) ->
 
 def worked(folder: Path, look: "Callable[..., Any] | None" = None) -> Any:
     """What one of the processes does."""
-    import tunekit.training.checkpointing.result
+    import tunekit.training.engines.engine
     from tunekit.runs.run import Run
     from tunekit.runs.small_files import place_of
     from tunekit.training.worker import work
 
     seen = []
-    save_model = tunekit.training.checkpointing.result.save_model
+    save_model = tunekit.training.engines.engine.save_model
 
     def look_and_save(trainer, plan, path):
         if look is not None:
             seen.append(look(trainer))
         save_model(trainer, plan, path)
 
-    tunekit.training.checkpointing.result.save_model = look_and_save
+    tunekit.training.engines.engine.save_model = look_and_save
     try:
         work(Run(folder), place=place_of())
     finally:
-        tunekit.training.checkpointing.result.save_model = save_model
+        tunekit.training.engines.engine.save_model = save_model
     return seen[0] if seen else None

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tunekit
-import tunekit.training.checkpointing.result
+import tunekit.training.engines.engine
 from tests.tiny import save_chats
 from tests.training.equality import SUBJECTS, recipe_of, train
 from tunekit.errors import RunError
@@ -51,14 +51,14 @@ def test_what_was_saved_gives_the_logits_of_what_was_trained(tmp_path, adapter):
     ids=["other weights", "no adapter", "other names"],
 )
 def test_a_run_whose_saved_weights_are_not_the_trained_ones_fails_and_keeps_them(tmp_path, monkeypatch, adapter, fault):
-    save_model = tunekit.training.checkpointing.result.save_model
+    save_model = tunekit.training.engines.engine.save_model
 
     def save_something_else(trainer, plan, folder):
         save_model(trainer, plan, folder)
         path = next(folder.glob("*.safetensors"))
         save_file(fault(load_file(path)), path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(tunekit.training.checkpointing.result, "save_model", save_something_else)
+    monkeypatch.setattr(tunekit.training.engines.engine, "save_model", save_something_else)
     with pytest.raises(RunError, match=r"not the trained one: on 2 rows .* rounding explains 0\.01%"):
         tunekit.train(small_recipe(tmp_path, adapter))
     run = Run(tmp_path / "run")

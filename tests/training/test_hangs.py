@@ -29,7 +29,7 @@ from tunekit.process.watchdog import Beat, Pulse, Sight, limit_of
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import place_of
-from tunekit.training import worker
+from tunekit.training import train, worker
 
 TIMEOUT_SECONDS = 5
 
@@ -133,7 +133,7 @@ FAULTS = {
 def work_with(fault, folder, environment):
     """What each process does."""
     os.environ.update({name: str(value) for name, value in environment.items()})
-    build = worker.build_trainer
+    build = train.build_trainer
 
     def build_faulty(*args, **kwargs):
         trainer = build(*args, **kwargs)
@@ -142,7 +142,7 @@ def work_with(fault, folder, environment):
 
     limit = watchdog.limit_of
     watchdog.limit_of = lambda *args: limit(*args) if (Path(folder) / WRONG).exists() else LIMIT_SECONDS
-    worker.build_trainer = build_faulty
+    train.build_trainer = build_faulty
     # As in a process of a user's: this one was forked by a server, from which its own would be too.
     multiprocessing.set_start_method("fork", force=True)
     os.setsid()
@@ -262,7 +262,7 @@ def test_a_killed_process_that_makes_rows_is_told_also_where_its_signal_comes_wi
     def hear_of_the_child(*_):
         raise RuntimeError("DataLoader worker (pid 1355) is killed by signal: Killed. ")
 
-    monkeypatch.setattr("tunekit.training.worker._load_train_save", lose_the_others)
+    monkeypatch.setattr(train, "load_train_save", lose_the_others)
     monkeypatch.setattr("tunekit.training.worker.exchange_problem", hear_of_the_child)
     with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
         worker.work(verbs.make_run("double.yaml", ["output.name=both", "parallel={}"]))
@@ -278,7 +278,7 @@ def test_a_lost_data_worker_is_named_where_its_connection_breaks_before_its_sign
         subprocess.Popen(["sleep", "0.1"])
         raise ConnectionResetError(104, "Connection reset by peer")
 
-    monkeypatch.setattr(worker, "_load_train_save", break_the_connection)
+    monkeypatch.setattr(train, "load_train_save", break_the_connection)
     before = signal.getsignal(signal.SIGCHLD)
     try:
         with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
@@ -296,7 +296,7 @@ def test_a_lost_data_worker_is_named_where_its_signal_comes_when_the_watchdog_en
         say_it_is_killed()
 
     end = watchdog.Watchdog.__exit__
-    monkeypatch.setattr(worker, "_load_train_save", fail)
+    monkeypatch.setattr(train, "load_train_save", fail)
     monkeypatch.setattr(watchdog.Watchdog, "__exit__", end_late)
     with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
         worker.work(verbs.make_run("double.yaml", ["output.name=later", "parallel={}"]))

@@ -13,7 +13,7 @@ from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.runs.run import Run
-from tunekit.training.health_warnings import RECURRING, Trends
+from tunekit.training.health_warnings import FINDERS, RECURRING, Trends, words
 
 REWARDS = """
 from itertools import count
@@ -101,6 +101,11 @@ def warned(run) -> set[str]:
     names = [event["trend"] for event in logged(run, "warning") if event["trend"] not in recurring]
     assert len(set(names)) == len(names), "each is told once"
     return set(names)
+
+
+def test_every_warning_has_its_words():
+    assert [find.__name__ for find in FINDERS if find.__name__ not in words()] == []
+    assert len(words()) == len(FINDERS)
 
 
 @pytest.mark.slow

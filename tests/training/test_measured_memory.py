@@ -21,7 +21,7 @@ from tunekit.estimates.memory.states import (
 )
 from tunekit.probe.model import probe_model
 from tunekit.runs.run import Run
-from tunekit.training.verify import is_out_of_memory, shortage
+from tunekit.training.measured_memory import is_out_of_memory, shortage
 
 limits_memory = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
 

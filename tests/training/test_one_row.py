@@ -10,7 +10,7 @@ import tunekit
 from benchmarks.isolation import small_model
 from tests.tiny import plain_accelerator, save_tiny_model, watching_models
 from tunekit.errors import RunError
-from tunekit.training import worker
+from tunekit.training import train as training
 from tunekit.training.check_reference import check_isolation
 
 
@@ -86,9 +86,9 @@ def test_the_look_before_training_changes_nothing(adapter, option, workspace, tm
         check_isolation(trainer, **told)
         looked.append(torch.equal(before, torch.get_rng_state()) and trainer.model.training == was_training)
 
-    monkeypatch.setattr(worker, "check_isolation", look)
+    monkeypatch.setattr(training, "check_isolation", look)
     with_look = losses(train(workspace, tmp_path / "with", *options))
-    monkeypatch.setattr(worker, "check_isolation", lambda *_, **__: None)
+    monkeypatch.setattr(training, "check_isolation", lambda *_, **__: None)
     without = losses(train(workspace, tmp_path / "without", *options))
     assert looked == [True]
     assert with_look == without

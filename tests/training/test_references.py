@@ -16,7 +16,7 @@ from tests.training.engines import made, worked
 from tests.training.test_dpo import logged, save_pairs
 from tests.training.test_resume import cut_off
 from tunekit.errors import RunError
-from tunekit.training import worker
+from tunekit.training import train
 from tunekit.training.callbacks import Watch
 
 
@@ -79,13 +79,13 @@ def references_of(trainer):
     ],
 )
 def test_the_reference_is_the_model_before_training_and_does_not_move(model, adapter, kind, here, monkeypatch):
-    look, seen = worker.check_reference, []
+    look, seen = train.check_reference, []
 
     def looking(trainer, *given, **named):
         look(trainer, *given, **named)
         seen.extend([trainer, references_of(trainer)])
 
-    monkeypatch.setattr(worker, "check_reference", looking)
+    monkeypatch.setattr(train, "check_reference", looking)
     run = tunekit.train(recipe(model, adapter))
     (looked,) = logged(run, "reference")
     assert (looked["kind"], looked["max_difference"]) == (kind, 0)
@@ -126,13 +126,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_model_that_is_not_its_reference_is_not_trained(fault, here, monkeypatch):
     model, adapter, method, change = FAULTS[fault]
-    settle = worker.settle_reference
+    settle = train.settle_reference
 
     def with_fault(built, *given):
         settle(built, *given)
         change(built)
 
-    monkeypatch.setattr(worker, "settle_reference", with_fault)
+    monkeypatch.setattr(train, "settle_reference", with_fault)
     rows = "prompts" if method == GRPO else "pairs"
     loss = "" if method == GRPO else r", and the loss is 0\.\d+ instead of ln 2"
     with pytest.raises(

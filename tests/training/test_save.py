@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import tunekit
-import tunekit.training.checkpointing.result
+import tunekit.training.engines.engine
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.engines import made, work_in, worked
@@ -435,14 +435,14 @@ def weights_in(checkpoint, strategy):
 
 def test_a_result_that_could_not_be_written_leaves_nothing_half_and_is_written_by_going_on(folder, monkeypatch):
     run = Run(made(recipe_for(folder, {"max_steps": 2}, evaluates=False)))
-    save = tunekit.training.checkpointing.result.save_model
+    save = tunekit.training.engines.engine.save_model
 
     def fill_the_disk(trainer, plan, to):
         save(trainer, plan, to)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to / "model.safetensors"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(tunekit.training.checkpointing.result, "save_model", fill_the_disk)
+        patch.setattr(tunekit.training.engines.engine, "save_model", fill_the_disk)
         with pytest.raises(RunError, match=r"the result could not be written: model\.safetensors: No space") as told:
             worked(run.path)
     assert "checkpoint-2 is whole" in told.value.problem and "tunekit resume" in told.value.hint

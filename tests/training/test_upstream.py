@@ -13,10 +13,6 @@ from tunekit.errors import DependencyError
 from tunekit.recipe.methods import METHODS
 from tunekit.training import build_trainer
 from tunekit.training.build_trainer import (
-    ACCELERATOR,
-    FIELDS,
-    STATES,
-    TRAINER,
     accelerator_problems,
     check_upstream,
     field_problems,
@@ -24,6 +20,7 @@ from tunekit.training.build_trainer import (
     names_used,
     trainer_class,
     trainer_problems,
+    upstream,
 )
 
 
@@ -60,7 +57,7 @@ def test_the_installed_versions_have_every_name(method):
     check_upstream(method)
 
 
-@pytest.mark.parametrize("name", TRAINER)
+@pytest.mark.parametrize("name", upstream()["trainer"])
 def test_a_renamed_method_of_transformers_trainer_is_named(name):
     (problem,) = trainer_problems(renamed(Trainer, name), trainer_class("sft"), "sft")
     assert (problem.owner, problem.name, problem.problem) == ("transformers.Trainer", name, "is not called")
@@ -83,19 +80,19 @@ def test_a_renamed_attribute_of_trls_trainer_is_named(method, name):
     assert [problem.name for problem in problems] == [name]
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", upstream()["states"])
 def test_a_renamed_state_is_named(name):
     assert [problem.name for problem in trainer_problems(Trainer, renamed(trainer_class("sft"), name), "sft")] == [name]
 
 
-@pytest.mark.parametrize("name", ACCELERATOR)
+@pytest.mark.parametrize("name", upstream()["accelerator"])
 def test_a_renamed_method_of_accelerate_is_named(name):
     assert [problem.name for problem in accelerator_problems(Trainer, renamed(Accelerator, name))] == [name]
     assert [problem.name for problem in accelerator_problems(renamed(Trainer, name), Accelerator)] == [name]
 
 
 def test_a_renamed_field_of_accelerates_settings_is_named():
-    assert not [*field_problems(FIELDS)]
+    assert not [*field_problems(upstream()["fields"])]
     (problem,) = field_problems({"accelerate.utils.DataLoaderConfiguration": "dispatch"})
     assert str(problem) == "accelerate.utils.DataLoaderConfiguration.dispatch is no field"
 

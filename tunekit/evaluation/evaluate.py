@@ -23,8 +23,8 @@ from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.evaluation_result import Evaluation, save_evaluation
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
+from tunekit.training.measured_memory import is_out_of_memory
 from tunekit.training.model_card import write_card
-from tunekit.training.verify import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

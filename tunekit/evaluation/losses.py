@@ -24,7 +24,7 @@ from tunekit.recipe.methods import Method, compares_with_reference, has_margins
 from tunekit.recipe.methods.comparing import MarginMethod
 from tunekit.runs.evaluation_result import Score
 from tunekit.runs.events import MEASURES
-from tunekit.training.verify import is_out_of_memory
+from tunekit.training.measured_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch

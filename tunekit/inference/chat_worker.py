@@ -23,7 +23,7 @@ from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.redact import Redacting
-from tunekit.training.verify import is_out_of_memory, resident_bytes
+from tunekit.training.measured_memory import is_out_of_memory, resident_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tunekit.errors import MemoryShortError, RunError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.find_model import Trained, config_of, load_trained, stored_dtype, tokenizer_of
-from tunekit.training.verify import is_out_of_memory
+from tunekit.training.measured_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

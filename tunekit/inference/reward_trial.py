@@ -226,7 +226,7 @@ def run_trial(
     tokenizer = load_tokenizer(recipe.model)
     room = recipe.data.max_length - method.max_completion_length
     prompts = _prompts(sources, tokenizer, room, num_prompts)
-    model = cast("PreTrainedModel", load_adapted(recipe, plan, device=plan.device.kind)).eval()
+    model = cast("PreTrainedModel", load_adapted(plan, device=plan.device.kind)).eval()
     set_seed(recipe.train.seed)
     started = time.perf_counter()
     answered: list[list[list[int]]] = []

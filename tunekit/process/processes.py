@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 SUPERVISOR = "TUNEKIT_SUPERVISOR"
@@ -60,6 +59,8 @@ class Share:
 
     def places(self, local_rank: int) -> dict[str, str]:
         """Return torchrun's variables for a process: its rank, and the address of the store."""
+        if self.num == 1:
+            return {}
         rank = self.node * self.num_local + local_rank
         places = {
             "RANK": rank,
@@ -73,13 +74,14 @@ class Share:
         }
         if rank == 0 and self.listener is not None:
             places[STORE_SOCKET] = self.listener.fileno()
-        return {name: str(value) for name, value in places.items()} if self.num > 1 else {}
+        return {name: str(value) for name, value in places.items()}
 
 
+@dataclass
 class Group:
     """Processes of a module, from the beginning of a `with` block; at its end none is left.
 
-    Args:
+    Attributes:
         words: The module's dotted name, and arguments for it.
         environment: Variables that each finds.
         output: Where they write to.
@@ -87,33 +89,26 @@ class Group:
         share: Which of them are here, where there are others elsewhere.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        output: IO[bytes],
-        *,
-        num: int = 1,
-        share: Share | None = None,
-    ) -> None:
-        self._words = words
-        self._environment = environment
-        self._output = output
-        self._num = num
-        self._share = share
-        self._processes: list[subprocess.Popen[bytes]] = []
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    output: IO[bytes]
+    num: int = field(default=1, kw_only=True)
+    share: Share | None = field(default=None, kw_only=True)
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            if self.share is not None:
+                self._start(self.share)
+            else:
+                with socket.create_server(("127.0.0.1", 0)) as listener:
+                    self._start(Share(self.num, self.num, 0, listener.getsockname()[:2], listener))
         except BaseException:
             self.end()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def codes(self) -> dict[int, int | None]:
@@ -135,26 +130,19 @@ class Group:
                 os.killpg(process.pid, signal.SIGKILL)
         self.wait(GONE_SECONDS)
 
-    def _start(self) -> None:
-        if self._share is not None:
-            self._start_share(self._share)
-            return
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._start_share(Share(self._num, self._num, 0, listener.getsockname()[:2], listener))
-
-    def _start_share(self, share: Share) -> None:
+    def _start(self, share: Share) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_OWN)}
         # They find modules where this process does: a notebook may have added to its path.
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        environment = {**inherited, "PYTHONPATH": path, **self._environment, SUPERVISOR: str(os.getpid())}
+        environment = {**inherited, "PYTHONPATH": path, **self.environment, SUPERVISOR: str(os.getpid())}
         for local_rank in range(share.num_local):
             places = share.places(local_rank)
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", *self._words],
+                    [sys.executable, "-P", "-m", *self.words],
                     stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                    stderr=self._output,
+                    stdout=self.output,
+                    stderr=self.output,
                     env={**environment, **places},
                     pass_fds=[int(places[STORE_SOCKET])] if STORE_SOCKET in places else [],
                     start_new_session=True,

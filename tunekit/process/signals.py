@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from tunekit.errors import ExchangeError, Stopped
@@ -162,9 +162,7 @@ class Wishes:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         _forks.remove(self._forks)
         for sign, handler in self._previous.items():
@@ -388,10 +386,8 @@ class Ending:
         self.wishes.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.wishes.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self.wishes.__exit__()
 
     def is_due_to_a_wish(self, error: BaseException) -> bool:
         """Return whether an error follows from a stop request: some processes end before others, who then see that."""
@@ -410,7 +406,7 @@ class Ending:
             # A launcher ends the others with the same signals where one of them has failed.
             phase, reason = "failed", f"rank {errors[0]['rank']}: {errors[0]['problem']}"
         else:
-            phase, reason = phase_after(self._run, request), words_of(self._run, request, is_late=self.wishes.is_late)
+            phase, reason = self._end_by(request)
         if at_a_boundary or not self._supervised:
             self._record.end(phase, reason)
         return stopped(self._run, request, reason)
@@ -422,14 +418,16 @@ class Ending:
 
     def _give_up(self) -> None:
         """End this process, which does not end by itself: it waits for others, or is not in Python."""
+        request = self.wishes.known
+        assert request is not None
         if self._record.place.is_main:
             # Whoever listens may be what it stands in.
-            request = self.wishes.known
-            assert request is not None
-            Record(self._run, Place()).end(
-                phase_after(self._run, request), words_of(self._run, request, is_late=self.wishes.is_late)
-            )
-        os._exit(0 if self.wishes.known is None else self.wishes.known.exit_code)
+            Record(self._run, Place()).end(*self._end_by(request))
+        os._exit(request.exit_code)
+
+    def _end_by(self, request: Request) -> tuple[str, str]:
+        """Return the phase and the reason of an end that was asked for."""
+        return phase_after(self._run, request), words_of(self._run, request, is_late=self.wishes.is_late)
 
 
 def phase_after(run: Run, asked: Request) -> str:

@@ -1,4 +1,6 @@
-"""Heartbeats of a run's processes, and the watchdog that ends a run without progress.
+"""Collectives, heartbeats and watchdog of a run's processes: what they tell each other besides training.
+
+Collectives are those besides training's, with errors for a process that does not answer.
 
 Watchdog: ends a run that makes no progress, names the responsible process, and writes the stacks of all.
 
@@ -19,17 +21,18 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import psutil
 
@@ -39,6 +42,107 @@ from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import SEEN_SECONDS, Run
 from tunekit.runs.small_files import RANKS, Place, identity_of, is_alive, read_object
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+FROM_GLOO = re.compile(r"/gloo/|\bgloo\b", re.IGNORECASE)
+"""Common part of gloo's errors: the place in its code that raised them; they are plain RuntimeErrors."""
+
+
+DATA_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
+    r"(?:is killed by signal: (?P<sign>[^.]+)|exited unexpectedly)"
+)
+"""Message of torch where a data worker died: RuntimeErrors, raised anywhere."""
+
+DATA_WORKER_HINT = (
+    "the system kills a process where main memory runs out, which its own log says, and one that finds no room in "
+    "/dev/shm fails: make room, or train fewer processes on this machine"
+)
+
+
+def same_everywhere(value: T, place: Place) -> T:
+    """Broadcast the main process's value to every process; all call it together."""
+    if place.num_processes == 1:
+        return value
+    import torch
+
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
+
+
+def data_worker_problem(error: BaseException, place: Place) -> str | None:
+    """Describe which data worker died; None where the error is another.
+
+    Args:
+        error: What was raised.
+        place: Which process it made them for.
+    """
+    match = DATA_WORKER.search(str(error))
+    if match is None:
+        return None
+    # Where torch sees it twice, the first time it saw more.
+    cause = DATA_WORKER.search(str(error.__cause__)) or match
+    end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
+    return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
+
+
+def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
+    """Of each flag whether it is set in any process; all call it together. They go over the processors' network."""
+    return [bool(vote) for vote in largest(flags, place)]
+
+
+def largest(values: Sequence[float], place: Place) -> list[float]:
+    """Return of each value the largest of all processes; all call it together."""
+    if place.num_processes == 1:
+        return list(values)
+    import torch
+
+    gathered = torch.tensor(values, dtype=torch.float64)
+    torch.distributed.all_reduce(gathered, torch.distributed.ReduceOp.MAX)
+    return cast(list[float], gathered.tolist())
+
+
+def of_all(value: T, place: Place, group: "ProcessGroup | None" = None) -> list[T]:
+    """Gather the values of all processes by rank, in every process; all call it together."""
+    if place.num_processes == 1:
+        return [value]
+    import torch
+
+    values: list[T | None] = [None] * place.num_processes
+    torch.distributed.all_gather_object(values, value, group)
+    return cast(list[T], values)
+
+
+def exchange_problem(error: BaseException, place: Place) -> str | None:
+    """Describe what a process waited for in vain; None where the error is not another process's end or silence.
+
+    Args:
+        error: What was raised.
+        place: Which process this is.
+    """
+    import torch
+
+    message = str(error)
+    if not isinstance(error, torch.distributed.DistError) and not FROM_GLOO.search(message):
+        return None
+    # Without the file of the library, and its advice.
+    words = re.sub(r"^\[.*?\] ", "", message.partition("\n")[0]).partition(". This is typically")[0]
+    if "timed out" in message.lower() or "timeout" in message.lower():
+        return f"rank {place.rank} waited for the other processes in {_function(error)} until its time was up ({words})"
+    return f"rank {place.rank} lost contact with another process in {_function(error)} ({words})"
+
+
+def _function(error: BaseException) -> str:
+    """The innermost function outside torch in which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if "/torch/" not in frame.filename]
+    return f"{(outside or frames)[-1].name}()"
+
+
 BEAT_SECONDS = 1.0
 """Seconds between heartbeats."""
 
@@ -46,7 +150,7 @@ UNEVEN = ("generation", "rewards")
 """Activities that not all processes go through."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Beat:
     """Last heartbeat of a process.
 
@@ -97,45 +201,36 @@ class Heart:
 
     def __init__(self, run: Run, place: Place) -> None:
         self._file = run.path / RANKS / f"rank-{place.rank}.json"
-        self._place = place
-        self._identity = identity_of(os.getpid()) or ""
-        self.step, self.at, self._since = 0, "starting", time.time()
-        self._marks = self._moves = 0
-        self._is_warm = False
+        pid, now = os.getpid(), time.time()
+        self._beat = Beat(place.rank, pid, identity_of(pid) or "", os.uname().nodename, now, 0, "starting", now)
         self.thread = threading.get_ident()
         """The thread that works."""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._keep_beating, name="heart", daemon=True)
+
+    @property
+    def at(self) -> str:
+        """What the process does now."""
+        return self._beat.at
 
     def mark(self, at: str, step: int | None = None) -> None:
         """Say what the process does from here on. It is kept in memory, and costs nothing."""
-        if step is not None and step != self.step:
+        beat = self._beat
+        if step is not None and step != beat.step:
             # Before the first of an attempt it has step 0.
-            self._is_warm = self.step > 0
-            self.step, self._marks = step, 0
-        self.at, self._since = at, time.time()
-        self._marks += 1
-        self._moves = 0
+            beat.is_warm = beat.step > 0
+            beat.step, beat.marks = step, 0
+        beat.at, beat.since = at, time.time()
+        beat.marks += 1
+        beat.moves = 0
 
     def move(self) -> None:
         """Say that it moved on in this."""
-        self._moves += 1
+        self._beat.moves += 1
 
     def now(self) -> Beat:
         """Return the current heartbeat."""
-        return Beat(
-            rank=self._place.rank,
-            pid=os.getpid(),
-            identity=self._identity,
-            host=os.uname().nodename,
-            time=time.time(),
-            step=self.step,
-            at=self.at,
-            since=self._since,
-            marks=self._marks,
-            moves=self._moves,
-            is_warm=self._is_warm,
-        )
+        return replace(self._beat, time=time.time())
 
     def __enter__(self) -> Self:
         self._file.parent.mkdir(exist_ok=True)
@@ -143,14 +238,12 @@ class Heart:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         self._file.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _keep_beating(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
                 self._write()
@@ -264,11 +357,12 @@ class Sight:
             words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
             return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
         there = {mine.rank, *(other.rank for other in self.others)}
-        missing = [rank for rank in range(self.num_processes) if rank not in there]
+        missing = [str(rank) for rank in range(self.num_processes) if rank not in there]
         behind = [other for other in self.others if other.position < mine.position]
         waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
         if missing:
-            return ExchangeError(f"{waited} for {_ranks(missing)}, which had ended", hint=hint)
+            ended = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            return ExchangeError(f"{waited} for {ended}, which had ended", hint=hint)
         if behind:
             slowest = min(behind, key=lambda other: other.position)
             return ExchangeError(f"{waited} for rank {slowest.rank}, which stood {where(slowest)}", hint=hint)
@@ -284,16 +378,11 @@ def no_sign_of(beat: Beat) -> str:
 
 def gone_words(run: Run) -> str:
     """Describe the processes of this host that died without an error, for the message of one that lost them."""
-    missing = [
+    return "".join(
         f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
         for beat in beats_of(run)
         if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
-    ]
-    return "".join(missing)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    )
 
 
 class Watchdog:
@@ -324,9 +413,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         faulthandler.unregister(ASK)
@@ -490,19 +577,14 @@ def end_children(since: float) -> None:
 
 def is_waiting(thread: int) -> bool:
     """Return whether a thread waits in a collective, judging by its stack."""
-    frame = sys._current_frames().get(thread)
-    for depth, file in enumerate(_files(frame)):
+    innermost = sys._current_frames().get(thread)
+    for depth, (frame, _) in enumerate(() if innermost is None else traceback.walk_stack(innermost)):
+        file = frame.f_code.co_filename
         if "/torch/" not in file:
             return False
         if "/torch/distributed/" in file or (depth == 0 and file.endswith(EXCHANGING)):
             return True
     return False
-
-
-def _files(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
 
 
 def _wait_for(holds: Callable[[], bool], seconds: float) -> None:

@@ -14,12 +14,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.packing.stream import stream
@@ -29,7 +31,7 @@ from tunekit.errors import DependencyError
 from tunekit.estimates.facts import continued_adapter
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import Task, attach_adapter, load_model, merge_adapter, use_liger
-from tunekit.planner.plan import VARLEN, Plan, Schedule
+from tunekit.planner.plan import LOADER, VARLEN, Plan, Schedule
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import Recipe
@@ -41,16 +43,18 @@ from tunekit.runs.small_files import Place
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from torch.nn import Module
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+    from tunekit.methods.run_trainer import RunTrainer
     from tunekit.models.fusion.fuse import Report
 
 
-def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
+def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
     from tunekit.models.attention import activate
-    from tunekit.training.engines.tensor_parallel import distributed_config
+    from tunekit.training.engines.engine import distributed_config
 
+    recipe = plan.recipe
     if plan.attn_implementation == VARLEN:
         activate(plan.flash_attention)
     model = load_model(
@@ -76,10 +80,9 @@ def continued_folder(plan: Plan, device: str | None) -> Path | None:
     return None if continued is None or device == "meta" else Path(continued.folder)
 
 
-def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
+def load_adapted(plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
     """The model with the adapter that is trained, as it is before the first step."""
-    model = load_policy(recipe, plan, device=device)
-    trained = continued_folder(plan, device)
+    recipe, model, trained = plan.recipe, load_policy(plan, device=device), continued_folder(plan, device)
     task: Task = "SEQ_CLS" if recipe.method.spec.classifies else "CAUSAL_LM"
     return attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
 
@@ -102,9 +105,9 @@ def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
     return model
 
 
-def load_reference(recipe: Recipe, plan: Plan) -> "PreTrainedModel":
+def load_reference(plan: Plan) -> "PreTrainedModel":
     """The model as it was before training, whole on each device."""
-    model = load_policy(recipe, plan, device=plan.device.kind)
+    model = load_policy(plan, device=plan.device.kind)
     fuse_as_planned(model, plan)
     return model
 
@@ -117,7 +120,6 @@ def loads_bare_reference(plan: Plan) -> bool:
 
 def build_trainer(
     run: Run,
-    recipe: Recipe,
     plan: Plan,
     schedule: Schedule,
     *,
@@ -125,13 +127,13 @@ def build_trainer(
     tokenizer: "PreTrainedTokenizerBase",
     callbacks: "list[TrainerCallback]",
     place: Place,
-) -> "Trainer":
+) -> "RunTrainer":
     """The trainer of the recipe's method, around a model with its adapter."""
     from tunekit.training.engines.engine import trainer_args
 
-    folder, method = run.path / "data", recipe.method
+    recipe, folder = plan.recipe, run.path / "data"
+    method, train_file = recipe.method, folder / FILES["train"]
     read = read_dataset if method.spec.trains_on == "tokens" else read_rows
-    streams = recipe.data.streaming
     parts = Parts(
         train=recipe.train,
         data=recipe.data,
@@ -139,15 +141,15 @@ def build_trainer(
         schedule=schedule,
         model=model,
         tokenizer=tokenizer,
-        train_dataset=_stream(folder, recipe, tokenizer, place) if streams else read(folder / FILES["train"]),
+        train_dataset=_stream(folder, recipe, tokenizer, place) if recipe.data.streaming else read(train_file),
         eval_dataset=read(folder / FILES["eval"]) if plan.data.num_eval else None,
         checkpoints=run.path / "checkpoints",
         callbacks=callbacks,
         engine=trainer_args(plan),
-        load_reference=partial(load_reference, recipe, plan),
+        load_reference=partial(load_reference, plan),
         load_teacher=partial(load_teacher, plan=plan),
     )
-    trainer: Trainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
+    trainer: RunTrainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
     return trainer
 
 
@@ -156,39 +158,11 @@ def _stream(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", 
     return stream(recipe.data, tokenizer, learner_of(recipe.method.type), seed=recipe.train.seed, skipped=skipped)
 
 
-TRAINER = {
-    "create_accelerator_and_postprocess": "",
-    "create_optimizer": "model",
-    "_get_train_sampler": "train_dataset",
-    "_load_from_checkpoint": "resume_from_checkpoint model",
-    "_load_optimizer_and_scheduler": "checkpoint",
-    "_load_rng_state": "checkpoint",
-    "_save_optimizer_and_scheduler": "output_dir",
-    "_get_output_dir": "trial",
-    "_save_checkpoint": "model trial",
-    "_save": "output_dir state_dict",
-    "_save_rng_state": "output_dir",
-    "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
-    "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
-    "_get_grad_norm": "model grad_norm",
-    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
-    "get_batch_samples": "epoch_iterator num_batches device",
-    "training_step": "model inputs num_items_in_batch",
-    "prediction_step": "model inputs prediction_loss_only ignore_keys",
-}
-"""Methods of transformers' `Trainer` and their parameters (transformers 5.17 to 5.23)."""
-
-STATES = ("_tr_loss", "_globalstep_last_logged", "create_model_card")
-"""Other names of every trainer."""
-
-ACCELERATOR = ("backward", "prepare", "deepspeed_ulysses_dl_adapter")
-"""Methods of Accelerate's `Accelerator` that transformers' `Trainer` calls (accelerate 1.15)."""
-
-FIELDS = {
-    "accelerate.utils.FullyShardedDataParallelPlugin": "mixed_precision_policy",
-    "accelerate.utils.DataLoaderConfiguration": "dispatch_batches",
-}
-"""Fields of Accelerate's settings that are set on the object (accelerate 1.15)."""
+@cache
+def upstream() -> dict[str, Any]:
+    """Return the names of other libraries that a run overrides: `upstream.yaml`, beside this file."""
+    names: dict[str, Any] = yaml.load(Path(__file__).with_name("upstream.yaml").read_text(encoding="utf-8"), LOADER)
+    return names
 
 
 @dataclass(frozen=True)
@@ -224,7 +198,7 @@ def check_upstream(method: str) -> None:
     problems = [
         *trainer_problems(Trainer, trainer_class(method), method),
         *accelerator_problems(Trainer, Accelerator),
-        *field_problems(FIELDS),
+        *field_problems(upstream()["fields"]),
     ]
     if problems:
         libraries = ("transformers", "trl", "accelerate")
@@ -236,16 +210,12 @@ def check_upstream(method: str) -> None:
 
 
 def method_names(method: str) -> tuple[str, ...]:
-    """Return the names of TRL's trainer that a run of a method needs (trl 1.16), by `method.type`."""
+    """Return the names of TRL's trainer that a run of a method needs, by `method.type`."""
     section = METHODS[method]
-    names = list(section.spec.upstream_names)
+    kinds = ["storing" if section.spec.stores_metrics else "learning"]
     if issubclass(section, OnPolicyMethod):
-        names += ["_generate_single_turn", "_buffered_inputs", "_step", "_logs", "_metrics", "_compute_loss"]
-        if issubclass(section, RewardedMethod):
-            names += ["_calculate_rewards", "_get_per_token_logps_and_entropies"]
-    else:
-        names += ["_stored_metrics"] if section.spec.stores_metrics else ["_metrics", "_total_train_tokens"]
-    return tuple(names)
+        kinds = ["generating", "rewarded"] if issubclass(section, RewardedMethod) else ["generating"]
+    return (*section.spec.upstream_names, *(name for kind in kinds for name in upstream()[kind]))
 
 
 def trainer_class(method: str) -> type:
@@ -266,7 +236,7 @@ def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed
         method: The method's type.
     """
     used_by_base, used = names_used(base), names_used(trainer)
-    for name, parameters in TRAINER.items():
+    for name, parameters in upstream()["trainer"].items():
         owner = f"transformers.{base.__name__}"
         if name not in used_by_base:
             yield Renamed(owner, name, "is not called")
@@ -274,9 +244,9 @@ def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed
             yield Renamed(owner, name, "is not there")
         else:
             took = [parameter for parameter in inspect.signature(getattr(base, name)).parameters if parameter != "self"]
-            if took != parameters.split():
-                yield Renamed(owner, name, f"takes ({', '.join(took)}), not ({', '.join(parameters.split())})")
-    for name in (*STATES, *method_names(method)):
+            if took != parameters:
+                yield Renamed(owner, name, f"takes ({', '.join(took)}), not ({', '.join(parameters)})")
+    for name in (*upstream()["states"], *method_names(method)):
         if name not in used:
             yield Renamed(f"trl.{trainer.__name__}", name, "is not used")
 
@@ -284,7 +254,7 @@ def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed
 def accelerator_problems(trainer: type, accelerator: type) -> Iterator[Renamed]:
     """Yield the names of Accelerate's class that transformers' does not call, or that are not there."""
     used = names_used(trainer)
-    for name in ACCELERATOR:
+    for name in upstream()["accelerator"]:
         if name not in used or inspect.getattr_static(accelerator, name, None) is None:
             yield Renamed(f"accelerate.{accelerator.__name__}", name, "is not called by transformers' Trainer")
 

@@ -1,25 +1,62 @@
-"""Watches a trainer from inside and turns what it sees into events and status."""
+"""Callbacks of a trainer: what is written of its steps, what it tells the heartbeat, and where it may end.
 
-from collections.abc import Callable
+Progress is kept in memory: a mark takes about a microsecond, and a step has a few of them. Layers tell in the forward
+pass, and through their outputs in the backward pass, so that one pass through a model that takes minutes is not taken
+for one that stands still; that takes some ten microseconds for each layer.
+
+Training may end at a boundary: after a step, or between two batches of an evaluation, in all processes alike. At each
+of these all of them tell each other whether one is to end, and what each knows of the time that is left. From the same
+figures all decide the same.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.memory.memory import Part
-from tunekit.planner.plan import Plan
-from tunekit.process.watchdog import Heart
+from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
+from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
+from tunekit.planner.plan import Plan, Schedule
+from tunekit.process.signals import MARGIN_SECONDS, Wishes
+from tunekit.process.watchdog import Heart, largest, same_everywhere
 from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.runs.record import Record
+from tunekit.runs.requests import COMMAND
+from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
 from tunekit.training.answers import NUM_SHOWN, Answers
+from tunekit.training.checkpointing.save import Saver
+from tunekit.training.engines import deepspeed
+from tunekit.training.engines.engine import verify
 from tunekit.training.health_warnings import Trends
+from tunekit.training.measured_memory import held_bytes, resident_bytes, tensors_of
 from tunekit.training.non_finite import Guard
 from tunekit.training.timing import WINDOW_STEPS, Ranks, Timing, Trace
-from tunekit.training.verify import held_bytes, resident_bytes, verify, zero_held_bytes
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState
+
+    from tunekit.methods.run_trainer import RunTrainer
+
+LONG_SECONDS = 1e9
+"""Stand-in for an end that is not in sight, where infinity could not be told from NaN."""
+
+
+WHO = ("", COMMAND, "SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM")
+"""Sources of a stop request, by the number that processes exchange; none is the first."""
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -27,29 +64,28 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: Where events go, and the status that follows the steps.
+        plan: The plan of the run.
         heart: Where the process says at what it is.
-        full: Whether the weights themselves are trained, and no adapter.
     """
 
-    trainer: "Trainer"
+    trainer: "RunTrainer"
     """The trainer, once there is one."""
     before_training: Callable[[], None]
     """Hook that runs on the model before the first step, when it is on its device."""
     guard: Guard
     """Detector of non-finite steps, from the first one on."""
 
-    def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
+    def __init__(self, record: Record, plan: Plan, heart: Heart) -> None:
         self.record = record
+        self.plan = plan
         self.heart = heart
-        self.plan = record.run.plan
-        self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
         self._held_in_step = False
         self.context_bytes: int | None = None
         """Resident bytes when training began, besides the model."""
-        self.timing = Timing(record.run.plan)
-        self.trace = Trace(record.run.plan)
+        self.timing = Timing(plan)
+        self.trace = Trace(plan)
         self.ranks = Ranks(self.timing, self.trace)
         self.num_tokens = 0
         """Tokens trained on so far by all processes, padding not counted."""
@@ -57,53 +93,33 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Those before the checkpoint that the run goes on from."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
-        events = record.run.events() if record.place.is_main else []
-        self._trends = Trends(
-            self.plan.recipe.method,
-            [event for event in events if event["event"] == "log"],
-            [event["trend"] for event in events if "trend" in event],
-        )
         self._answers: Answers | None = None
         self._shown_step = 0
         self._logged_tokens = 0
-        self._logged = self._seconds()
+        self._logged = self.timing.seconds()
 
-    @property
-    def is_in_step(self) -> bool:
-        """True during a step, rather than an evaluation."""
-        return self.timing.is_in_step
+    @cached_property
+    def _trends(self) -> Trends:
+        """Warnings about what was logged, with the figures and the warnings of earlier attempts."""
+        events = self.record.run.events()
+        logs = [event for event in events if event["event"] == "log"]
+        return Trends(self.plan.recipe.method, logs, [event["trend"] for event in events if "trend" in event])
 
-    def _seconds(self) -> dict[str, float]:
-        timing = self.timing
-        generation = {"generation_seconds": timing.generation_seconds} if timing.generates else {}
-        return {
-            "step_seconds": timing.step_seconds,
-            "data_seconds": timing.data_seconds,
-            "optimizer_seconds": timing.optimizer_seconds,
-            **generation,
-        }
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the run."""
+        self.record.enter(phase)
+        self.heart.mark(phase)
 
-    def on_epoch_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, *_: object, **__: object) -> None:
         """Wait for micro-batches from here on."""
         self.timing.mark()
 
-    def on_train_begin(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        model: "Module",
-        optimizer: "Optimizer",
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, *_: object, model: Module, optimizer: Optimizer, **__: object) -> None:
         """Measure the model, and see that what runs is what was planned."""
         self.record.write("engine", **verify(self.trainer, self.plan))
         self.held = self._held(model, None)
         self.context_bytes = resident_bytes() - sum(self.held.values())
-        method = self.plan.recipe.method
-        if is_rewarded(method):
+        if is_rewarded(method := self.plan.recipe.method):
             self._answers = Answers(self.trainer.answer_logs, method.num_generations)
         self.before_training()
         self.guard = Guard(self.trainer, self.plan, self.record)
@@ -120,42 +136,28 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         evaluated = [logs["step"] for logs in self.trainer.state.log_history if "eval_loss" in logs]
         self.evaluated_step = evaluated[-1] if evaluated else None
 
-    def on_pre_optimizer_step(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Say that weights are updated from here on."""
         self.heart.mark("optimizer")
 
-    def on_optimizer_step(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        model: "Module",
-        optimizer: "Optimizer",
-        **kwargs: Any,
-    ) -> None:
+    def on_optimizer_step(self, *_: object, model: Module, optimizer: Optimizer, **__: object) -> None:
         """Measure all that stays, once: the first gradients are still there."""
         if not self._held_in_step and not self.guard.leaves_out:
             self._held_in_step = True
             self.held = self._held(model, optimizer)
 
-    def _held(self, model: "Module", optimizer: "Optimizer | None") -> dict[Part, int]:
+    def _held(self, model: Module, optimizer: Optimizer | None) -> dict[Part, int]:
         if self.trainer.is_deepspeed_enabled:
-            return zero_held_bytes(self.trainer, self.plan)
-        return held_bytes(model, optimizer, full=self.full)
+            return held_bytes(deepspeed.held(self.trainer, self.plan))
+        return held_bytes(tensors_of(model, optimizer, full=isinstance(self.plan.recipe.adapter, FullAdapter)))
 
-    def on_step_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Start the clock of a step."""
         self.timing.begin_step()
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
 
-    def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
         self.heart.mark("logging")
@@ -164,14 +166,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: object, state: "TrainerState", control: object, logs: dict[str, float], **_: object) -> None:
         """Write what the trainer logged."""
         # Steps behind the last ones that were logged come with the trainer's own summary.
         self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
@@ -179,15 +174,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.evaluated_step = state.global_step
             if self._answers is not None:
                 self._answers.look()
-            self.record.write(
-                "eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")}
-            )
+            figures = {name: value for name, value in logs.items() if name.startswith("eval_")}
+            self.record.write("eval", step=state.global_step, **figures)
         elif "loss" in logs:
             self._write_step(state.global_step, logs)
             self.timing.mark()
 
     def _write_step(self, step: int, logs: dict[str, float]) -> None:
-        now = self._seconds()
+        now = self.timing.seconds()
         seconds = {part: now[part] - before for part, before in self._logged.items()}
         tokens = self.num_tokens - self._logged_tokens
         self._logged, self._logged_tokens = now, self.num_tokens
@@ -207,23 +201,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         for name, message in self._trends.add(step, logs):
             self.record.write("warning", message=f"step {step}: {message}", trend=name)
 
-    def on_evaluate(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, *_: object, **__: object) -> None:
         """Stop the clock of an evaluation."""
         self.timing.evaluation_seconds += self.timing.mark()
 
-    def on_save(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_save(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
         """Stop the clock of saving, and say how the processes do."""
         self.timing.saving_seconds += self.timing.mark()
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
 
-    def on_train_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Record that no further step follows."""
         self.heart.mark("ending")
         self.timing.mark()
@@ -264,3 +252,228 @@ def rates(plan: Plan, num_tokens: float, seconds: float) -> dict[str, float | No
         achieved = tokens_per_second * plan.speed.model_flops_per_token
         share = achieved / (plan.speed.peak_flops_per_second * plan.layout.num_processes)
     return {"tokens_per_second": tokens_per_second, "model_flops_per_second": achieved, "mfu": share}
+
+
+def follow_layers(model: Module, heart: Heart) -> list[RemovableHandle]:
+    """Have the layers of a model tell that they are passed, from here on; the hooks can be taken away."""
+
+    # Functions, which a copy of a model shares with it; a heart cannot be copied.
+    def on_gradient(_: Any) -> None:
+        heart.move()
+
+    def on_layer(_: Any, __: Any, output: Any) -> None:
+        heart.move()
+        passed = output[0] if isinstance(output, tuple) else output
+        if isinstance(passed, torch.Tensor) and passed.requires_grad:
+            passed.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    return [layer.register_forward_hook(on_layer) for layer in layers]
+
+
+def follow(trainer: "RunTrainer", heart: Heart, layers: list[RemovableHandle]) -> None:
+    """Have a trainer tell what it is at, from here on.
+
+    Args:
+        trainer: The trainer, before its model is wrapped.
+        heart: Which is told.
+        layers: The hooks of its model's layers, which would split what is compiled.
+    """
+    if trainer.args.torch_compile:
+        for hook in layers:
+            hook.remove()
+
+    def take_batches(take: Callable[..., Any], rows: Iterator[Any], *args: Any) -> Any:
+        heart.mark("data", trainer.state.global_step + 1)
+        return take(_moving(rows, heart), *args)
+
+    def evaluate_batch(predict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        heart.move()
+        return predict(*args, **kwargs)
+
+    trainer.wrap("batches_of_step", take_batches)
+    trainer.wrap("prediction_step", evaluate_batch)
+    trainer.wrap("training_step", partial(_begin, heart, "forward"))
+    trainer.wrap("backward", partial(_begin, heart, "backward"))
+    trainer.wrap("save_checkpoint", partial(_begin, heart, "saving"))
+    trainer.wrap("evaluate", partial(_do, heart, "evaluation"))
+    trainer.wrap("generate", partial(_do, heart, "generation"))
+    trainer.wrap("calculate_rewards", partial(_do, heart, "rewards"))
+
+
+def _begin(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call with which something begins that goes on until something else does."""
+    heart.mark(at)
+    return call(*args, **kwargs)
+
+
+def _do(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call that is something, at whose end what was before goes on."""
+    before = heart.at
+    heart.mark(at)
+    answer = call(*args, **kwargs)
+    heart.mark(before)
+    return answer
+
+
+def _moving(rows: Iterator[Any], heart: Heart) -> Iterator[Any]:
+    for row in rows:
+        heart.move()
+        yield row
+
+
+class EvaluationLeft(Exception):
+    """An evaluation was left in all processes, as the run is to end."""
+
+
+class Boundary(TrainerCallback):  # type: ignore[misc]
+    """Ends a training that is to end, after the step, with a checkpoint if there is time for one.
+
+    Args:
+        plan: It knows of which steps a checkpoint can be made.
+        wishes: Whether the run is to end, as far as this process knows.
+        saver: Which knows how long a checkpoint takes.
+    """
+
+    def __init__(self, plan: Plan, wishes: Wishes, saver: Saver) -> None:
+        self.has_stopped = False
+        """True once the training was ended; alike in all processes."""
+        self._plan = plan
+        self._wishes = wishes
+        self._saver = saver
+        self._step_began = 0.0
+        self._step_seconds = 0.0
+        self._planned_save_seconds = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
+
+    def attach(self, trainer: "RunTrainer") -> None:
+        """Mind this trainer, whose checkpoints are those of the saver."""
+
+        def evaluate_aside(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with _same_random_numbers_after():
+                try:
+                    return evaluate(*args, **kwargs)
+                except EvaluationLeft:
+                    trainer.metrics["eval"].clear()
+                    raise
+
+        def finish_or_leave(finish_step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            _, _, model, trial, *_ = args
+            try:
+                finish_step(*args, **kwargs)
+            except EvaluationLeft:
+                # What comes behind an evaluation.
+                if trainer.control.should_save:
+                    trainer.save_checkpoint(model, trial)
+                    trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+        def save_in_time(save: Callable[..., Any], model: Any, trial: Any) -> None:
+            self._wishes.is_saving = True
+            save(model, trial)
+            # One that goes on in the background is waited for at the end.
+            self._wishes.is_saving = self.has_stopped
+
+        trainer.wrap("evaluate", evaluate_aside)
+        trainer.wrap("finish_step", finish_or_leave)
+        trainer.wrap("save_checkpoint", save_in_time)
+        trainer.add_callback(self)
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """From here on the end of a step is waited for."""
+        self._step_began = time.monotonic()
+        if not self._wishes.at_boundaries:
+            self._wishes.check()
+            self._wishes.save_seconds = self._planned_save_seconds
+            self._wishes.at_boundaries = True
+
+    def on_substep_end(self, *_: object, **__: object) -> None:
+        """End here if the run is to end at once: what Python raised for it may have been dropped."""
+        self._wishes.check()
+
+    def on_step_end(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
+        """End the training if that is wished of any process."""
+        self._step_seconds = time.monotonic() - self._step_began
+        if self._saver.seconds:
+            self._wishes.save_seconds = fmean(self._saver.seconds)
+        self._decide(state, control)
+
+    def on_prediction_step(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
+        """Leave the evaluation if the run is to end.
+
+        Raises:
+            EvaluationLeft: It is.
+        """
+        if self._decide(state, control):
+            raise EvaluationLeft
+
+    def on_save(self, args: object, state: object, control: "TrainerControl", **_: object) -> None:
+        """End the training with the checkpoint that is just written if that was wished meanwhile."""
+        if not self.has_stopped and (source := self._told()[0]):
+            self._stop(source, control, saves=False)
+
+    def has_ended(self) -> bool:
+        """Return whether the run is to end here, behind the last step. Called by all processes together."""
+        if not self.has_stopped and (source := self._told()[0]):
+            self.has_stopped = True
+            self._wishes.learn(WHO[round(source)])
+        return self.has_stopped
+
+    def _decide(self, state: "TrainerState", control: "TrainerControl") -> bool:
+        """End the training here if it is to end; whether it is."""
+        source, hurry, step_seconds, save_seconds = self._told()
+        if not source:
+            return False
+        schedule = self._plan.schedule
+        assert schedule is not None
+        num_more = -state.global_step % schedule.save_together
+        margin = min(MARGIN_SECONDS, self._plan.recipe.parallel.grace_seconds / 5)
+        fits = num_more * step_seconds + save_seconds + margin <= -hurry
+        if num_more and fits and state.global_step < state.max_steps:
+            # With the answers of this step more steps are to be computed, before a checkpoint can be made.
+            return False
+        can_save = state.global_step > 0 and not num_more and self._plan.layout.why_not_resumed is None
+        self._wishes.is_late = can_save and not fits
+        self._stop(source, control, saves=can_save and fits)
+        return True
+
+    def _stop(self, asked: float, control: "TrainerControl", *, saves: bool) -> None:
+        self.has_stopped = True
+        self._wishes.learn(WHO[round(asked)])
+        control.should_training_stop = True
+        control.should_evaluate = False
+        control.should_save = saves
+
+    def _told(self) -> Sequence[float]:
+        """Return the source of a stop request (0: none), minus the least time left, and the longest step and save."""
+        wishes = self._wishes
+        wishes.check()
+        mine = [
+            0.0 if wishes.asked is None else WHO.index(wishes.asked.by),
+            -min(wishes.seconds_left, LONG_SECONDS),
+            self._step_seconds,
+            wishes.save_seconds,
+        ]
+        return largest(mine, self._saver.record.place)
+
+
+def evaluation_is_due(run: Run, schedule: Schedule, step: int, place: Place) -> bool:
+    """Return whether the evaluation of the step that a run resumes from was interrupted, or not begun.
+
+    The main process decides.
+    """
+    if schedule.eval_steps is None or (step % schedule.eval_steps and step < schedule.num_steps):
+        return False
+    is_done = place.is_main and any(event["event"] == "eval" and event["step"] == step for event in run.events())
+    return not same_everywhere(is_done, place)
+
+
+@contextlib.contextmanager
+def _same_random_numbers_after() -> Iterator[None]:
+    """Have what follows draw as if nothing had been drawn within it, by an evaluation or by a part of one."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    python, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)

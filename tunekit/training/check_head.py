@@ -21,14 +21,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import send_to_device
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from torch.nn import Module
+from transformers import PreTrainedModel
+
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
+from tunekit.methods.head import experts_of_layer, fused_heads
+from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record
+from tunekit.training.engines.engine import between_checks
 
 if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
     from transformers import Trainer
 
     from tunekit.methods.head import Head
@@ -39,10 +48,8 @@ NUM_ROWS, ROW_TOKENS = 2, 32
 
 
 @contextmanager
-def in_evaluation(trainer: Any, model: "Module") -> Iterator[None]:
+def in_evaluation(trainer: Any, model: Module) -> Iterator[None]:
     """Put a model into evaluation mode without gradients, under the trainer's autocast."""
-    import torch
-
     was_training = model.training
     model.eval()
     try:
@@ -59,7 +66,8 @@ def probe_rows(trainer: Any, vocabulary: int) -> list[list[int]]:
         trainer: The trainer, with its data.
         vocabulary: Number of tokens to draw rows from where the data has none yet: streams and prompts as text.
     """
-    return _first_tokens(trainer) or _spread_tokens(vocabulary)
+    tokens = spread_tokens(vocabulary, NUM_ROWS * ROW_TOKENS)
+    return _first_tokens(trainer) or [tokens[row::NUM_ROWS] for row in range(NUM_ROWS)]
 
 
 def _first_tokens(trainer: Any) -> list[list[int]]:
@@ -76,10 +84,9 @@ def _first_tokens(trainer: Any) -> list[list[int]]:
     return [row[:length] for row in tokens] if length > 1 else []
 
 
-def _spread_tokens(vocabulary: int) -> list[list[int]]:
-    """Return rows of tokens from all over the vocabulary."""
-    num = NUM_ROWS * ROW_TOKENS
-    return [[vocabulary * place // num for place in range(row, num, NUM_ROWS)] for row in range(NUM_ROWS)]
+def spread_tokens(vocabulary: int, num: int) -> list[int]:
+    """Return tokens from all over the vocabulary."""
+    return [vocabulary * place // num for place in range(num)]
 
 
 SUM_SHARE = 4
@@ -101,8 +108,6 @@ def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: in
         RunError: They differ, and the run cannot do without the fused head.
     """
     from trl import DistillationTrainer
-
-    from tunekit.methods.head import fused_heads
 
     if isinstance(trainer, DistillationTrainer):
         _check_distillation(trainer, plan, vocabulary)
@@ -222,12 +227,6 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         plan: The type that it computes in.
         vocabulary: Number of tokens to make rows of, where there are none yet.
     """
-    import torch
-
-    from tunekit.methods.head import experts_of_layer
-    from tunekit.models.fusion.proof import ROUNDING
-    from tunekit.training.engines.engine import between_checks
-
     model = _language_model(trainer, wrapped)
     why = _why_unknown(model)
     if why is not None:
@@ -273,9 +272,7 @@ def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
     )
 
 
-def _difference(
-    own: "torch.Tensor", labels: "torch.Tensor", log_probs: "torch.Tensor", eps: float
-) -> tuple[float, float]:
+def _difference(own: torch.Tensor, labels: torch.Tensor, log_probs: torch.Tensor, eps: float) -> tuple[float, float]:
     """Return the distance of log-probabilities from those of the model's logits: as a share of the largest logits, and
     in nats.
 
@@ -285,8 +282,6 @@ def _difference(
         log_probs: Of the tokens, by the fused head, which are float32 whatever the logits are.
         eps: Step of the type of the logits.
     """
-    import torch
-
     own = own.double()
     expected = own.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
     off = expected - log_probs.double()
@@ -303,10 +298,6 @@ def _difference(
 
 def _why_unknown(model: Any) -> str | None:
     """Return why a fused head cannot be tried on a model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-    from torch import nn
-
     embeddings = model.get_output_embeddings()
     if isinstance(embeddings, BaseTunerLayer):
         return "has an adapter on its head, which the head's weight is without"
@@ -326,11 +317,9 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
     Raises:
         _NotForHeadError: It does not.
     """
-    from tunekit.models.fusion.proof import whole_shape
-
     head_width = whole_shape(model.get_output_embeddings().weight)[-1]
 
-    def check(module: "Module", _: Any, output: Any) -> None:
+    def check(module: Module, _: Any, output: Any) -> None:
         if "last_hidden_state" not in output:
             below = f"{type(module).__name__}, the model below its head"
             raise _NotForHeadError(f"returns no last hidden states from {below}")
@@ -347,16 +336,12 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
 
 def _language_model(trainer: Any, wrapped: Any) -> Any:
     """The model that has the head, below adapters and wrappers."""
-    from transformers import PreTrainedModel
-
     model = trainer.accelerator.unwrap_model(wrapped)
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
-def _rows(trainer: Any, vocabulary: int) -> "tuple[dict[str, torch.Tensor], torch.Tensor]":
+def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A batch of the first rows' tokens, as the trainer gives it to the model, and the labels of all of them."""
-    import torch
-    from accelerate.utils import send_to_device
     from trl import SFTTrainer
 
     ids = probe_rows(trainer, vocabulary)

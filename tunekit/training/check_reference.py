@@ -29,18 +29,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import send_to_device
+from torch.nn import Dropout, Module
+
 from tunekit.errors import RunError
 from tunekit.estimates.memory.states import Reference
 from tunekit.methods.arguments import COPY
+from tunekit.models.attention import packed_attention, watched_calls
 from tunekit.planner.plan import VARLEN, FlashAttention, Plan
 from tunekit.recipe.methods import compares_with_reference, is_rewarded
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.record import Record
 from tunekit.runs.small_files import read_list
+from tunekit.training.check_head import in_evaluation, spread_tokens
 
 if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
     from trl import SFTTrainer
 
     from tunekit.models.attention import Call
@@ -103,8 +107,6 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
     Raises:
         RunError: They are not the same, or the reference is not the one that it was.
     """
-    if plan.reference == "none":
-        return
     rewarded = is_rewarded(plan.recipe.method)
     with _as_it_was(trainer):
         result = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
@@ -142,8 +144,6 @@ def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> No
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
     """Within it the model is as in training, without gradients; what it has counted by then is forgotten."""
-    import torch
-
     model = trainer.model
     was_training, saved_state = model.training, (deepcopy(trainer.metrics), trainer.num_trained_tokens)
     model.train()
@@ -157,8 +157,6 @@ def _as_it_was(trainer: Any) -> Iterator[None]:
 
 def _of_rows(trainer: Any) -> _Found:
     """Return the values of TRL's own loss on the first rows: rewards are beta times the differences."""
-    from accelerate.utils import send_to_device
-
     differences, references, num_tokens, losses = [], [], [], []
     rows, accelerator = trainer.train_dataset, trainer.accelerator
     for number in range(NUM_ROWS):
@@ -180,16 +178,17 @@ def _of_rows(trainer: Any) -> _Found:
 
 def _of_probes(trainer: Any, vocabulary: int) -> _Found:
     """The same of made-up tokens, where answers are yet to be generated."""
-    import torch
-
     accelerator = trainer.accelerator
-    places = torch.arange(NUM_ROWS * PROBE_TOKENS, device=accelerator.device).view(NUM_ROWS, PROBE_TOKENS)
-    ids = vocabulary * places // places.numel()
+    tokens = spread_tokens(vocabulary, NUM_ROWS * PROBE_TOKENS)
+    ids = torch.tensor(tokens, device=accelerator.device).view(NUM_ROWS, PROBE_TOKENS)
     policy = _scores(trainer, trainer.model, ids)
     if trainer.ref_model is not None:
         reference = _scores(trainer, trainer.ref_model, ids)
     else:
-        with _in_place_of_the_adapter(accelerator.unwrap_model(trainer.model)):
+        from trl.trainer.utils import use_adapter
+
+        model = accelerator.unwrap_model(trainer.model)
+        with use_adapter(model, adapter_name=COPY if COPY in model.peft_config else None):
             reference = _scores(trainer, trainer.model, ids)
     off = (policy - reference).double()
     # Differences of tokens must not cancel, and the largest is what all processes shall go by.
@@ -198,22 +197,10 @@ def _of_probes(trainer: Any, vocabulary: int) -> _Found:
     return _Found(differences, references, [PROBE_SCORED] * NUM_ROWS, None)
 
 
-def _scores(trainer: Any, model: "Module", ids: "torch.Tensor") -> "torch.Tensor":
+def _scores(trainer: Any, model: Module, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the last tokens of probes: `(rows, tokens)`."""
-    import torch
-
-    scores, *_ = trainer.token_scores(model, ids, torch.ones_like(ids), PROBE_SCORED)
-    logits: torch.Tensor = scores
-    return logits
-
-
-@contextmanager
-def _in_place_of_the_adapter(model: Any) -> Iterator[None]:
-    """Within it, the model is its reference."""
-    from trl.trainer.utils import use_adapter
-
-    with use_adapter(model, adapter_name=COPY if COPY in model.peft_config else None):
-        yield
+    scores: torch.Tensor = trainer.token_scores(model, ids, torch.ones_like(ids), PROBE_SCORED)[0]
+    return scores
 
 
 def _expected_loss(plan: Plan, trainer: Any) -> float | None:
@@ -236,8 +223,6 @@ def _words(reference: Reference, found: _Found, off: float, expected: float | No
 
 def _causes(trainer: Any, reference: Reference) -> str:
     """Describe the possible cause."""
-    from torch.nn import Dropout
-
     dropping = {module.p for module in trainer.model.modules() if isinstance(module, Dropout) and module.p > 0}
     if dropping:
         return f"dropout of {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
@@ -272,7 +257,7 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
     Raises:
         RunError: The second document changes with the first.
     """
-    ids = [vocabulary * place // (3 * DOCUMENT_TOKENS) for place in range(3 * DOCUMENT_TOKENS)]
+    ids = spread_tokens(vocabulary, 3 * DOCUMENT_TOKENS)
     first, other, second = (ids[start::3] for start in range(3))
     try:
         change = _change(trainer, first, other, second)
@@ -299,12 +284,10 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
     Raises:
         RunError: It does not run, or is not what it should be.
     """
-    from tunekit.models.attention import watched_calls
-
     device = trainer.accelerator.device
     hint = "set model.attn_implementation=sdpa"
     with watched_calls() as (calls, windows):
-        ids = [vocabulary * place // (2 * DOCUMENT_TOKENS) for place in range(2 * DOCUMENT_TOKENS)]
+        ids = spread_tokens(vocabulary, 2 * DOCUMENT_TOKENS)
         _change(trainer, ids[::2], ids[::2], ids[1::2])
     handed_on = {call.window for call in calls}
     if windows - {None} != handed_on - {None}:
@@ -323,23 +306,16 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
     return f"{VARLEN} by {by}: results and gradients are right to {max(errors):.1e} of the largest value"
 
 
-def _error_of(call: "Call", window: int | None, device: "torch.device") -> float:
+def _error_of(call: "Call", window: int | None, device: torch.device) -> float:
     """Return the error of the packed attention's results and gradients against float64, as shares of the largest."""
-    import torch
-
-    from tunekit.models.attention import packed_attention
-
     generator = torch.Generator().manual_seed(0)
     bounds = [0, *PROBE_BOUNDARIES]
 
-    def random(num_heads: int, width: int) -> "torch.Tensor":
+    def random(num_heads: int, width: int) -> torch.Tensor:
         return torch.randn(1, num_heads, bounds[-1], width, generator=generator).to(call.dtype)
 
-    inputs = [
-        random(call.num_heads, call.head_dim),
-        random(call.num_kv_heads, call.head_dim),
-        random(call.num_kv_heads, call.value_dim),
-    ]
+    key_shape, value_shape = (call.num_kv_heads, call.head_dim), (call.num_kv_heads, call.value_dim)
+    inputs = [random(call.num_heads, call.head_dim), random(*key_shape), random(*value_shape)]
     change = random(call.num_heads, call.value_dim).transpose(1, 2)
     own = [tensor.to(device).requires_grad_() for tensor in inputs]
     with torch.autocast(device.type, enabled=False), torch.enable_grad():
@@ -359,17 +335,12 @@ def _error_of(call: "Call", window: int | None, device: "torch.device") -> float
         exact = [tensor.double().requires_grad_() for tensor in inputs]
         right = _defined(exact, bounds, window)
         expected = [right, *torch.autograd.grad(right, exact, change.double())]
-    pairs = zip(actual, expected, strict=True)
-    return max(
-        float((pair_value.detach().cpu().double() - other.detach()).abs().max() / other.detach().abs().max())
-        for pair_value, other in pairs
-    )
+    pairs = [(own.detach().cpu().double(), other.detach()) for own, other in zip(actual, expected, strict=True)]
+    return max(float((own - other).abs().max() / other.abs().max()) for own, other in pairs)
 
 
-def _defined(given: "list[torch.Tensor]", bounds: list[int], window: int | None) -> "torch.Tensor":
+def _defined(given: list[torch.Tensor], bounds: list[int], window: int | None) -> torch.Tensor:
     """Attention with a score for each pair of tokens, as it is defined: `(1, tokens, heads, value_dim)`."""
-    import torch
-
     q, k, v = given
     at = torch.arange(bounds[-1])
     document = torch.bucketize(at, torch.tensor(bounds[1:]), right=True)
@@ -385,22 +356,14 @@ def _defined(given: "list[torch.Tensor]", bounds: list[int], window: int | None)
 
 def _change(trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int]) -> float:
     """Return the change of `second`'s logits where `other` precedes it instead of `first`."""
-    import torch
-
-    model = trainer.model
-    was_training = model.training
     # Without dropout, which would draw random numbers.
-    model.eval()
-    with torch.no_grad(), trainer.accelerator.autocast():
+    with in_evaluation(trainer, trainer.model):
         before, after = (_logits(trainer, [document, second])[len(first) :] for document in (first, other))
-    model.train(was_training)
     return ((before - after).abs().max() / before.abs().max()).item()
 
 
-def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> "torch.Tensor":
+def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> torch.Tensor:
     """Logits of documents as the trainer's collator lays them: `(tokens, vocabulary)`, in float32."""
-    from accelerate.utils import send_to_device
-
     batch: dict[str, Any] = trainer.data_collator([{"input_ids": document} for document in documents])
     del batch["labels"]
     logits: torch.Tensor = trainer.model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits

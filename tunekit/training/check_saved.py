@@ -8,17 +8,22 @@ were not saved, saved under another name, tied on loading or tied only in traini
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from tunekit.errors import ModelError, RunError
+from tunekit.estimates.memory.states import BYTES
+from tunekit.models.load import load_model
 from tunekit.planner.plan import Plan
-from tunekit.process.collectives import same_everywhere
+from tunekit.probe.host import host_cpu
+from tunekit.process.watchdog import same_everywhere
 from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
 from tunekit.runs.record import Record
 from tunekit.training.check_head import in_evaluation, probe_rows
-
-if TYPE_CHECKING:
-    import torch
+from tunekit.training.measured_memory import is_out_of_memory
 
 TOLERANCES = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
 """Largest error of the logits as a share of their spread over the vocabulary (root mean squares), by the type of the
@@ -72,15 +77,10 @@ def _problem(
     plan: Plan, record: Record, folder: Path, device: str, rows: list[list[int]], trained: "list[torch.Tensor]"
 ) -> str | None:
     """Return how the saved model differs from the trained one; None where by rounding alone."""
-    import torch
-
-    from tunekit.training.verify import is_out_of_memory
-
     tolerance = FLOAT8_TOLERANCE if plan.fp8 else TOLERANCES[plan.dtype]
-    dtype = getattr(torch, plan.dtype)
     try:
         model = _load(plan, folder, device)
-        with torch.no_grad(), torch.autocast(device, dtype, enabled=plan.autocast):
+        with torch.no_grad(), torch.autocast(device, getattr(torch, plan.dtype), enabled=plan.autocast):
             saved = [_logits(model, row, device) for row in rows]
     except ModelError as error:
         return f"it cannot be loaded: {error.problem}"
@@ -99,7 +99,7 @@ def _problem(
     )
 
 
-def logit_error(logits: "torch.Tensor", reference: "torch.Tensor") -> float:
+def logit_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the root mean square of the difference of logits as a share of their spread over the vocabulary.
 
     Args:
@@ -117,29 +117,20 @@ def logit_error(logits: "torch.Tensor", reference: "torch.Tensor") -> float:
 
 def _load(plan: Plan, folder: Path, device: str) -> Any:
     """Load a saved model as others do: whole weights by Transformers, an adapter by PEFT on its base."""
-    from tunekit.models.load import load_model
-
-    adapter, judges = plan.recipe.adapter, plan.recipe.method.spec.classifies
-    is_full = isinstance(adapter, FullAdapter)
-    trust = plan.base.trust_remote_code
+    adapter, is_full = plan.recipe.adapter, isinstance(plan.recipe.adapter, FullAdapter)
+    saved = ModelSection(path=str(folder), trust_remote_code=plan.base.trust_remote_code)
     model: Any = load_model(
-        ModelSection(path=str(folder), trust_remote_code=trust) if is_full else plan.base,
+        saved if is_full else plan.base,
         dtype="float32" if is_full else plan.dtype,
         device=device,
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
-        head_seed=0 if judges else None,
+        head_seed=0 if plan.recipe.method.spec.classifies else None,
     )
-    if not is_full:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, folder)
-    return model.eval()
+    return (model if is_full else PeftModel.from_pretrained(model, folder)).eval()
 
 
-def _logits(model: Any, ids: list[int], device: "torch.device | str") -> "torch.Tensor":
+def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Tensor:
     """Return the logits of a row, `(tokens, vocabulary)`, or its score, `(1, 1)`, in float32 on the CPU."""
-    import torch
-
     tokens = torch.tensor([ids], device=device)
     output: torch.Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     return output.reshape(-1, output.shape[-1]).float().cpu()
@@ -147,11 +138,6 @@ def _logits(model: Any, ids: list[int], device: "torch.device | str") -> "torch.
 
 def _device(plan: Plan) -> str | None:
     """Return where the saved model can be loaded beside the trained one; None where there is no room."""
-    import torch
-
-    from tunekit.estimates.memory.states import BYTES
-    from tunekit.probe.host import host_cpu
-
     size = 4 if isinstance(plan.recipe.adapter, FullAdapter) else BYTES[plan.dtype]
     needed = SPARE_SHARE * size * plan.num_params + SPARE_BYTES
     if plan.device.kind == "cuda":
@@ -167,8 +153,6 @@ def _outside_of_engines(trainer: Any, plan: Plan) -> Iterator[None]:
     if plan.layout.strategy != "zero3":
         yield
         return
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
     unset_hf_deepspeed_config()
     try:
         yield

@@ -1,18 +1,28 @@
 """Warnings about the metrics of a run, as a practitioner would give them: the problem, the number and the remedy.
 
-Each function looks at what was logged so far and says something or nothing. Thresholds are choices, made so that a run
-that learns well stays without a warning, with the reason beside each; none is a law.
+Each function looks at what was logged so far and gives the figures of its words in `health_warnings.yaml`, or nothing.
+Thresholds are choices, made so that a run that learns well stays without a warning, with the reason beside each; none
+is a law.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+import yaml
+
+from tunekit.planner.plan import LOADER
 from tunekit.recipe.methods import Method, compares_with_reference, generates, is_rewarded
 
 Logs = Sequence[Mapping[str, Any]]
 """Values logged so far, by TRL's names; the same step once."""
+
+Figures = Mapping[str, float | str] | None
+"""Figures of a warning's words, by the names there; None where there is nothing to warn of."""
 
 WINDOW = 10
 """Logged values that are looked at together, at the beginning and at the end: a single batch is nobody's trend."""
@@ -85,8 +95,7 @@ class Trends:
     def __init__(self, method: Method, earlier: Logs = (), told: Sequence[str] = ()) -> None:
         self._method = method
         self._logs = list(earlier)
-        again = {find.__name__ for find in RECURRING}
-        self._told = set(told) - again
+        self._told = set(told) - {find.__name__ for find in RECURRING}
 
     def add(self, step: int, log: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Take what was logged of a step, and give what there is to warn of now: its name and the words."""
@@ -98,19 +107,25 @@ class Trends:
             self._logs[WINDOW:-WINDOW] = self._logs[WINDOW:-WINDOW:2]
         for find in FINDERS:
             name = find.__name__
-            if name not in self._method.spec.health_checks:
+            if name not in self._method.spec.health_checks or (name in self._told and find not in RECURRING):
                 continue
-            if name in self._told and find not in RECURRING:
-                continue
-            words = find(self._logs, self._method)
-            if words and name not in self._told:
-                self._told.add(name)
-                yield name, words
-            elif not words:
+            figures = find(self._logs, self._method)
+            if figures is None:
                 self._told.discard(name)
+            elif name not in self._told:
+                self._told.add(name)
+                yield name, words()[name].format(window=WINDOW, **figures)
 
 
-def loss_rises(logs: Logs, method: Method) -> str | None:
+@cache
+def words() -> dict[str, str]:
+    """Return the words of each warning by its name: `health_warnings.yaml`, beside this file."""
+    file = Path(__file__).with_name("health_warnings.yaml")
+    messages: dict[str, str] = yaml.load(file.read_text(encoding="utf-8"), LOADER)
+    return messages
+
+
+def loss_rises(logs: Logs, method: Method) -> Figures:
     """Of methods whose loss tells whether they learn."""
     losses = _values(logs, "loss")
     if len(losses) < 2 * WINDOW:
@@ -119,13 +134,10 @@ def loss_rises(logs: Logs, method: Method) -> str | None:
     first, lowest = earlier[0], min(earlier)
     if lowest <= 0 or last < RISEN_LOSS * lowest or last - lowest < UNLEARNED * (first - lowest):
         return None
-    return (
-        f"the loss was {lowest:.3g}, and is {last:.3g} over the last {WINDOW} logged steps: the model unlearns; lower "
-        "train.learning_rate, or raise train.warmup_steps"
-    )
+    return {"lowest": lowest, "last": last}
 
 
-def loss_spikes(logs: Logs, method: Method) -> str | None:
+def loss_spikes(logs: Logs, method: Method) -> Figures:
     """A single loss out of all proportion, of methods whose loss tells whether they learn."""
     losses = _values(logs, "loss")
     if len(losses) <= RECENT:
@@ -135,13 +147,10 @@ def loss_spikes(logs: Logs, method: Method) -> str | None:
     spread = median(abs(loss - usual) for loss in recent)
     if usual <= 0 or last < SPIKE_TIMES * usual or last - usual < SPIKE_SPREADS * spread:
         return None
-    return (
-        f"the loss is {last:.3g}, and was {usual:.3g} in the middle of the {RECENT} logged steps before, half of which "
-        f"are within {spread:.2g} of that: look at the rows of this step; if it stays, lower train.learning_rate"
-    )
+    return {"last": last, "usual": usual, "recent": RECENT, "spread": spread}
 
 
-def throughput_stalls(logs: Logs, method: Method) -> str | None:
+def throughput_stalls(logs: Logs, method: Method) -> Figures:
     """Steps that have become much slower than the run's own earlier ones, with what they wait for."""
     timed = [log for log in logs if log.get("tokens_per_second") and log.get("step_seconds")]
     if len(timed) < 3 * WINDOW:
@@ -152,18 +161,15 @@ def throughput_stalls(logs: Logs, method: Method) -> str | None:
     if fastest >= STALLED_SHARE * usual:
         return None
     grown = []
-    for name, words in PARTS.items():
+    for name, label in PARTS.items():
         before, now = median(_part(log, name) for log in earlier), median(_part(log, name) for log in last)
         if now > before / STALLED_SHARE:
-            grown.append((now - before, f"{words} {1000 * before:.3g} → {1000 * now:.3g}"))
-    parts = ", ".join(words for _, words in sorted(grown, reverse=True))
-    return (
-        f"{fastest:,.0f} tokens per second at most in the last {WINDOW} logged steps, and {usual:,.0f} or more in "
-        f"three of four before; what has grown, in ms per token: {parts or 'nothing by twice'}"
-    )
+            grown.append((now - before, f"{label} {1000 * before:.3g} → {1000 * now:.3g}"))
+    parts = ", ".join(part for _, part in sorted(grown, reverse=True))
+    return {"fastest": fastest, "usual": usual, "parts": parts or "nothing by twice"}
 
 
-def gradient_grows(logs: Logs, method: Method) -> str | None:
+def gradient_grows(logs: Logs, method: Method) -> Figures:
     """A gradient out of all proportion."""
     norms = _values(logs, "grad_norm")
     if len(norms) < 2 * WINDOW:
@@ -171,13 +177,10 @@ def gradient_grows(logs: Logs, method: Method) -> str | None:
     usual, last = quantiles(norms[:-3], n=10)[-1], fmean(norms[-3:])
     if usual <= 0 or last < GROWN_GRADIENT * usual:
         return None
-    return (
-        f"the gradient norm is {last:.3g} in the last 3 logged steps, and was below {usual:.3g} in nine of ten before: "
-        "training is about to diverge; lower train.learning_rate"
-    )
+    return {"last": last, "usual": usual}
 
 
-def chosen_falls(logs: Logs, method: Method) -> str | None:
+def chosen_falls(logs: Logs, method: Method) -> Figures:
     """Better answers become less likely while a loss of differences falls."""
     gains, now = _values(logs, "rewards/chosen")[-WINDOW:], _values(logs, "logps/chosen")[-WINDOW:]
     if not compares_with_reference(method) or min(len(gains), len(now)) < WINDOW:
@@ -188,87 +191,57 @@ def chosen_falls(logs: Logs, method: Method) -> str | None:
     still = fmean(gains[WINDOW // 2 :]) < fmean(gains[: WINDOW // 2])
     if not still or fall < max(FALLEN_NATS, FALLEN_SHARE * -before):
         return None
-    return (
-        f"the log-probability of the better answers has fallen by {fall:.0f} nats, from {before:.0f} to "
-        f"{before - fall:.0f}, and still falls: the model learns to avoid the worse ones, not to give the better; "
-        f"lower train.learning_rate, raise method.beta{method.likelihood_hint}"
-    )
+    return {"fall": fall, "before": before, "now": before - fall, "likelihood_hint": method.likelihood_hint}
 
 
-def margins_saturate(logs: Logs, method: Method) -> str | None:
+def margins_saturate(logs: Logs, method: Method) -> Figures:
     """All pairs are told apart, and the margin grows on."""
     accuracies, margins = (_values(logs, name)[-WINDOW:] for name in ("rewards/accuracies", "rewards/margins"))
     if len(accuracies) < WINDOW or min(accuracies) < 1 or fmean(margins) < SATURATED_MARGIN:
         return None
-    if fmean(margins[WINDOW // 2 :]) <= fmean(margins[: WINDOW // 2]):
-        return None
-    return (
-        f"all pairs of the last {WINDOW} logged steps are told apart, with a margin of {fmean(margins):.1f} that still "
-        "grows: they teach nothing more, and the model only moves away from what it was; train for fewer steps "
-        "(train.max_steps), or lower train.learning_rate"
-    )
+    grows = fmean(margins[WINDOW // 2 :]) > fmean(margins[: WINDOW // 2])
+    return {"margin": fmean(margins)} if grows else None
 
 
-def reward_is_constant(logs: Logs, method: Method) -> str | None:
+def reward_is_constant(logs: Logs, method: Method) -> Figures:
     """A reward that gives each answer the same, from the beginning."""
     constant = _constant_rewards(logs, method)
-    if not constant:
-        return None
-    text = ", ".join(f"{name} {value:g}" for name, value in constant.items())
-    return (
-        f"every answer so far got the same from method.rewards: {text}; what is the same for all teaches nothing. Try "
-        "it on real rows: `tunekit rewards RECIPE`"
-    )
+    return {"rewards": ", ".join(f"{name} {value:g}" for name, value in constant.items())} if constant else None
 
 
-def reward_falls(logs: Logs, method: Method) -> str | None:
+def reward_falls(logs: Logs, method: Method) -> Figures:
     """Warn of a reward that falls."""
     rewards, spreads = _values(logs, "reward"), _values(logs, "reward_std")
     if len(rewards) < 3 * WINDOW // 2 or not spreads:
         return None
     highest, last = max(_earlier(rewards)), fmean(rewards[-WINDOW:])
-    if highest - last <= max(spreads[:WINDOW]) / 2:
-        return None
-    return (
-        f"the reward was {highest:.3g}, and is {last:.3g} over the last {WINDOW} logged steps: the model unlearns; "
-        "lower train.learning_rate, or hold it to what it was with method.beta"
-    )
+    return {"highest": highest, "last": last} if highest - last > max(spreads[:WINDOW]) / 2 else None
 
 
-def no_signal(logs: Logs, method: Method) -> str | None:
+def no_signal(logs: Logs, method: Method) -> Figures:
     """Answers of a group get the same reward, and the reward does not rise."""
     shares = _values(logs, "frac_reward_zero_std")[-WINDOW:]
     if len(shares) < WINDOW or fmean(shares) < NO_SIGNAL:
         return None
     if _reward_has_risen(logs) or len(_constant_rewards(logs, method)) == len(_reward_names(logs)):
         return None
-    reward = fmean(_values(logs, "reward")[-WINDOW:])
-    return (
-        f"in {fmean(shares):.0%} of the groups of the last {WINDOW} logged steps all answers have the same reward "
-        f"({reward:.3g} on average, no higher than at the beginning): these teach nothing. Where all fail, give easier "
-        "prompts, rewards for a part of the way, or raise method.num_generations; where all succeed, harder prompts"
-    )
+    return {"share": fmean(shares), "reward": fmean(_values(logs, "reward")[-WINDOW:])}
 
 
-def answers_run_away(logs: Logs, method: Method) -> str | None:
+def answers_run_away(logs: Logs, method: Method) -> Figures:
     """Answers reach the longest that is allowed."""
     lengths, cuts = (_values(logs, f"completions/{name}") for name in ("mean_length", "clipped_ratio"))
-    if generates(method) and min(len(lengths), len(cuts)) >= WINDOW:
-        first, last = fmean(lengths[: WINDOW // 2]), fmean(lengths[-WINDOW // 2 :])
-        cut_first, cut = fmean(cuts[: WINDOW // 2]), fmean(cuts[-WINDOW // 2 :])
-        longest = method.max_completion_length
-        grows = last >= GROWN_LENGTH * first and last >= NEAR_LIMIT * longest
-        if cut >= CUT_SHARE or grows:
-            return (
-                f"{cut:.0%} of the answers are cut off at {longest} tokens ({cut_first:.0%} at the beginning), and "
-                f"they have {last:.0f} on average ({first:.0f} at the beginning): rewards see answers without an end; "
-                "raise method.max_completion_length, leave cut ones out (method.mask_truncated_completions: true), or "
-                "reward shortness: {type: length, ...} in method.rewards"
-            )
-    return None
+    if not generates(method) or min(len(lengths), len(cuts)) < WINDOW:
+        return None
+    (first, last), (cut_first, cut) = _ends(lengths), _ends(cuts)
+    longest = method.max_completion_length
+    grows = last >= GROWN_LENGTH * first and last >= NEAR_LIMIT * longest
+    if cut < CUT_SHARE and not grows:
+        return None
+    return {"cut": cut, "cut_first": cut_first, "longest": longest, "first": first, "last": last}
 
 
-def kl_explodes(logs: Logs, method: Method) -> str | None:
+def kl_explodes(logs: Logs, method: Method) -> Figures:
     """The model leaves its reference."""
     values = _values(logs, "kl")
     if not is_rewarded(method) or len(values) < WINDOW:
@@ -277,26 +250,16 @@ def kl_explodes(logs: Logs, method: Method) -> str | None:
     explodes = len(values) >= 2 * WINDOW and last >= max(SOME_KL, GROWN_KL * median(earlier))
     if last < FAR_KL and not explodes:
         return None
-    return (
-        f"the divergence from the model before training is {last:.3g} nats per token in the last {WINDOW // 2} logged "
-        f"steps (median before: {median(earlier):.2g}): what it could do before may be lost; lower "
-        f"train.learning_rate, or raise method.beta (now {method.beta:g})"
-    )
+    return {"last": last, "half": WINDOW // 2, "median": median(earlier), "beta": method.beta}
 
 
-def entropy_collapses(logs: Logs, method: Method) -> str | None:
+def entropy_collapses(logs: Logs, method: Method) -> Figures:
     """Nothing is tried any more, and the reward has not risen."""
     values = _values(logs, "entropy")
     if len(values) < 2 * WINDOW or _reward_has_risen(logs):
         return None
-    first, last = fmean(values[: WINDOW // 2]), fmean(values[-WINDOW // 2 :])
-    if last > COLLAPSED_ENTROPY * first:
-        return None
-    return (
-        f"the entropy of what is sampled has fallen from {first:.2g} to {last:.2g} nats per token, and the reward has "
-        "not risen: all answers become the same one, and none better is found; lower train.learning_rate, raise "
-        "method.beta or method.epsilon_high"
-    )
+    first, last = _ends(values)
+    return {"first": first, "last": last} if last <= COLLAPSED_ENTROPY * first else None
 
 
 PARTS: Mapping[str, str] = {
@@ -307,7 +270,7 @@ PARTS: Mapping[str, str] = {
 }
 """Parts of a step's time: those that are logged, and the rest."""
 
-Finder = Callable[[Logs, Method], str | None]
+Finder = Callable[[Logs, Method], Figures]
 
 FINDERS: tuple[Finder, ...] = (
     loss_rises,
@@ -356,6 +319,11 @@ def _part(log: Mapping[str, Any], name: str) -> float:
     return float((log.get(name, 0.0) if name else _seconds(log) - parts_seconds) / _num_tokens(log))
 
 
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last half of a window."""
+    return fmean(values[: WINDOW // 2]), fmean(values[-WINDOW // 2 :])
+
+
 def _earlier(values: Sequence[float]) -> list[float]:
     """Means of what was logged before the last window."""
     half = WINDOW // 2
@@ -367,14 +335,13 @@ def _reward_has_risen(logs: Logs) -> bool:
     rewards, spreads = _values(logs, "reward"), _values(logs, "reward_std")
     if len(rewards) < WINDOW:
         return False
-    half = WINDOW // 2
-    return fmean(rewards[-half:]) - fmean(rewards[:half]) > fmean(spreads[:half]) / 2
+    first, last = _ends(rewards)
+    return last - first > fmean(spreads[: WINDOW // 2]) / 2
 
 
 def _reward_names(logs: Logs) -> list[str]:
-    ends = "rewards/", "/mean"
     names = dict.fromkeys(name for log in logs[:WINDOW] for name in log)
-    return [name[len(ends[0]) : -len(ends[1])] for name in names if name.startswith(ends[0]) and name.endswith(ends[1])]
+    return [match[1] for name in names if (match := re.fullmatch("rewards/(.*)/mean", name))]
 
 
 def _constant_rewards(logs: Logs, method: Method) -> dict[str, float]:

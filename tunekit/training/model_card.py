@@ -6,7 +6,7 @@ Under which licence a base model stands, from the card that its makers gave it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -21,6 +21,9 @@ from tunekit.redact import redacted
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.fingerprints import CODE, models_of
 from tunekit.runs.run import Run
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,7 @@ def _card_of(base: ModelSection, *, asks_hub: bool) -> Path | None:
         return folder / "README.md"
     try:
         path = hf_hub_download(
-            base.path,
-            "README.md",
-            revision=base.revision,
-            local_files_only=not asks_hub,
-            etag_timeout=HUB_SECONDS,
+            base.path, "README.md", revision=base.revision, local_files_only=not asks_hub, etag_timeout=HUB_SECONDS
         )
     except (HfHubHTTPError, HFValidationError, OSError):
         return None
@@ -106,30 +105,47 @@ def write_card(
     """
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
-    base = plan.base.path
     evaluated = [score for _, score in newest_scores(evaluations_of(run), step)]
     licence = licence_of(plan.base, asks_hub=kind != "trained")
     data = _metadata(run, licence, evaluated, is_full=full)
-    came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
+    sources = ", ".join(shown(source.path) for source in recipe.data.sources)
     rows = [
-        *came_from,
-        ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        *([] if plan.origin is None else [("Comes from", plan.origin.chain)]),
+        ("Base model", f"{plan.base.path} ({plan.num_params:,} parameters)"),
         ("Licence of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
-        (
-            "Training data",
-            f"{', '.join(shown(source.path) for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)",
-        ),
+        ("Training data", f"{sources} ({plan.data.num_train:,} sequences)"),
         *_figures(result, step),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
-    card += f"\n{recipe.method.spec.loss_description}\n{_samples(run) if step is None else ''}"
-    card += _scores(evaluated)
-    card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
+    samples = run.samples() if step is None else []
+    card = _template().render(
+        metadata=data.to_yaml(),
+        name=run.name,
+        facts=rows,
+        loss=recipe.method.spec.loss_description,
+        samples=[[sample["prompt"], sample.get("before", ""), sample.get("after", "")] for sample in samples],
+        scores=[[f"{Path(one.of).name}: {one.words}", f"{one.num_rows:,}", *one.cells] for one in evaluated],
+        recipe=dump_recipe(recipe),
+    )
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _template() -> "Template":
+    """Return the page of a card: `model_card.md.jinja`, beside this file."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    # A cell is one line, and ends at its next bar.
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    return environment.get_template("model_card.md.jinja")
 
 
 def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
@@ -167,18 +183,6 @@ def _result(score: Score, task: str) -> EvalResult:
     )
 
 
-def _scores(scores: Sequence[Score]) -> str:
-    """Figures before and after, as a Markdown section."""
-    if not scores:
-        return ""
-    lines = ["", "## Evaluation", "", "| | rows | before | after | difference |", "|---|---|---|---|---|"]
-    for score in scores:
-        cells = [f"{Path(score.of).name}: {score.words}", f"{score.num_rows:,}", *score.cells]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    how = "In brackets are intervals of 95%; differences are between the same rows."
-    return "\n".join([*lines, "", how]) + "\n"
-
-
 def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:
     """Yield the results of training, as far as it trained these weights."""
     if step is not None:
@@ -207,15 +211,3 @@ def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _from_to(first: float | None, last: float | None) -> str:
     return "none" if first is None or last is None else f"{first:.4f} → {last:.4f}"
-
-
-def _samples(run: Run) -> str:
-    """Answers before and after, as a Markdown section."""
-    samples = run.samples()
-    if not samples:
-        return ""
-    lines = ["", "## Samples", "", "| prompt | before | after |", "|---|---|---|"]
-    for sample in samples:
-        cells = [sample["prompt"], sample.get("before", ""), sample.get("after", "")]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

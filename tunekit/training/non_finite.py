@@ -28,14 +28,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
+from torch import Tensor
 
 from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.rows import Places
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import NonFiniteError, RollbackError
+from tunekit.methods.run_trainer import Order, num_missing
 from tunekit.planner.plan import Plan
-from tunekit.process.collectives import any_of, of_all, same_everywhere
+from tunekit.process.watchdog import any_of, of_all, same_everywhere
 from tunekit.runs.prepared_data import FILES, PLACES
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
@@ -43,7 +46,6 @@ from tunekit.runs.small_files import Place, read_list
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor
     from transformers import Trainer
 
     from tunekit.methods.run_trainer import Order, RunTrainer
@@ -104,14 +106,13 @@ class Rows:
         if layout.sp_size == 1:
             beside = self._rank // layout.devices_per_sequence
             first, many = first + (number * layout.num_batches + beside) * size, size
-        rows = list(order.of_epoch(self._epoch(epoch)))[first : first + many]
+        # KTO's rows have the first epoch's order in each.
+        rows = list(order.of_epoch(0 if plan.recipe.method.couples_rows else epoch))[first : first + many]
         return [row for row in rows if row < order.num_rows]
 
     @cached_property
-    def _order(self) -> "Order | None":
+    def _order(self) -> Order | None:
         """The order of the rows; None where it is not ours."""
-        from tunekit.methods.run_trainer import Order, num_missing
-
         recipe = self._plan.recipe
         callbacks = self._trainer.callback_handler.callbacks
         order_callback = next((callback for callback in callbacks if isinstance(callback, Order)), None)
@@ -121,11 +122,6 @@ class Rows:
             missing = num_missing(num_rows, recipe.train.global_batch_size)
             return Order(num_rows, missing, repeats=True, shuffle=recipe.data.shuffle, seed=recipe.train.seed)
         return order_callback
-
-    def _epoch(self, epoch: int) -> int:
-        """The epoch whose order counts: KTO's rows have the first one's in each."""
-        method = self._plan.recipe.method
-        return 0 if method.couples_rows else epoch
 
     @cached_property
     def _rows(self) -> "Dataset":
@@ -138,22 +134,19 @@ class Rows:
 
     def _named(self, row: int) -> Iterator[str]:
         """A row by its name, or those that were packed into it."""
-        row_location = self._rows[row]
-        if "prompt" in row_location:
-            yield _words(self._places[row], _text(row_location["prompt"]))
-        elif "seq_lengths" in row_location:
-            first, start = self._num_packed_before(row), 0
-            for number, length in enumerate(row_location["seq_lengths"]):
-                ids = row_location["input_ids"][start : start + length]
-                yield _words(self._places[first + number], self._decoded(ids))
-                start += length
-        else:
-            yield _words(self._places[row], self._decoded(row_location["input_ids"]))
+        fields = self._rows[row]
+        if "prompt" in fields:
+            yield _words(self._places[row], _text(fields["prompt"]))
+            return
+        first, start = row, 0
+        if "seq_lengths" in fields:
+            first = self._num_packed_before(row)
+        for number, length in enumerate(fields.get("seq_lengths", [len(fields["input_ids"])])):
+            yield _words(self._places[first + number], self._decoded(fields["input_ids"][start : start + length]))
+            start += length
 
     def _num_packed_before(self, pack: int) -> int:
         """Sequences in the packs before one."""
-        import pyarrow.compute as pc  # type: ignore[import-untyped]
-
         sizes = pc.list_value_length(self._rows.data.column("seq_lengths").slice(0, pack))
         return pc.sum(sizes).as_py() or 0
 
@@ -214,7 +207,7 @@ class Guard:
         self.trainer = trainer
         self.train = plan.recipe.train
         usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter.type)
-        self._lower = min(plan.recipe.learning_rate / 10, usual)
+        self._changes = [f"train.learning_rate={min(plan.recipe.learning_rate / 10, usual):g}"]
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)
         self.leaves_out = False
@@ -231,7 +224,7 @@ class Guard:
         """Stand behind what the trainer does in a step."""
         trainer = self.trainer
 
-        def training_step(compute: Callable[..., Any], model: Any, inputs: Any, *given: Any) -> "Tensor":
+        def training_step(compute: Callable[..., Any], model: Any, inputs: Any, *given: Any) -> Tensor:
             if not self._batches:
                 self._loss_before = trainer.summed_loss.clone()
                 self.leaves_out = False
@@ -239,7 +232,7 @@ class Guard:
             loss: Tensor = compute(model, inputs, *given)
             return loss
 
-        def noted_backward(backward: Callable[..., Any], loss: "Tensor", **given: Any) -> None:
+        def noted_backward(backward: Callable[..., Any], loss: Tensor, **given: Any) -> None:
             self._losses.append(loss.detach())
             backward(loss, **given)
 
@@ -278,7 +271,7 @@ class Guard:
 
         optimizer._update_scale = look_and_adjust
 
-    def _look(self, norm: "Tensor | float") -> None:
+    def _look(self, norm: Tensor | float) -> None:
         """Tell the others of this process's losses and norm, and decide with them. Called by all together."""
         place, step = self.record.place, self.trainer.state.global_step + 1
         losses, norm = self._numbers(norm)
@@ -295,7 +288,7 @@ class Guard:
             rows = list(dict.fromkeys(row for _, own in gathered for row in own))
             self._decide(step, f"{_problem(step, [losses for losses, _ in gathered])}, for {_listed(rows)}", rows)
 
-    def _numbers(self, norm: "Tensor | float") -> tuple[list[float], float]:
+    def _numbers(self, norm: Tensor | float) -> tuple[list[float], float]:
         """The losses of the micro-batches and the norm, brought here at once."""
         loss_tensors = [loss.float().reshape(1) for loss in self._losses]
         if not isinstance(norm, torch.Tensor):
@@ -311,8 +304,7 @@ class Guard:
             return False
         if self.trainer.is_deepspeed_enabled:
             return True  # It raises by itself where there is nothing to lower.
-        scaler = self.trainer.accelerator.scaler
-        return bool(scaler.get_scale() > 1)
+        return bool(self.trainer.accelerator.scaler.get_scale() > 1)
 
     def _decide(self, step: int, problem: str, rows: list[str]) -> None:
         """Do what the recipe says, in all processes alike."""
@@ -321,13 +313,13 @@ class Guard:
             raise NonFiniteError(
                 problem,
                 hint="lower train.learning_rate, look at these rows, or leave such steps out: train.non_finite=skip",
-                changes=[f"train.learning_rate={self._lower:g}"],
+                changes=self._changes,
             )
         if len(self._left_out) == most:
             raise NonFiniteError(
                 f"{problem}; {most} such steps were left out before",
                 hint="lower train.learning_rate, look at these rows, or raise train.max_non_finite",
-                changes=[f"train.learning_rate={self._lower:g}"],
+                changes=self._changes,
             )
         self._left_out.add(step)
         if self.record.place.is_main:
@@ -369,10 +361,8 @@ def left_out(run_folder: Path) -> set[int]:
 
 
 def _read(run_folder: Path) -> list[dict[str, Any]]:
-    try:
-        return read_list(run_folder / LEFT_OUT)
-    except FileNotFoundError:
-        return []
+    file = run_folder / LEFT_OUT
+    return read_list(file) if file.exists() else []
 
 
 def _write(run_folder: Path, one: dict[str, Any]) -> None:

@@ -31,18 +31,19 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import distributed
 from torch.nn import Module
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import generates
-from tunekit.training.verify import Peaks, peaks
+from tunekit.training.measured_memory import Peaks, peaks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch.optim import Optimizer
 
     from tunekit.methods.run_trainer import RunTrainer
 
@@ -111,15 +112,14 @@ class Trace:
         """
         if self._profile is None:
             return False
-        whole = (self._began, self._now())
+        whole, is_cpu = (self._began, self._now()), self.plan.device.kind == "cpu"
         self._profile.stop()
-        assert self._profile.profiler is not None
-        assert self._profile.profiler.kineto_results is not None
+        assert self._profile.profiler is not None and self._profile.profiler.kineto_results is not None
         exchanges: list[Span] = []
         kernels: list[Span] = []
         for event in self._profile.profiler.kineto_results.events():
             span = (event.start_ns(), event.end_ns())
-            if self.plan.device.kind == "cpu" and event.name().startswith(GLOO):
+            if is_cpu and event.name().startswith(GLOO):
                 exchanges.append(span)
             elif event.activity_type() == "kernel":
                 (exchanges if event.name().startswith(NCCL) else kernels).append(span)
@@ -127,7 +127,7 @@ class Trace:
         if self.plan.device.kind == "cuda" and not kernels:
             return True  # Many containers forbid to look at the device: that is no word of exchanges.
         seconds, step_seconds = covered_seconds(exchanges, whole), covered_seconds([whole], whole)
-        exposed = None if self.plan.device.kind == "cpu" else exposed_seconds(exchanges, kernels, whole) / step_seconds
+        exposed = None if is_cpu else exposed_seconds(exchanges, kernels, whole) / step_seconds
         self.found = Communication(
             communication_step=step,
             communication_seconds=seconds,
@@ -214,16 +214,15 @@ class Timing:
         self._begun: dict[Module, Any] = {}
         self._passed: list[tuple[Any, Any]] = []
 
-    def attach(self, trainer: "RunTrainer", optimizer: "Optimizer") -> None:
+    def attach(self, trainer: "RunTrainer", optimizer: Optimizer) -> None:
         """Put clocks into a trainer whose model is wrapped: on its layers, its optimizer, and on how it gets rows."""
         trainer.wrap("batches_of_step", lambda take, rows, *args: take(self._timed(rows), *args))
         trainer.wrap("generate", self._generate)
         inner = _torch_optimizer(optimizer)
         inner.register_step_pre_hook(self._on_update)
         inner.register_step_post_hook(self._on_updated)
-        if not (
-            trainer.args.torch_compile or self.plan.torch_compile
-        ):  # a hook with a clock would split what is compiled
+        # A hook with a clock would split what is compiled.
+        if not trainer.args.torch_compile and not self.plan.torch_compile:
             for layer in self._clocked(trainer.model_wrapped):
                 # Behind what the engine does before a layer, and before what it does behind it.
                 layer.register_forward_pre_hook(self._on_layer)
@@ -245,6 +244,15 @@ class Timing:
         before, self._marked = self._marked, time.perf_counter()
         return self._marked - before
 
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of the steps so far and of their parts, by the names of the `log` event."""
+        seconds = {
+            "step_seconds": self.step_seconds,
+            "data_seconds": self.data_seconds,
+            "optimizer_seconds": self.optimizer_seconds,
+        }
+        return seconds | ({"generation_seconds": self.generation_seconds} if self.generates else {})
+
     def begin_step(self) -> None:
         """The micro-batches of a step are there."""
         self.data_seconds += self.mark()
@@ -260,14 +268,11 @@ class Timing:
         self._passed, self._row_seconds = [], 0.0
 
     def _timed(self, rows: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(rows)
-            except StopIteration:
-                return
+        began = time.perf_counter()
+        for batch in rows:
             self._row_seconds += time.perf_counter() - began
             yield batch
+            began = time.perf_counter()
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -337,12 +342,13 @@ class Ranks:
         if not gathered:
             return
         own = [steps for _, steps in gathered]
-        self.steps = [[*before, *new] for before, new in zip(self.steps or [[]] * len(gathered), own, strict=True)]
-        self.waited = [
-            before + more for before, more in zip(self.waited or [0.0] * len(gathered), _waited(own), strict=True)
-        ]
+        longest = [max(step) for step in zip(*own, strict=True)]
+        self.steps = self.steps or [[] for _ in own]
+        self.waited = self.waited or [0.0 for _ in own]
         self.reports = [report for report, _ in gathered]
-        for rank, report in enumerate(self.reports):
+        for rank, (report, steps) in enumerate(zip(self.reports, own, strict=True)):
+            self.steps[rank] += steps
+            self.waited[rank] += sum(longest) - sum(steps)
             report["rank"], report["wait_seconds"] = rank, self.waited[rank]
 
     def newly_slow(self) -> list[tuple[RankReport, float, float]]:
@@ -375,12 +381,6 @@ def slow_ranks(steps: Sequence[Sequence[float]]) -> dict[int, tuple[float, float
     }
 
 
-def _waited(own: Sequence[Sequence[float]]) -> list[float]:
-    """By rank, the seconds by which the slowest rank of each step took longer."""
-    longest = [max(step) for step in zip(*own, strict=True)]
-    return [sum(longest) - sum(steps) for steps in own]
-
-
 def _gather(mine: Any) -> list[Any]:
     """Gather the values of all processes in the main one; empty in others."""
     if not distributed.is_initialized():
@@ -402,16 +402,11 @@ def _between(begun: Any, ended: Any) -> float:
 def _layers(model: Module) -> Iterator[Module]:
     """The layers of a model, none of them in another."""
     for child in model.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _layers(child)
+        yield from [child] if isinstance(child, GradientCheckpointingLayer) else _layers(child)
 
 
-def _torch_optimizer(optimizer: Any) -> "Optimizer":
+def _torch_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer that updates weights, inside of what Accelerate and DeepSpeed put around it."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
     while isinstance(optimizer, AcceleratedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

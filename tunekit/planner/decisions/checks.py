@@ -129,7 +129,7 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
         return
-    yield from _expert_faults(model, adapter)
+    yield from expert_faults(model, adapter)
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     missing = [target for target in targets if not model.adapter_linears([target])]
     if missing or not model.adapter_linears(adapter.target_modules):
@@ -142,7 +142,7 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
         yield f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}", hint
 
 
-def _expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
+def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
     """Yield what PEFT refuses to put on fused experts and routers.
 
     That is a part of a fused matrix without the others, dropout, and DoRA.

@@ -21,10 +21,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Module
+from transformers import PreTrainedModel, set_seed
+
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import WHOLE
-from tunekit.process.collectives import same_everywhere
+from tunekit.process.watchdog import same_everywhere
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_newest
 from tunekit.runs.record import Record
@@ -33,9 +50,6 @@ from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.nn import Module
     from transformers import Trainer
 
 
@@ -62,11 +76,6 @@ class Start:
         """True if the model was trained before."""
         return self.newest.path is not None or self.weights is not None
 
-    @property
-    def checkpoint(self) -> str | None:
-        """Checkpoint that the trainer resumes from."""
-        return None if self.newest.path is None else str(self.newest.path)
-
     def best(self, plan: Plan) -> Best | None:
         """The best evaluation before, by the measure that the plan has now."""
         best = self.newest.best
@@ -74,18 +83,15 @@ class Start:
 
     def tell(self, record: Record) -> None:
         """Write where it starts, unless at the beginning."""
-        if not self.goes_on:
-            return
-        weights_only = self.newest.path is None
-        path = str(self.weights if weights_only else self.newest.path)
-        record.write(
-            "resume",
-            step=self.newest.step,
-            path=path,
-            skipped=self.newest.skipped,
-            changes=self.changes,
-            weights_only=weights_only,
-        )
+        if self.goes_on:
+            record.write(
+                "resume",
+                step=self.newest.step,
+                path=str(self.newest.path or self.weights),
+                skipped=self.newest.skipped,
+                changes=self.changes,
+                weights_only=self.newest.path is None,
+            )
 
     def before_training(self, trainer: "Trainer", plan: Plan, place: Place) -> None:
         """Restore state before anything is wrapped."""
@@ -121,11 +127,13 @@ def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, p
         seed = plan.recipe.train.seed
         trainer.wrap("load_random_state", lambda load, folder: _draw_afresh(seed, newest.step, place.rank))
     if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
-        trainer.wrap("load_weights", lambda load, folder, model=None: _weights_of_parts(trainer.model, Path(folder)))
-        trainer.wrap("load_optimizer", lambda load, folder: _states_of_parts(trainer, Path(folder)))
-    if saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
-        trainer.wrap("load_weights", lambda load, folder, model=None: _parts_of_weights(trainer.model, Path(folder)))
-        trainer.wrap("load_optimizer", lambda load, folder: _parts_of_states(trainer, Path(folder)))
+        load_weights, load_states = _weights_of_parts, _states_of_parts
+    elif saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
+        load_weights, load_states = _parts_of_weights, _parts_of_states
+    else:
+        return
+    trainer.wrap("load_weights", lambda load, folder, model=None: load_weights(trainer.model, Path(folder)))
+    trainer.wrap("load_optimizer", lambda load, folder: load_states(trainer, Path(folder)))
 
 
 def _follow_plan(trainer: "Trainer") -> None:
@@ -160,17 +168,11 @@ def _load_weights(trainer: "Trainer", plan: Plan, folder: Path) -> None:
 
 def _draw_afresh(seed: int, step: int, rank: int) -> None:
     """Random numbers of a process that no checkpoint has: others for each rank, the same ones each time."""
-    import numpy as np
-    from transformers import set_seed
-
     set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
 
 
-def _weights(model: "Module") -> "dict[str, Tensor]":
+def _weights(model: Module) -> dict[str, Tensor]:
     """Return the part of a model that a checkpoint holds, by the names there: the trained adapter, or all weights."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     if isinstance(model, PeftModel):
         adapter: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
         return adapter
@@ -179,21 +181,16 @@ def _weights(model: "Module") -> "dict[str, Tensor]":
 
 def _read_parts(state: dict[str, Any], folder: Path) -> None:
     """Fill tensors from a checkpoint of torch's, each process all that it asks for."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     load(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
-def _weights_of_parts(model: "Module", folder: Path) -> None:
+def _weights_of_parts(model: Module, folder: Path) -> None:
     read = {"model": _weights(model)}
     _read_parts(read, folder / WEIGHTS_IN_PARTS)
     _fill(model, read["model"])
 
 
-def _parts_of_weights(model: "Module", folder: Path) -> None:
-    from safetensors import safe_open
-
+def _parts_of_weights(model: Module, folder: Path) -> None:
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stream:
@@ -201,38 +198,25 @@ def _parts_of_weights(model: "Module", folder: Path) -> None:
     _fill(model, weights)
 
 
-def _fill(model: "Module", found: "dict[str, Tensor]") -> None:
+def _fill(model: Module, found: dict[str, Tensor]) -> None:
     """Give tensors of a model, whole or in parts, the values of whole ones."""
-    import torch
-    from transformers import PreTrainedModel
-
     # A tensor that has two names is stored under one.
     other_names = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
     with torch.no_grad():
         for name, tensor in _weights(model).items():
-            value = found[name] if name in found else found[other_names[name]]
-            tensor.copy_(_as_is(value, tensor))
+            tensor.copy_(_as_is(found[name if name in found else other_names[name]], tensor))
 
 
-def _as_is(value: "Tensor", like: "Tensor") -> "Tensor":
+def _as_is(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as another one lies: whole, or this process's part. Every process has the whole one."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(like, DTensor):
         return value.to(like.device)
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _optimizer(trainer: "Trainer") -> "torch.optim.Optimizer":
-    """The optimizer itself, without what Accelerate puts around it."""
-    optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer
-    return optimizer
-
-
 def _states_of_parts(trainer: "Trainer", folder: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    model, optimizer = trainer.model, _optimizer(trainer)
+    # The optimizer itself, without what Accelerate puts around it.
+    model, optimizer = trainer.model, trainer.optimizer.optimizer
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     _read_parts(state, folder / OPTIMIZER_IN_PARTS)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -240,9 +224,7 @@ def _states_of_parts(trainer: "Trainer", folder: Path) -> None:
 
 
 def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
-    import torch
-
-    optimizer = _optimizer(trainer)
+    optimizer = trainer.optimizer.optimizer
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
     # States are kept by the numbers of the parameters, in the order of the groups, which are the same ones everywhere.
     for group, group_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
@@ -256,8 +238,6 @@ def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
 
 
 def _load_scheduler(trainer: "Trainer", folder: Path) -> None:
-    import torch
-
     trainer.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
 
@@ -265,9 +245,9 @@ REFERENCE = "reference.safetensors"
 """File of a checkpoint with a reference that follows the model."""
 
 
-def carried_name(place: Place) -> str:
+def carried_name(rank: int) -> str:
     """Name of the file of a process."""
-    return f"carried-{place.rank}.pt"
+    return f"carried-{rank}.pt"
 
 
 class Carried:
@@ -300,23 +280,21 @@ class Carried:
 
     def _read(self, source: Path) -> dict[str, Any]:
         """Return the state for this process; of another number of processes only what holds for all."""
-        import torch
-
         saved = manifest_of(source)
+        states: list[dict[str, Any]]
         if (saved.num_processes, saved.strategy) == (self.place.num_processes, self.plan.layout.strategy):
             check_whole(source, saved.strategy, self.place)
-            own: dict[str, Any] = torch.load(source / carried_name(self.place), weights_only=True)
-            return own
-        files = [source / carried_name(Place(rank=rank)) for rank in range(saved.num_processes)]
-        first: dict[str, Any]
-        first, *remaining = (torch.load(file, weights_only=True) for file in files)
+            states = [torch.load(source / carried_name(self.place.rank), weights_only=True)]
+            return states[0]
+        states = [torch.load(source / carried_name(rank), weights_only=True) for rank in range(saved.num_processes)]
+        first = states[0]
         if "answers" in first and saved.num_processes != self.place.num_processes:
             raise RunError(
                 f"{source.name} holds answers of {saved.num_processes} processes that are not used up",
                 hint=f"go on with as many: parallel.num_processes={saved.num_processes}",
             )
         # It is what is logged next: the mean of all processes.
-        first["loss"] = sum((other["loss"] for other in remaining), first["loss"]) / saved.num_processes
+        first["loss"] = sum((other["loss"] for other in states[1:]), first["loss"]) / saved.num_processes
         return first
 
     @property
@@ -328,8 +306,6 @@ class Carried:
 
     def _save(self, save_random: Callable[..., Any], folder: str) -> None:
         """Write random numbers, and what else is carried, into a checkpoint. Called in every process."""
-        import torch
-
         save_random(folder)
         trainer, state = self.trainer, self.trainer.state
         # A step is behind it, so that an epoch which is at its end is not the next one yet.
@@ -347,10 +323,8 @@ class Carried:
         }
         if is_rewarded(self.method) and state.global_step % self.method.num_iterations:
             carried["answers"] = trainer.buffered_answers
-        torch.save(carried, Path(folder) / carried_name(self.place))
+        torch.save(carried, Path(folder) / carried_name(self.place.rank))
         if self._reference_follows() and self.place.is_main:
-            from safetensors.torch import save_model
-
             save_model(trainer.ref_model, str(Path(folder) / REFERENCE))
 
     def restore(self) -> None:
@@ -372,8 +346,6 @@ class Carried:
             # transformers does it within the first epoch, of which nothing is left.
             trainer.load_random_state(str(self.source))
         if self._reference_follows():
-            from safetensors.torch import load_model
-
             load_model(trainer.ref_model, self.source / REFERENCE)
 
     def _begin_where_it_was(
@@ -408,7 +380,7 @@ def check_whole(folder: Path, strategy: str, place: Place) -> None:
     """
     alone = place.num_processes == 1
     needed = ["trainer_state.json", "scheduler.pt", "rng_state.pth" if alone else f"rng_state_{place.rank}.pth"]
-    needed.append(carried_name(place))
+    needed.append(carried_name(place.rank))
     if strategy.startswith("zero"):
         needed.append("latest")
     else:

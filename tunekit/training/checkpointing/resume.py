@@ -12,10 +12,10 @@ Classify edits of a run's recipe on resume, one by one and before anything is do
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from tunekit.errors import RunError
-from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import differences, obstacle, rescheduled
 from tunekit.recipe.edits import Edit, Effect, edits, ruling
@@ -90,12 +90,13 @@ def decide(
     """
     _check_ended(run)
     _check_writable(run)
-    chosen_checkpoint, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
-    before = recipe_of(run, chosen_checkpoint)
-    saved = plan_of(run, chosen_checkpoint, before)
+    went_back = checkpoint is not None
+    chosen, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
+    before = recipe_of(run, chosen)
+    saved = plan_of(run, chosen, before)
     recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
     edited = edits(before, recipe)
-    again = _another_run(run, chosen_checkpoint)
+    again = _another_run(run, chosen)
     _refuse_edits(run, edited, before, saved, again=again, weights_only=weights_only)
     _refuse_changes(run, before, again)
     replans = weights_only or any(ruling(edit, before, saved.layout.strategy).replans for edit in edited)
@@ -104,19 +105,11 @@ def decide(
     else:
         plan = rescheduled(saved, recipe) if edited else saved
     _refuse_plan(run, saved, plan, again=again, weights_only=weights_only)
-    _check_length(run, chosen_checkpoint, plan, edited, went_back=checkpoint is not None, weights_only=weights_only)
+    _check_length(run, chosen, plan, edited, went_back=went_back, weights_only=weights_only)
     changed = (*_given(edited), *differences(saved, plan))
-    return Decision(
-        run=run,
-        checkpoint=chosen_checkpoint,
-        before=before,
-        recipe=recipe,
-        plan=plan,
-        changes=changed,
-        notes=tuple(_notes(chosen_checkpoint, saved, plan, changed, edited, weights_only=weights_only)),
-        weights_only=weights_only,
-        aside=tuple(_superseded(run, chosen_checkpoint, went_back=checkpoint is not None, weights_only=weights_only)),
-    )
+    notes = tuple(_notes(chosen, saved, plan, changed, edited, weights_only=weights_only))
+    aside = tuple(_superseded(run, chosen, went_back=went_back, weights_only=weights_only))
+    return Decision(run, chosen, before, recipe, plan, changed, notes, weights_only, aside)
 
 
 def carry_out(decision: Decision) -> tuple[str, ...]:
@@ -124,7 +117,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
     run, checkpoint, notes = decision.run, decision.checkpoint, decision.notes
     checkpoints, checkpoint_path = run.path / CHECKPOINTS, checkpoint.path
     if decision.aside:
-        aside = _free(checkpoints, "aside")
+        aside = next(folder for number in count(1) if not (folder := checkpoints / f"aside-{number}").exists())
         aside.mkdir()
         for folder in decision.aside:
             folder.rename(aside / folder.name)
@@ -152,21 +145,12 @@ def _replace(run: Run, decision: Decision) -> None:
         return
     # What stands there may have been edited by hand.
     earlier["recipe.yaml"] = dump_recipe(decision.before)
-    number = 1
-    while (run.path / f"recipe-{number}.yaml").exists():
-        number += 1
+    number = next(number for number in count(1) if not (run.path / f"recipe-{number}.yaml").exists())
     for name, text in texts.items():
         (run.path / name.replace(".yaml", f"-{number}.yaml")).write_text(earlier[name], encoding="utf-8")
         draft = run.path / f".{name}"
         draft.write_text(text, encoding="utf-8")
         draft.replace(run.path / name)
-
-
-def _free(folder: Path, stem: str) -> Path:
-    number = 1
-    while (folder / f"{stem}-{number}").exists():
-        number += 1
-    return folder / f"{stem}-{number}"
 
 
 def _check_ended(run: Run) -> None:
@@ -195,8 +179,7 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     if why is not None:
         raise RunError(f"{run.name} has no checkpoints: {why}", hint=anew)
     if name is not None:
-        checkpoint = named(run, name, weights_only=weights_only)
-        return checkpoint, weights_only
+        return named(run, name, weights_only=weights_only), weights_only
     newest = newest_complete(run.path)
     begun = read_continuation(run).weights
     if newest.path is None and begun is not None and (run.path / begun).is_dir():
@@ -229,11 +212,10 @@ def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
 
 def _another_run(run: Run, found: Found) -> str:
     """Describe how another run can do what this one cannot."""
-    if run.state == "finished":
-        return f"another run starts from its weights: model: {run.path} in a new recipe"
-    if any(found.path.glob("*.safetensors")):
-        return f"another run starts from its weights: model: {found.path} in a new recipe"
-    return f"another run starts from its weights once it has finished: model: {run.path} in a new recipe"
+    is_finished = run.state == "finished"
+    source = found.path if not is_finished and any(found.path.glob("*.safetensors")) else run.path
+    when = "" if is_finished or source == found.path else " once it has finished"
+    return f"another run starts from its weights{when}: model: {source} in a new recipe"
 
 
 def _refuse_edits(
@@ -268,21 +250,13 @@ def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only:
             f"{run.name}: ZeRO-3 divides weights before any of a checkpoint could be read into them",
             hint="use parallel.strategy=fsdp2, or zero2",
         )
-    obstacle_found = None if weights_only else obstacle(saved.layout, plan.layout)
-    if obstacle_found is not None:
-        raise RunError(
-            f"{run.name} cannot go on by {_spread(plan.layout)}: {obstacle_found.why}", hint=obstacle_found.hint
-        )
+    barrier = None if weights_only else obstacle(saved.layout, plan.layout)
+    if barrier is not None:
+        num, name = plan.layout.num_processes, plan.layout.name
+        spread = f"{name} in {num} process{'es' * (num > 1)}"
+        raise RunError(f"{run.name} cannot go on by {spread}: {barrier.why}", hint=barrier.hint)
     if plan.reference != saved.reference:
-        raise RunError(
-            f"{run.name} was held to {saved.reference}, and would be held to {plan.reference}",
-            hint=again,
-        )
-
-
-def _spread(layout: Layout) -> str:
-    num = layout.num_processes
-    return f"{layout.name} in {num} process{'es' * (num > 1)}"
+        raise RunError(f"{run.name} was held to {saved.reference}, and would be held to {plan.reference}", hint=again)
 
 
 def _check_length(

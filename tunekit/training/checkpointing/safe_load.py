@@ -16,6 +16,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.serialization import safe_globals
+from transformers.trainer_pt_utils import safe_globals as arrays
+
 from tunekit.errors import RunError
 from tunekit.files import is_inside
 
@@ -28,24 +33,15 @@ NEVER_READ = "training_args.bin"
 TABLE, PARTS = ".metadata", ".distcp"
 """Suffixes of the files of torch's distributed checkpoints."""
 
-_DCP = "torch.distributed.checkpoint"
 _TABLE_CLASSES = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    f"{_DCP}.filesystem": {"_StorageInfo"},
-    f"{_DCP}.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    "collections": "OrderedDict",
+    "pathlib": "Path PosixPath WindowsPath PurePosixPath PureWindowsPath",
+    "pathlib._local": "Path PosixPath WindowsPath PurePosixPath PureWindowsPath",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
 }
 """Classes in the table of a distributed checkpoint, by module, besides torch's types of numbers."""
 
@@ -78,16 +74,12 @@ def load_states(path: str, map_location: Any = None) -> Any:
     Raises:
         RunError: It holds something else than states of training.
     """
-    import torch
-
     with _known_classes(deepspeed=True), _naming(Path(path)):
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def _load(file: Path, source: Path | BinaryIO) -> None:
     """Open a file of torch's, or a part of one, without reading the tensors of a whole one."""
-    import torch
-
     is_deepspeed = file.name.endswith("_states.pt")
     with _known_classes(deepspeed=is_deepspeed), _naming(file):
         torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path) or None)
@@ -96,9 +88,6 @@ def _load(file: Path, source: Path | BinaryIO) -> None:
 @contextmanager
 def _known_classes(*, deepspeed: bool) -> Iterator[None]:
     """Within it torch opens what the states of trainers hold besides tensors and numbers."""
-    from torch.serialization import safe_globals
-    from transformers.trainer_pt_utils import safe_globals as arrays
-
     classes: list[Any] = []
     if deepspeed:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -140,21 +129,16 @@ class _TableUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that a pickle may name."""
-        import torch
-
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if name in _TABLE_CLASSES.get(module, ()) or (
-            module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or name in _TABLE_CLASSES.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 def _check_table(file: Path) -> None:
     """See that a table of a distributed checkpoint is one, and what it says of parts that torch opens as pickles."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-
     with _naming(file), file.open("rb") as stream:
         table: Metadata = _TableUnpickler(stream).load()
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):

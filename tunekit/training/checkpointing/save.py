@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -33,9 +32,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
 from tunekit.errors import DiskError, RunError
-from tunekit.process.collectives import any_of, exchange_problem, same_everywhere
-from tunekit.process.watchdog import Heart
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.planner.plan import Plan
+from tunekit.process.watchdog import Heart, any_of, exchange_problem, of_all, same_everywhere
 from tunekit.runs.checkpoints.complete import (
     CHECKPOINTS,
     COPIES,
@@ -114,26 +112,21 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: The run, and where events go.
+        plan: The plan of the run.
         heart: Where the process says at what it is.
-        train: How many are kept, and by which measure the best is told.
         best: The best evaluation before, where the run goes on.
     """
 
-    def __init__(self, record: Record, heart: Heart, train: TrainSection, best: Best | None) -> None:
-        self.record = record
+    def __init__(self, record: Record, plan: Plan, heart: Heart, best: Best | None) -> None:
+        self.record, self.run = record, record.run
+        self.plan = plan
         self.heart = heart
-        self.run = record.run
-        self.plan = record.run.plan
-        self.train = train
         self.best = best
-        self.num_saved = 0
-        """Checkpoints that are whole, as all the other figures since this process began."""
-        self.total_bytes = 0
-        """Of all of them together."""
-        self.wait_seconds = 0.0
+        self.seconds: list[float] = []
+        """Seconds that each checkpoint took that is whole, since this process began."""
+        self._wait_seconds = 0.0
         """Seconds that the training waited for them."""
-        self.seconds = 0.0
-        """Seconds that they took."""
+        self._total_bytes = 0
         self._bytes = self.plan.saving.checkpoint_bytes
         """Bytes of one: first as planned, then of the last one."""
         self._evaluation: dict[str, float] = {}
@@ -146,8 +139,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._group: distributed.ProcessGroup | None = None
         if distributed.is_initialized():
             # Of its own, since exchanges of a thread would come between those of the training.
-            waits = timedelta(seconds=self.plan.timeout_seconds)
-            self._group = distributed.new_group(backend="gloo", timeout=waits)
+            self._group = distributed.new_group(timeout=timedelta(seconds=self.plan.timeout_seconds), backend="gloo")
         self._target: Path | None = None
         trainer.wrap("save_checkpoint", self._save)
         trainer.wrap("save_weights", self._save_main_files)
@@ -159,9 +151,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the checkpoint that is being written be done where the training failed, but not where it is interrupted.
 
         The other processes write their parts whatever this one has seen, unless they are gone, which ends it at once.
@@ -172,35 +162,24 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def summary(self) -> dict[str, Any]:
         """Summarize the checkpoints and the best evaluation, for the result."""
         return {
-            "num": self.num_saved,
-            "bytes": self.total_bytes,
-            "wait_seconds": self.wait_seconds,
-            "seconds": self.seconds,
+            "num": len(self.seconds),
+            "bytes": self._total_bytes,
+            "wait_seconds": self._wait_seconds,
+            "seconds": sum(self.seconds, 0.0),
             "best": None if self.best is None else self.best.model_dump(),
         }
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Have DeepSpeed's engine, which is there now, write what it writes through here."""
         if self.plan.layout.strategy.startswith("zero"):
             deepspeed.write_through(self.trainer, self._write_for_zero)
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         """Remember what an evaluation told: TRL adds its own measures to what is logged."""
         if "eval_loss" in logs:
             self._evaluation = dict(logs)
 
-    def on_evaluate(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
         """Have a checkpoint made where an evaluation is better than all before, if one can be made there.
 
         Raises:
@@ -223,7 +202,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
 
     def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: object
     ) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
         self._num_steps += 1
@@ -232,9 +211,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True
 
-    def on_train_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Wait for the last checkpoint."""
         self._finish()
 
@@ -266,17 +243,20 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, saving: _Save) -> None:
         clear_drafts(self.run.path)
-        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
-        free = free_bytes(target)
-        if self._bytes is not None and free < self._bytes:
+        target = self._draft_of(saving)
+        if self._bytes is not None and free_bytes(target) < self._bytes:
             saving.problem = "the disk is too full"
         else:
             # Not the run's folder again, where somebody has deleted it.
             (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
             target.mkdir(parents=True)
 
+    def _draft_of(self, saving: _Save) -> Path:
+        """Return the folder of a checkpoint that is not visible yet."""
+        return draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+
     def _add_own(self, saving: _Save) -> None:
-        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        target = self._draft_of(saving)
         # A pickle, which nobody reads.
         (target / "training_args.bin").unlink(missing_ok=True)
         for name in COPIES:
@@ -331,7 +311,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         saving.done.set()
 
     def _write(self, saving: _Save) -> None:
-        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        target = self._draft_of(saving)
         for write in saving.writes:
             self._keep(saving, write)
         if self._hear_problem(saving):
@@ -339,12 +319,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         problems: list[str] = []
         self._keep(saving, lambda: problems.extend(files_in(target)))
         self._keep(saving, lambda: self._bring_to_disk(target, problems))
-        gathered = self._tell_all(problems)
+        gathered = of_all(problems, self.record.place, self._group)
         files: dict[str, Written] = {}
         self._keep(saving, lambda: files.update(_read_back(target, _share(gathered, self.record.place.rank))))
         if self._hear_problem(saving):
             return
-        all_files = {name: file for part in self._tell_all(files) for name, file in part.items()}
+        all_files = {
+            name: file for part in of_all(files, self.record.place, self._group) for name, file in part.items()
+        }
         saving.total_bytes = sum(file.size for file in all_files.values())
         if self.record.place.is_main:
             self._keep(saving, lambda: self._publish(saving, dict(sorted(all_files.items()))))
@@ -370,7 +352,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             files=files,
         )
         publish(self.run.path, manifest)
-        saving.warnings += delete_superseded(self.run.path, self.train.save_total_limit, saving.best)
+        saving.warnings += delete_superseded(self.run.path, self.plan.recipe.train.save_total_limit, saving.best)
 
     def _finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and tell of it.
@@ -383,20 +365,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         began = time.perf_counter()
         saving.done.wait()
-        if self.plan.saving.in_background:
-            saving.wait_seconds += time.perf_counter() - began
-        else:
-            saving.wait_seconds = saving.seconds
+        waited = saving.wait_seconds + time.perf_counter() - began
+        saving.wait_seconds = waited if self.plan.saving.in_background else saving.seconds
         if saving.error is not None:
             raise saving.error
         self._raise(saving)
         self._saving = None
         assert saving.total_bytes is not None
         self._bytes = saving.total_bytes
-        self.num_saved += 1
-        self.total_bytes += saving.total_bytes
-        self.wait_seconds += saving.wait_seconds
-        self.seconds += saving.seconds
+        self._total_bytes += saving.total_bytes
+        self._wait_seconds += saving.wait_seconds
+        self.seconds.append(saving.seconds)
         self.record.write(
             "checkpoint",
             step=saving.step,
@@ -444,12 +423,12 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _hear_problem(self, saving: _Save) -> bool:
         """Return whether any process failed; then all know why."""
-        problems = [problem for problem in self._tell_all(saving.problem) if problem is not None]
-        saving.problem = problems[0] if problems else None
-        if problems and self.record.place.is_main:
+        gathered = of_all(saving.problem, self.record.place, self._group)
+        saving.problem = next((problem for problem in gathered if problem is not None), None)
+        if saving.problem is not None and self.record.place.is_main:
             # Nobody writes any more: what was written makes room for the words about it.
             shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
-        return bool(problems)
+        return saving.problem is not None
 
     def _raise(self, saving: _Save) -> None:
         if saving.problem is None:
@@ -458,16 +437,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.record.place.is_main:
             error = not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
             words = error.problem, error.hint or ""
-        problem, hint = self._tell_all(words)[0]
+        problem, hint = of_all(words, self.record.place, self._group)[0]
         raise DiskError(problem, hint=hint)
-
-    def _tell_all(self, value: T) -> list[T]:
-        """Gather the values of all processes by rank. Called by those that save, and not while a thread does."""
-        if self._group is None:
-            return [value]
-        gathered: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(gathered, value, group=self._group)
-        return gathered
 
 
 @contextlib.contextmanager
@@ -501,11 +472,9 @@ def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
 
 def _share(seen: list[list[str]], rank: int) -> list[str]:
     """The files that a process reads back: one of those that see it does, and all have as many."""
-    readers: dict[str, list[int]] = {}
-    for reader, names in enumerate(seen):
-        for name in names:
-            readers.setdefault(name, []).append(reader)
-    return [name for number, name in enumerate(sorted(readers)) if readers[name][number % len(readers[name])] == rank]
+    names = sorted({name for files in seen for name in files})
+    readers = [[reader for reader, files in enumerate(seen) if name in files] for name in names]
+    return [name for number, name in enumerate(names) if readers[number][number % len(readers[number])] == rank]
 
 
 def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:

@@ -4,20 +4,27 @@ Nothing is left to `auto`: the numbers of the configuration are those that the p
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers.integrations import HfDeepSpeedConfig
+
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.memory.sharding import SUB_GROUP_PARAMS
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
+from tunekit.training.engines.fsdp2 import names
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
-    from torch.nn import Module, Parameter
     from transformers import Trainer
 
 
@@ -37,10 +44,8 @@ def join(plan: Plan) -> None:
 
 def trainer_args(plan: Plan) -> dict[str, Any]:
     """Arguments of TRL's config that choose DeepSpeed and divide sequences."""
-    args: dict[str, Any] = {"deepspeed": config(plan), "ddp_timeout": plan.exchange_timeout_seconds}
-    if plan.layout.sp_size > 1:
-        args |= _ulysses(plan)
-    return args
+    ulysses = _ulysses(plan) if plan.layout.sp_size > 1 else {}
+    return {"deepspeed": config(plan), "ddp_timeout": plan.exchange_timeout_seconds, **ulysses}
 
 
 def config(plan: Plan) -> dict[str, Any]:
@@ -56,10 +61,9 @@ def config(plan: Plan) -> dict[str, Any]:
             # A checkpoint holds a model that can be loaded as it is, besides what is divided.
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    for what, where in (
-        ("offload_param", plan.layout.offload_param_device),
-        ("offload_optimizer", plan.layout.offload_optimizer_device),
-    ):
+    layout = plan.layout
+    devices = {"offload_param": layout.offload_param_device, "offload_optimizer": layout.offload_optimizer_device}
+    for what, where in devices.items():
         if where != "none":
             zero[what] = {"device": where, "pin_memory": plan.device.kind == "cuda"}
         if where == "nvme":
@@ -77,9 +81,6 @@ def config(plan: Plan) -> dict[str, Any]:
 
 
 def _ulysses(plan: Plan) -> dict[str, Any]:
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
     sequences = ParallelismConfig(
         dp_shard_size=plan.layout.dp_shard_size,
         sp_backend="deepspeed",
@@ -97,9 +98,6 @@ def cast_trained(trainer: "Trainer", plan: Plan) -> None:
     PEFT keeps them in float32, and without autocast, which DeepSpeed has none of for `bf16` (0.19), they would return
     float32 to 16-bit layers that do not take it. The optimizer keeps float32 copies, of parameters of one type.
     """
-    import torch
-    from peft.utils import ModulesToSaveWrapper
-
     if plan.layout.strategy != "zero3" or not plan.autocast:
         return
     if not any(isinstance(module, ModulesToSaveWrapper) for module in trainer.model.modules()):
@@ -142,21 +140,10 @@ def divide_every_epoch(trainer: "Trainer") -> None:
 @contextmanager
 def loading(plan: Plan) -> Iterator[None]:
     """While a model is loaded: ZeRO-3 divides each weight as soon as it is read, and PEFT gathers what it looks at."""
-    from transformers.integrations import HfDeepSpeedConfig
-
     # It is known to transformers as long as somebody holds it.
     ds_config = HfDeepSpeedConfig(config(plan))
     yield
     del ds_config
-
-
-def planned(plan: Plan) -> dict[str, Any]:
-    """Return the expected values of `found` besides those of every engine."""
-    return {
-        "offload_param_device": plan.layout.offload_param_device,
-        "offload_optimizer_device": plan.layout.offload_optimizer_device,
-        "is_recipes_optimizer": True,
-    }
 
 
 def open_states_as_data(trainer: "Trainer") -> None:
@@ -194,17 +181,14 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     size, sequences = engine.seq_dp_world_size, engine.sequence_parallel_size
     if stage == 3:
         groups, masters = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
-        sizes = {
-            name: (named_parameter.ds_tensor.ds_numel, named_parameter.ds_numel) for name, named_parameter in named
-        }
+        sizes = {name: (parameter.ds_tensor.ds_numel, parameter.ds_numel) for name, parameter in named}
         misplaced = [name for name, (part, whole) in sizes.items() if part != -(-whole // size)]
         local_share = sum(part for part, _ in sizes.values()) / sum(whole for _, whole in sizes.values())
     else:
         groups, masters = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
         misplaced = []
-        trained = sum(named_parameter.numel() for _, named_parameter in named if named_parameter.requires_grad)
+        trained = sum(parameter.numel() for _, parameter in named if parameter.requires_grad)
         local_share = sum(master.numel() for master in masters) / trained
-    updated = {id(parameter) for group in groups for parameter in group}
     param, states = engine.zero_offload_param(), engine.zero_offload_optimizer()
     computed, _ = engine.get_data_types()
     optimizer_class, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args)
@@ -214,9 +198,9 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "mesh": {name: number for name, number in mesh.items() if number > 1},
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "trained_dtype": ", ".join(sorted({_name(master.dtype) for master in masters})),
-        "compute_dtype": _name(computed),
-        "reduce_dtype": _name(engine.communication_data_type),
+        "trained_dtype": names(master.dtype for master in masters),
+        "compute_dtype": names([computed]),
+        "reduce_dtype": names([engine.communication_data_type]),
         "optimizer": type(engine.basic_optimizer).__name__,
         "is_recipes_optimizer": type(engine.basic_optimizer) is optimizer_class,
         "offload_param_device": "none" if param is None else param.device,
@@ -224,12 +208,14 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         # Of all weights in stage 3; below, of the float32 copies that the optimizer updates.
         "local_share": round(local_share, 4),
         "misplaced": misplaced,
-        "not_updated": [
-            name
-            for name, named_parameter in named
-            if named_parameter.requires_grad and id(named_parameter) not in updated
-        ],
+        "not_updated": not_among([parameter for group in groups for parameter in group], named),
     }
+
+
+def not_among(updated: Iterable[Parameter], named: Iterable[tuple[str, Parameter]]) -> list[str]:
+    """Return the names of trained parameters that are not among those that an optimizer updates."""
+    ids = {id(parameter) for parameter in updated}
+    return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in ids]
 
 
 def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
@@ -248,21 +234,17 @@ def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
         masters, gradients = optimizer.single_partition_of_fp32_groups, []
         stored = {parameter: [parameter.detach()] for parameter in parameters}
     states = [value for states in engine.basic_optimizer.state.values() for value in states.values()]
+    adapters = [] if full else [parameter for parameter in parameters if parameter.requires_grad]
+    weights = [parameter for parameter in parameters if full or not parameter.requires_grad]
     parts: dict[Part, list[Tensor]] = {
-        "weights": [
-            tensor for parameter in parameters if full or not parameter.requires_grad for tensor in stored[parameter]
-        ],
-        "adapters": [
-            tensor for parameter in parameters if not full and parameter.requires_grad for tensor in stored[parameter]
-        ],
+        "weights": [tensor for parameter in weights for tensor in stored[parameter]],
+        "adapters": [tensor for parameter in adapters for tensor in stored[parameter]],
         "masters": masters,
         "gradients": gradients,
         "optimizer": [state for state in states if not isinstance(state, (int, float))],
     }
     kind = plan.device.kind
-    return {
-        part: [parameter for parameter in tensors if parameter.device.type == kind] for part, tensors in parts.items()
-    }
+    return {part: [tensor for tensor in tensors if tensor.device.type == kind] for part, tensors in parts.items()}
 
 
 def write_through(trainer: "Trainer", write: Callable[[Callable[[Any, str], None], Any, str], None]) -> None:
@@ -287,10 +269,6 @@ def write_latest(trainer: "Trainer", folder: Path) -> None:
     (folder / "latest").write_text(f"global_step{trainer.model_wrapped.global_steps}", encoding="utf-8")
 
 
-def _name(kind: "dtype") -> str:
-    return str(kind).removeprefix("torch.")
-
-
 def forget_order(trainer: "Trainer") -> None:
     """Make ZeRO-3 forget in which order the modules ran, after passes that are not those of training.
 
@@ -302,7 +280,7 @@ def forget_order(trainer: "Trainer") -> None:
         coordinator._invalidate_trace()
 
 
-def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
+def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
     """The weights to save, whole and in the main memory of the main process; nothing elsewhere. Called by all together.
 
     One weight after the other is put together, so that no device ever holds the whole model. Of what is trained it is
@@ -324,7 +302,7 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
     return state if is_main else {}
 
 
-def _whole(parameter: "Parameter", *, keep: bool) -> "Tensor":
+def _whole(parameter: Parameter, *, keep: bool) -> Tensor:
     """A parameter in one piece, empty where it is not kept."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param

@@ -1,20 +1,44 @@
-"""From a layout to what Accelerate and the trainer are told, without a configuration file of Accelerate's.
+"""Engines: from a layout to what Accelerate and the trainer are told, and whether that is what runs.
 
 `join` comes first in every process: it makes the process group. `trainer_args` are the arguments of TRL's config that
-choose the engine. What has weights in parts is in `fsdp2` and `zero`.
+choose the engine, without a configuration file of Accelerate's. What divides weights is in `fsdp2` and `deepspeed`.
+
+Several set-ups of these libraries run something else than what they were asked for and say nothing. So before the first
+step `verify` believes nothing that can be looked at: the number of processes, the engine, the placement of real
+parameters, their types, and whether the optimizer has them.
+
+Tensor parallel goes through transformers: each layer is divided when the model is loaded, and FSDP2 with it. The
+trainer leaves such a model to itself (`is_distributed_loading_by_transformers`), and cannot resume it (transformers
+5.23), so that there are no checkpoints. The devices that divide a layer see the same rows.
+
+The result is one model or adapter as Hugging Face has it, written by the main process from every engine.
 """
 
+import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
+from transformers.trainer_utils import SaveStrategy
+
+from tunekit.errors import RunError
+from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.process.network import name_interface_to_main
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.runs.small_files import Place
-from tunekit.training.engines import ddp, deepspeed, fsdp2, tensor_parallel
+from tunekit.training.engines import deepspeed, fsdp2
 
 if TYPE_CHECKING:
     from transformers import Trainer
+    from transformers.distributed import DistributedConfig
 
 
 def join(plan: Plan, place: Place) -> None:
@@ -23,8 +47,6 @@ def join(plan: Plan, place: Place) -> None:
         return
     if plan.num_nodes > 1:
         name_interface_to_main()
-    import torch
-
     if plan.device.kind == "cuda":
         torch.cuda.set_device(place.local_rank)
     # Ray makes the group itself.
@@ -43,8 +65,6 @@ def backend_of(plan: Plan) -> str:
 
 def leave() -> None:
     """End the process group."""
-    import torch
-
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -58,7 +78,7 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
         unused = plan.ddp_find_unused_parameters
         return {"ddp_find_unused_parameters": unused, "ddp_timeout": plan.exchange_timeout_seconds}
     if layout.tp_size > 1:
-        return tensor_parallel.trainer_args(plan)
+        return _divided_args(plan)
     if layout.strategy == "fsdp2":
         return fsdp2.trainer_args(plan)
     return deepspeed.trainer_args(plan)
@@ -84,7 +104,8 @@ def weights_device(plan: Plan, place: Place) -> str | None:
 def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """Prepare an engine before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
-        _save_no_checkpoints(trainer)
+        # Nothing could go on from one.
+        trainer.args.save_strategy = SaveStrategy.NO
     if plan.layout.strategy.startswith("zero"):
         deepspeed.open_states_as_data(trainer)
         deepspeed.cast_trained(trainer, plan)
@@ -94,13 +115,6 @@ def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
         fsdp2.untie_head(trainer)
-
-
-def _save_no_checkpoints(trainer: "Trainer") -> None:
-    """Leave out checkpoints that nothing could go on from."""
-    from transformers.trainer_utils import SaveStrategy
-
-    trainer.args.save_strategy = SaveStrategy.NO
 
 
 def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
@@ -124,5 +138,229 @@ def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
         goes_on: Whether the run goes on from a checkpoint.
     """
     if plan.layout.strategy == "ddp" and plan.layout.num_processes > 2 and goes_on:
-        ddp.settle_buckets(trainer)
+        settle_buckets(trainer)
     between_checks(trainer, plan)
+
+
+def settle_buckets(trainer: "Trainer") -> None:
+    """Have gradients summed from the first step on as in a run that is under way. Called by all processes together.
+
+    DDP puts them into buckets in the order of the parameters, and after the first backward pass anew, in the order in
+    which they came (torch 2.13, `Reducer::rebuild_buckets`). In which order three numbers or more are added depends on
+    where they stand in a bucket: the first step that a resumed run takes would be another one in the last bit. So a
+    backward pass whose gradients are 0 goes before.
+    """
+    model = trainer.model_wrapped
+    ids = torch.zeros(1, 2, dtype=torch.long, device=trainer.args.device)
+    loss = model(input_ids=ids, use_cache=False).logits.float().sum() * 0.0
+    trainer.accelerator.backward(loss)
+    model.zero_grad(set_to_none=True)
+
+
+def distributed_config(plan: Plan) -> DistributedConfig | None:
+    """Return the plan by which a model is divided when it is loaded; None where no layer is."""
+    layout = plan.layout
+    if layout.tp_size == 1:
+        return None
+    return DistributedConfig(
+        tp_size=layout.tp_size, fsdp_size=layout.dp_shard_size, fsdp_mixed_precision=plan.dtype == "bfloat16"
+    )
+
+
+def _divided_args(plan: Plan) -> dict[str, Any]:
+    """Arguments of TRL's config for a model that was divided when it was loaded."""
+    return {**fsdp2.accelerator_args(plan), "save_only_model": True}
+
+
+COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Types of the products by Accelerate's names of mixed precision."""
+
+
+MESH = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Accelerate's names for the dimensions of a mesh, in their order; a layout has a size of each."""
+
+NAMES = {"fsdp": "dp_shard", "tp": "tp"}
+"""Accelerate's names for the dimensions of transformers' mesh."""
+
+
+def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+    """Compare the engine of a trainer whose model is wrapped with the plan.
+
+    Returns:
+        What runs, for the `engine` event.
+
+    Raises:
+        RunError: It is not what was planned.
+    """
+    _verify_processes(trainer, plan)
+    args, accelerator = trainer.args, trainer.accelerator
+    accumulation = accelerator.gradient_state.plugin_kwargs
+    actual = {
+        "num_processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "micro_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "sync_each_batch": bool(accumulation.get("sync_each_batch")),
+        **_found(trainer, plan),
+    }
+    _none("not divided as planned", actual.pop("misplaced"))
+    _none("not updated by the optimizer", actual.pop("not_updated"))
+    for what, planned in _planned(plan).items():
+        _same(what, planned, actual[what])
+    return actual
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    """Return the planned configuration."""
+    layout = plan.layout
+    planned: dict[str, Any] = {
+        "num_processes": layout.num_processes,
+        "device": plan.device.kind,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "sync_each_batch": layout.sync_each_batch,
+        "engine": layout.strategy,
+        "mesh": planned_mesh(layout),
+        "trained_dtype": "float32",
+        "compute_dtype": plan.dtype,
+        "reduce_dtype": plan.reduce_dtype,
+    }
+    if layout.strategy == "fsdp2" and layout.tp_size == 1:
+        planned["reshard_after_forward"] = layout.reshard_after_forward
+    if layout.strategy.startswith("zero"):
+        planned["offload_param_device"] = layout.offload_param_device
+        planned["offload_optimizer_device"] = layout.offload_optimizer_device
+        planned["is_recipes_optimizer"] = True
+    return planned
+
+
+def planned_mesh(layout: Layout) -> dict[str, int]:
+    """The sizes of a layout by Accelerate's names, those of one device left out."""
+    sizes = layout.model_dump(include={f"{name}_size" for name in MESH})
+    return {name: sizes[f"{name}_size"] for name in MESH if sizes[f"{name}_size"] > 1}
+
+
+def _verify_processes(trainer: "Trainer", plan: Plan) -> None:
+    """See that all who count the processes agree: otherwise each may train by itself, on the same rows."""
+    is_group = torch.distributed.is_initialized()
+    _same("processes of the group", plan.layout.num_processes, torch.distributed.get_world_size() if is_group else 1)
+    _same("processes by WORLD_SIZE", plan.layout.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
+    _same("processes of the trainer", plan.layout.num_processes, trainer.args.world_size)
+
+
+def _found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+    """Return the running configuration, whatever was planned, by the names of the `engine` event.
+
+    Besides these, `misplaced` and `not_updated` name parameters that are not where they should be, or are trained by
+    nobody.
+    """
+    if trainer.is_deepspeed_enabled:
+        return deepspeed.found(trainer, plan)
+    actual = {"trained_dtype": _trained_dtype(trainer), "not_updated": _not_updated(trainer)}
+    if trainer.accelerator.is_fsdp2:
+        return actual | fsdp2.found(trainer, plan)
+    if trainer.is_distributed_loading_by_transformers:
+        return actual | _divided_at_load(trainer)
+    return actual | _whole(trainer)
+
+
+def _whole(trainer: "Trainer") -> dict[str, Any]:
+    """Return the configuration where each process holds all: alone, or in DDP, which sums gradients in their own dtype.
+
+    A process that was started as the only one of a group is alone, though Accelerate wraps its model too.
+    """
+    wrapped = trainer.model_wrapped
+    is_ddp = isinstance(wrapped, DistributedDataParallel) and wrapped.process_group.size() > 1
+    return {
+        "engine": "ddp" if is_ddp else "single",
+        "mesh": {"dp_replicate": wrapped.process_group.size()} if is_ddp else {},
+        "compute_dtype": _autocast_dtype(trainer),
+        "reduce_dtype": _trained_dtype(trainer),
+        "local_share": 1.0,
+        "misplaced": [],
+    }
+
+
+def _divided_at_load(trainer: "Trainer") -> dict[str, Any]:
+    """Return the configuration where transformers divided the model. Gradients have the dtype of the trained
+    parameters.
+    """
+    parameters = dict(trainer.model.named_parameters())
+    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.size())
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+    def spans(parameter: "Tensor") -> bool:
+        return isinstance(parameter, DTensor) and parameter.device_mesh.size() == mesh.size()
+
+    return {
+        "engine": "fsdp2",
+        "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1},
+        "compute_dtype": _autocast_dtype(trainer),
+        "reduce_dtype": _trained_dtype(trainer),
+        "local_share": fsdp2.local_share(trainer.model),
+        "misplaced": [name for name, parameter in parameters.items() if parameter.dim() > 1 and not spans(parameter)],
+    }
+
+
+def _autocast_dtype(trainer: "Trainer") -> str:
+    """Type of the products, where Accelerate casts by a forward method of its own; it does where the device can."""
+    casts = trainer.accelerator.native_amp and "_original_forward" in vars(trainer.model)
+    return COMPUTE[trainer.accelerator.mixed_precision] if casts else "float32"
+
+
+def _trained_dtype(trainer: "Trainer") -> str:
+    return fsdp2.names(parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad)
+
+
+def _not_updated(trainer: "Trainer") -> list[str]:
+    """Trained parameters that the optimizer does not have: another tensor took their place in it, or in the model."""
+    updated = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    return deepspeed.not_among(updated, trainer.model.named_parameters())
+
+
+def _none(what: str, names: Sequence[str]) -> None:
+    if names:
+        raise _fault(f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}")
+
+
+def _same(what: str, planned: object, found: object) -> None:
+    if planned != found:
+        raise _fault(f"{what}: {planned} planned, {found} found")
+
+
+def _fault(problem: str) -> RunError:
+    return RunError(problem, hint="this is a fault of the set-up: `tunekit doctor`")
+
+
+def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
+    """Write the trained model or adapter to a folder. Called by all processes together.
+
+    Args:
+        trainer: After training.
+        plan: How it was spread.
+        folder: Where to.
+    """
+    if plan.layout.tp_size > 1:
+        # transformers divided it, and puts it together.
+        trainer.model.save_pretrained(folder)
+        return
+    state = full_state(trainer, plan)
+    # An adapter carries no copy of embeddings that it did not train, and none of the one that it was.
+    of_adapter = {"save_embedding_layers": False, "selected_adapters": ["default"]}
+    how = {} if isinstance(plan.recipe.adapter, FullAdapter) else of_adapter
+    if trainer.accelerator.is_main_process:
+        trainer.model.save_pretrained(folder, state_dict=state, **how)
+    trainer.accelerator.wait_for_everyone()
+
+
+def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor] | None:
+    """The trained weights as a whole on the CPU of the main process; None where each process has them anyway.
+
+    Called by all processes together.
+    """
+    if plan.layout.strategy == "fsdp2":
+        return fsdp2.full_state(trainer, plan)
+    if plan.layout.strategy.startswith("zero"):
+        return deepspeed.full_state(trainer, plan)
+    return None

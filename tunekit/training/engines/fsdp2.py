@@ -6,18 +6,31 @@ that the main process alone has read; the others have its shapes. So nothing may
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from accelerate import PartialState
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType, TorchContextParallelConfig
+from accelerate.utils.fsdp_utils import _get_model_state_dict
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.nn import Module, Parameter
     from transformers import Trainer
 
 
@@ -27,9 +40,6 @@ def let_accelerate_shard_on_a_cpu() -> None:
     With `DistributedType.MULTI_CPU` it would silently run DDP (accelerate 1.15, `AcceleratorState.__init__`). The
     trainer keeps this state by `use_configured_state`; what runs is checked once the model is wrapped.
     """
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
     state = PartialState(cpu=True)
     assert state.distributed_type == DistributedType.MULTI_CPU, state.distributed_type
     state.distributed_type = DistributedType.MULTI_GPU
@@ -38,9 +48,6 @@ def let_accelerate_shard_on_a_cpu() -> None:
 def trainer_args(plan: Plan) -> dict[str, Any]:
     """Arguments of TRL's config that choose FSDP2."""
     layout = plan.layout
-    accelerator: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": layout.sync_each_batch}}
-    if plan.device.kind == "cpu":
-        accelerator["use_configured_state"] = True
     return {
         "fsdp": True,
         "fsdp_config": {
@@ -51,10 +58,17 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
             "cpu_ram_efficient_loading": True,
             "state_dict_type": "SHARDED_STATE_DICT",
         },
-        "accelerator_config": accelerator,
-        "ddp_timeout": plan.exchange_timeout_seconds,
+        **accelerator_args(plan),
         **_mesh(plan),
     }
+
+
+def accelerator_args(plan: Plan) -> dict[str, Any]:
+    """Arguments of TRL's config for exchanges of a divided model."""
+    accelerator: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": plan.layout.sync_each_batch}}
+    if plan.device.kind == "cpu":
+        accelerator["use_configured_state"] = True
+    return {"accelerator_config": accelerator, "ddp_timeout": plan.exchange_timeout_seconds}
 
 
 def _mesh(plan: Plan) -> dict[str, Any]:
@@ -62,9 +76,6 @@ def _mesh(plan: Plan) -> dict[str, Any]:
     layout = plan.layout
     if layout.dp_replicate_size == layout.cp_size == 1:
         return {}
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import TorchContextParallelConfig
-
     sizes = {"dp_replicate_size": layout.dp_replicate_size, "dp_shard_size": layout.dp_shard_size}
     if layout.cp_size == 1:
         return {"parallelism_config": ParallelismConfig(**sizes)}
@@ -76,9 +87,6 @@ def _mesh(plan: Plan) -> dict[str, Any]:
 
 def keep_losses_in_float32(trainer: "Trainer", plan: Plan) -> None:
     """Give FSDP2 the types of the plan. Accelerate's own policy casts what the model returns too: the losses."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     if plan.autocast:
         policy = MixedPrecisionPolicy(getattr(torch, plan.dtype), getattr(torch, plan.reduce_dtype))
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
@@ -104,9 +112,6 @@ def untie_head(trainer: "Trainer") -> None:
     would be trained with it, and saved as if it were not (accelerate 1.15, `fsdp2_prepare_model`; transformers 5.23,
     `PreTrainedModel.tie_weights`). A table in two units, which the original would be, is refused by torch.
     """
-    import torch
-    from peft.utils import ModulesToSaveWrapper
-
     model = trainer.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, ModulesToSaveWrapper) or head is None:
@@ -132,9 +137,6 @@ def gather_head(trainer: "Trainer") -> None:
     1.16, `add_fused_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
     finds the final norm, it gathers both together before the norm; below an adapter it does not find it.
     """
-    from torch.distributed.fsdp import FSDPModule
-    from transformers import PreTrainedModel
-
     model = trainer.model
     head = model.get_output_embeddings()
     is_alone = isinstance(head, FSDPModule) and len(head._get_fsdp_state()._modules) == 1
@@ -144,20 +146,15 @@ def gather_head(trainer: "Trainer") -> None:
     language_model.base_model.register_forward_hook(lambda *_: head.unshard() and None)
 
 
-def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
+def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
     """The trained weights, whole and on the CPU of the main process; nothing elsewhere. Called by all together.
 
     They are put together one by one: no device ever holds the whole model.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(
-        full_state_dict=True,
-        cpu_offload=True,
-        ignore_frozen_params=not isinstance(plan.recipe.adapter, FullAdapter),
-    )
+    full = isinstance(plan.recipe.adapter, FullAdapter)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not full)
     state = cast("dict[str, Tensor]", get_model_state_dict(trainer.model, options=options))
-    if state and not options.ignore_frozen_params:
+    if state and full:
         # What was one tensor came apart.
         state |= {copy: state[name] for copy, name in trainer.model.all_tied_weights_keys.items()}
     return state
@@ -165,10 +162,6 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
 
 def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
     """Return each process's state of weights and optimizer, by the folder that Accelerate loads it from."""
-    from accelerate.utils.fsdp_utils import _get_model_state_dict
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-    from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
-
     options = StateDictOptions()
     # As `load_fsdp_model` asks for them: of a model with an adapter, the adapter's alone.
     weights = _get_model_state_dict(trainer.model, sd_options=options, **get_fsdp_ckpt_kwargs())
@@ -178,9 +171,6 @@ def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
 
 def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
     """Write what each process has to a folder. Called by all together; what fails in one is raised in all."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     save(states, storage_writer=FileSystemWriter(folder), process_group=group)
 
 
@@ -188,30 +178,24 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     """Return the running configuration, by the names of the `engine` event, and parameters that are not sharded as
     planned.
     """
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-
     model = trainer.model_wrapped
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
     compute = {policy.param_dtype or torch.float32 for policy in policies}
     reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
-    held_count, total = held_bytes(model)
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
-        "compute_dtype": _names(compute),
-        "reduce_dtype": _names(reduce),
+        "compute_dtype": names(compute),
+        "reduce_dtype": names(reduce),
         "reshard_after_forward": _reshards(model),
-        "local_share": round(held_count / total, 4),
+        "local_share": local_share(model),
         "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
     }
 
 
-def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
+def _is_divided(parameter: Parameter, layout: Layout) -> bool:
     """Return whether a parameter is sharded as planned, and this process holds its shard and no more."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     if not isinstance(parameter, DTensor):
         return False
     sizes = (layout.dp_replicate_size, layout.num_shards) if layout.dp_replicate_size > 1 else (layout.num_shards,)
@@ -222,19 +206,18 @@ def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
     return is_placed and parameter.to_local().numel() <= part
 
 
-def held_bytes(model: "Module") -> tuple[int, int]:
-    """Bytes of parameters that this process holds, and of all."""
-    from torch.distributed.tensor import DTensor
-
+def local_share(model: Module) -> float:
+    """Return the share of the parameters' bytes that this process holds."""
     num_bytes = total = 0
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         num_bytes, total = num_bytes + local.nbytes, total + parameter.numel() * parameter.itemsize
-    return num_bytes, total
+    return round(num_bytes / total, 4)
 
 
-def _names(dtypes: "set[torch.dtype]") -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+def names(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the names of types, each once."""
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 
 def _found_mesh(trainer: "Trainer") -> dict[str, int]:
@@ -245,10 +228,8 @@ def _found_mesh(trainer: "Trainer") -> dict[str, int]:
     return {name: size for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1}
 
 
-def _reshards(model: "Module") -> bool:
+def _reshards(model: Module) -> bool:
     """Return whether decoder layers reshard their weights after the forward pass."""
-    from torch.distributed.fsdp import FSDPModule
-
     layer_types = cast("Collection[str]", model._no_split_modules)
     layers = {
         group._reshard_after_forward

@@ -1,0 +1,264 @@
+"""Training of a run in one of its processes: load what the folder names, train, and save the result."""
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tunekit.data.tokenization.alignment import read_rows
+from tunekit.data.tokenization.chat import template_in_time
+from tunekit.errors import RunError
+from tunekit.methods.arguments import give_weights, settle_reference
+from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
+from tunekit.planner.plan import VARLEN, Plan, Schedule
+from tunekit.process.signals import Wishes
+from tunekit.recipe.sections.train import Optim
+from tunekit.runs.checkpoints.complete import publish_result
+from tunekit.runs.events import first_and_last
+from tunekit.runs.fingerprints import check_run_code
+from tunekit.runs.prepared_data import FILES
+from tunekit.runs.record import give_room
+from tunekit.runs.run import Run
+from tunekit.training.build_trainer import (
+    build_trainer,
+    check_upstream,
+    continued_folder,
+    fuse_as_planned,
+    load_adapted,
+    load_policy,
+    loads_bare_reference,
+)
+from tunekit.training.callbacks import (
+    Boundary,
+    EvaluationLeft,
+    Watch,
+    evaluation_is_due,
+    follow,
+    follow_layers,
+    rates,
+)
+from tunekit.training.check_head import check_head
+from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
+from tunekit.training.check_saved import check_saved
+from tunekit.training.checkpointing.restore import Carried, start_of
+from tunekit.training.checkpointing.safe_load import check_states
+from tunekit.training.checkpointing.save import Saver, result_saved
+from tunekit.training.engines import engine
+from tunekit.training.model_card import write_card
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tunekit.methods.run_trainer import RunTrainer
+
+SAMPLE_TOKENS = 64
+"""Longest answer to a sample prompt, in tokens."""
+
+
+def load_train_save(watch: Watch, wishes: Wishes) -> bool:
+    """Do all of it, and return whether it was left before its end.
+
+    Raises:
+        RunError: The plan cannot be trained by, or what runs is not what it says.
+    """
+    record, plan = watch.record, watch.plan
+    run, recipe, place, schedule = record.run, plan.recipe, record.place, plan.schedule
+    if schedule is None:
+        raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    began = time.time()
+    watch.enter("loading")
+    trainer, tokenizer = build(watch, schedule)
+    vocabulary, prompts = len(tokenizer), recipe.output.sample_prompts or []
+    sample = partial(_sample, watch, tokenizer, chat=_is_chat(run, plan))
+    start = start_of(run, place)
+    start.tell(record)
+    source = start.newest.path or start.weights
+    if source is not None:
+        check_states(source)
+    start.before_training(trainer, plan, place)
+    carried = Carried(trainer, plan, place, start.newest.path)
+    if start.newest.path is not None:
+        trainer.args.eval_on_start = evaluation_is_due(run, schedule, start.newest.step, place)
+
+    def look() -> None:
+        wishes.check()
+        start.once_placed(trainer, plan)
+        engine.after_wrapping(trainer, plan)
+        # A few small passes are no shapes to compile for.
+        with torch.compiler.set_stance("force_eager"):
+            if plan.padding_free:
+                key = "data.packing" if recipe.data.packing else "data.padding_free"
+                check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
+            if plan.attn_implementation == VARLEN:
+                error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
+                record.write("attention", message=error_bound)
+            check_head(trainer, plan, record, vocabulary=vocabulary)
+            engine.between_checks(trainer, plan)
+            if plan.reference != "none":
+                check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)
+                engine.between_checks(trainer, plan)
+            if not start.goes_on:
+                sample("before", prompts)
+        engine.before_steps(trainer, plan, goes_on=start.goes_on)
+        carried.restore()
+        watch.go_on(carried.num_tokens)
+
+    watch.before_training = look
+    saver = Saver(record, plan, watch.heart, start.best(plan))
+    saver.attach(trainer)
+    boundary = Boundary(plan, wishes, saver)
+    boundary.attach(trainer)
+    try:
+        with saver:
+            trainer.train(resume_from_checkpoint=None if start.newest.path is None else str(start.newest.path))
+        if boundary.has_ended():
+            return True
+        if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
+            trainer.evaluate()
+    except EvaluationLeft:
+        return True
+    watch.enter("saving")
+    draft = run.path / ".saving-model"
+    with result_saved(record, draft):
+        engine.save_model(trainer, plan, draft)
+        watch.on_result_saved()
+        engine.between_checks(trainer, plan)
+        with torch.compiler.set_stance("force_eager"):
+            check_saved(trainer, plan, record, draft, vocabulary=vocabulary)
+        engine.between_checks(trainer, plan)
+        for prompt in prompts:
+            if boundary.has_ended():
+                return True
+            with torch.compiler.set_stance("force_eager"):
+                sample("after", [prompt])
+        if place.is_main:
+            tokenizer.save_pretrained(draft)
+            result = _summary(watch, saver, time.time() - began)
+            write_card(run, result, draft)
+            publish_result(draft, run.model_path)
+            record.write("result", **result)
+            give_room(run)
+    record.update_status(phase="finished", exit_reason="trained to the end")
+    record.write("phase", phase="finished")
+    return False
+
+
+def build(watch: Watch, schedule: Schedule) -> "tuple[RunTrainer, PreTrainedTokenizerBase]":
+    """Load what the folder names, and build the trainer around it."""
+    record, plan = watch.record, watch.plan
+    recipe = plan.recipe
+    check_run_code(record.run)
+    check_upstream(recipe.method.type)
+    forget_overrides(recipe.train.optim)
+    tokenizer = load_tokenizer(recipe.model)
+    with engine.loading(plan):
+        device = engine.weights_device(plan, record.place)
+        model = load_adapted(plan, device=device)
+    fused = fuse_as_planned(model, plan)
+    if fused is not None:
+        record.write("fused", message=fused.words(), **fused.to_dict())
+    if plan.fp8:
+        to_float8(model)
+    if plan.torch_compile:
+        compile_layers(model)
+    # What tells of a layer would split what is compiled.
+    layers = [] if plan.torch_compile else follow_layers(model, watch.heart)
+    trainer = build_trainer(
+        record.run, plan, schedule, model=model, tokenizer=tokenizer, callbacks=[watch], place=record.place
+    )
+    if loads_bare_reference(plan):
+        give_weights(trainer.ref_model, load_policy(plan, device="cpu"))
+    keep_trained_in_float32(trainer.model)
+    settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
+    engine.before_wrapping(trainer, plan)
+    follow(trainer, watch.heart, layers)
+    watch.trainer = trainer
+    if num_trained(trainer.model) != plan.num_trainable_params:
+        record.write(
+            "warning",
+            message=f"{num_trained(trainer.model):,} parameters are trained, "
+            f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
+        )
+    return trainer, tokenizer
+
+
+def _is_chat(run: Run, plan: Plan) -> bool:
+    """Return whether a prompt is a user's turn of a conversation, rather than a text to complete."""
+    if plan.data.format in ("preference", "unpaired_preference", "prompts"):
+        return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
+    return plan.data.format == "messages"
+
+
+def forget_overrides(optim: Optim) -> None:
+    """Make bitsandbytes forget what it was told of the tensors of an earlier run in this process.
+
+    It keeps states of embeddings in 32 bits because transformers asks for it, and remembers them by their place in the
+    optimizer, where another run has another tensor (bitsandbytes 0.50, `GlobalOptimManager.index2config`).
+    """
+    if optim.endswith("8bit"):
+        from bitsandbytes.optim import GlobalOptimManager
+
+        GlobalOptimManager.get_instance().initialize()
+
+
+def _sample(watch: Watch, tokenizer: "PreTrainedTokenizerBase", when: str, prompts: list[str], *, chat: bool) -> None:
+    """Answer the prompts greedily."""
+    model = watch.trainer.model
+    was_training = model.training
+    model.eval()
+    for prompt in prompts:
+        text = prompt
+        if chat:
+            turn = [{"role": "user", "content": prompt}]
+            with template_in_time("output.sample_prompts"):
+                text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).to(model.device)
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=SAMPLE_TOKENS,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        watch.record.write("sample", when=when, prompt=prompt, answer=answer.strip())
+    model.train(was_training)
+
+
+def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
+    """Return the summary of a run for the user and for later plans."""
+    run, plan = watch.record.run, watch.plan
+    events = run.events()
+    losses = [event["loss"] for event in events if event["event"] == "log"]
+    evals = [event["eval_loss"] for event in events if event["event"] == "eval"]
+    ranks, timing = watch.ranks.reports, watch.timing
+    step_seconds = max(rank["step_seconds"] for rank in ranks)
+    most = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
+    return {
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "first_eval_loss": evals[0] if evals else None,
+        "eval_loss": evals[-1] if evals else None,
+        "num_tokens": watch.num_tokens,
+        **rates(plan, watch.num_tokens - watch.num_tokens_before, step_seconds),
+        "step_seconds": step_seconds,
+        "optimizer_seconds": timing.optimizer_seconds,
+        "data_seconds": timing.data_seconds,
+        "generation_seconds": timing.generation_seconds if timing.generates else None,
+        "evaluation_seconds": timing.evaluation_seconds,
+        "saving_seconds": timing.saving_seconds,
+        "checkpoints": saver.summary(),
+        "seconds": seconds,
+        "peak_memory_bytes": most["peak_memory_bytes"],
+        "peak_allocated_bytes": most["peak_allocated_bytes"],
+        "peak_reserved_bytes": most["peak_reserved_bytes"],
+        "ranks": ranks,
+        "measures": first_and_last(events),
+        "held_bytes": watch.held,
+        "planned_memory_bytes": plan.memory.total_bytes,
+        "model": str(run.model_path),
+        "comes_from": None if plan.origin is None else plan.origin.chain,
+    }
