@@ -23,10 +23,11 @@ from tunekit.data.formats.messages import (
     unweighted,
     with_system,
 )
-from tunekit.data.formats.preferences import best_and_worst, pair, rated
+from tunekit.data.formats.preferences import best_and_worst, check_alike, pair, rated
 from tunekit.data.formats.row_formats import (
     COLUMNS,
     OPTIONAL_COLUMNS,
+    TABLES,
     BadRow,
     Format,
     Row,
@@ -34,20 +35,12 @@ from tunekit.data.formats.row_formats import (
     described,
     listed,
     misspelt,
+    of_type,
 )
 from tunekit.data.formats.tokens import check_tokens
 from tunekit.recipe.sections.data import SourceFormat
 
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
+SPEAKERS: dict[str, str] = TABLES["speakers"]
 """The role that a speaker of a ShareGPT conversation has, where its name is another one."""
 
 ASKING = ("messages", "conversations", "prompt", "instruction", "text")
@@ -88,22 +81,26 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     Raises:
         BadRow: The row is not one of this format.
     """
-    if not isinstance(value, dict):
-        raise BadRow(f"a row must be an object, got {described(value)}")
-    check_columns(list(value), format)
-    check_no_media(value)
+    columns = of_type(value, dict, "a row must be an object")
+    check_columns(list(columns), format)
+    check_no_media(columns)
     if format in _MASKED:
-        check_no_mask(value, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
-    row = _converted(value, format, findings)
+        check_no_mask(columns, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+    row = _converted(columns, format, findings)
     if format in ("text", "tokens", "alpaca"):
         return row
-    tools = tools_of(value.get("tools"))
-    if not tools:
-        return row
-    if isinstance(row.get("prompt"), str):
+    with_tools = _with_tools(row, columns)
+    if "tools" in with_tools:
+        findings.columns.add("tools")
+    return with_tools
+
+
+def _with_tools(row: Row, columns: Row) -> Row:
+    """A row with the tools that stand beside it, if any."""
+    tools = tools_of(columns.get("tools"))
+    if tools and isinstance(row.get("prompt"), str):
         raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
-    findings.columns.add("tools")
-    return {**row, "tools": tools}
+    return {**row, "tools": tools} if tools else row
 
 
 def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
@@ -133,7 +130,7 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
             assert_never(format)
 
 
-def asked_in(value: object) -> Row:
+def asked_in(entry: object) -> Row:
     """Return the prompt of a row: `prompt`, a text or a conversation, and its `tools`, if any.
 
     An answer at the end of a conversation is left out. So rows to train on are rows to ask, too.
@@ -141,8 +138,7 @@ def asked_in(value: object) -> Row:
     Raises:
         BadRow: The row asks nothing.
     """
-    if not isinstance(value, dict):
-        raise BadRow(f"a row must be an object, got {described(value)}")
+    value = of_type(entry, dict, "a row must be an object")
     check_no_media(value)
     findings = Findings()
     question: str | list[Row]
@@ -163,10 +159,7 @@ def asked_in(value: object) -> Row:
     else:
         near = misspelt(list(value), ASKING)
         raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
-    tools = tools_of(value.get("tools"))
-    if tools and isinstance(question, str):
-        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
-    return {"prompt": question, **({"tools": tools} if tools else {})}
+    return _with_tools({"prompt": question}, value)
 
 
 def _unanswered(messages: list[Row], where: str) -> list[Row]:
@@ -210,23 +203,19 @@ def _turns(entries: object, where: str, findings: Findings) -> object:
     return [_turn(entry, f"{where}[{i}]", findings) for i, entry in enumerate(entries)]
 
 
-def _turn(entry: object, where: str, findings: Findings) -> object:
+def _turn(value: object, where: str, findings: Findings) -> object:
     """One entry as {role, content}; an entry that has these already keeps them."""
-    if not isinstance(entry, dict):
-        raise BadRow(f"{where} must be an object {{from, value}}, got {described(entry)}")
+    entry = of_type(value, dict, f"{where} must be an object {{from, value}}")
     if "from" not in entry and "role" in entry:
         return entry
     for key in ("from", "value"):
         if key not in entry:
             raise BadRow(f"{where} has no {key}")
-    speaker, content = entry["from"], entry["value"]
-    if not isinstance(speaker, str):
-        raise BadRow(f"{where}.from must be a string, got {described(speaker)}")
+    speaker, content = of_type(entry["from"], str, f"{where}.from must be a string"), entry["value"]
     role = SPEAKERS.get(speaker.lower(), speaker)
     if role not in ROLES:
         raise BadRow(f"{where}.from: unknown speaker {speaker[:40]!r}; known are {listed([*ROLES, *SPEAKERS])}")
-    if not isinstance(content, str):
-        raise BadRow(f"{where}.value must be a string, got {described(content)}")
+    of_type(content, str, f"{where}.value must be a string")
     if {"role", "content"} & entry.keys():
         raise BadRow(f"{where} has both from and role, or value and content; only one of them can be meant")
     findings.speakers.setdefault(speaker, role)
@@ -261,11 +250,10 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
     pairs = row.get("history")
     if not pairs:
         return []
-    if not isinstance(pairs, list):
-        raise BadRow(f"history must be a list of [question, answer], got {described(pairs)}")
+    entries = of_type(pairs, list, "history must be a list of [question, answer]")
     findings.columns.add("history")
     turns = []
-    for i, entry in enumerate(pairs):
+    for i, entry in enumerate(entries):
         if not isinstance(entry, list) or len(entry) != 2:
             what = f"a list of {len(entry)}" if isinstance(entry, list) else described(entry)
             raise BadRow(f"history[{i}] must be a list [question, answer], got {what}")
@@ -276,9 +264,7 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
 def _optional_text(row: Row, column: str, findings: Findings) -> str:
     """Return the text of a column that a row may leave empty."""
     value = row.get(column)
-    if value is None or value == "":
-        return ""
-    if isinstance(value, str) and not value.strip():
+    if value is None or (isinstance(value, str) and not value.strip()):
         return ""
     findings.columns.add(column)
     return text(value, column)
@@ -286,15 +272,10 @@ def _optional_text(row: Row, column: str, findings: Findings) -> str:
 
 def _prompt_completion(asked: object, completion: object) -> Row:
     """Both plain text, or both lists of messages: the two shapes that TRL knows."""
-    if isinstance(asked, list) != isinstance(completion, list):
-        raise BadRow(
-            "prompt and completion must both be strings or both be lists of messages, "
-            f"got {described(asked)} and {described(completion)}"
-        )
+    check_alike("prompt", asked, "completion", completion)
     question = prompt(asked, move="move that turn to completion")
-    if isinstance(completion, list):
-        return {"prompt": question, "completion": conversation(completion, "completion")}
-    return {"prompt": question, "completion": text(completion, "completion")}
+    check = conversation if isinstance(completion, list) else text
+    return {"prompt": question, "completion": check(completion, "completion")}
 
 
 def _preference(row: Row, findings: Findings) -> Row:

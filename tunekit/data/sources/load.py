@@ -28,7 +28,6 @@ from tunekit.data.formats.row_formats import (
     counted,
     listed,
     missing_columns,
-    name_in_file,
     recognise,
     renamed,
 )
@@ -414,7 +413,7 @@ class Reader:
 
     def _note_columns(self, columns: tuple[str, ...], format: SourceFormat) -> list[str]:
         """Those of the columns that are read, by their names in the file; the others are noted."""
-        named = (name_in_file(column, self._columns) for column in (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+        named = (self._columns.get(column, column) for column in (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
         read = [column for column in named if column in columns]
         unread = [column for column in columns if column not in read]
         if format == "prompts":
@@ -451,7 +450,7 @@ class Reader:
             left_out = f", which leaves out {self._num_left_out:,}" if self._num_left_out else ""
             note += f", made by {self._function}{left_out}"
         sentence = conversion(format, self._findings)
-        columns = [name_in_file(column, self._columns) for column in COLUMNS[format]]
+        columns = [self._columns.get(column, column) for column in COLUMNS[format]]
         if sentence:
             note += f": {sentence}"
         elif self._recognised:

@@ -244,12 +244,19 @@ class Places:
     number: "np.ndarray"
 
     @classmethod
-    def of(cls, sources: Sequence[Rows], source: "np.ndarray", index: "np.ndarray") -> Self:
-        """The places of rows of some sources.
+    def of(
+        cls,
+        sources: Sequence[Rows],
+        rows_of: "Sequence[np.ndarray | Sequence[int]]",
+        source: "np.ndarray",
+        index: "np.ndarray",
+    ) -> Self:
+        """The places of the rows that sequences of some sources were made of.
 
         Args:
             sources: The sources.
-            source: Which of them each row is from.
+            rows_of: For each source, the index of the row that each of its sequences was made of.
+            source: Which of the sources each sequence is from.
             index: Its index there.
         """
         import numpy as np
@@ -260,10 +267,11 @@ class Places:
         number = np.empty(len(index), dtype=np.int32)
         for position, rows in enumerate(sources):
             here = source == position
+            row = np.asarray(rows_of[position])[index[here]]
             parts = rows.parts or (Part(0, rows.source),)
             firsts = np.array([part.first for part in parts])
-            file[here] = len(files) + np.searchsorted(firsts, index[here], side="right") - 1
-            number[here] = np.asarray(rows.numbers)[index[here]]
+            file[here] = len(files) + np.searchsorted(firsts, row, side="right") - 1
+            number[here] = np.asarray(rows.numbers)[row]
             files += [part.name for part in parts]
             units += [rows.unit] * len(parts)
         return cls(tuple(files), tuple(units), file, number)

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, function_names
 from tunekit.data.formats.row_formats import Row
+from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -559,14 +560,6 @@ def in_loss(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
             k += 1
         counts.append(k < len(spans) and max(end, start + 1) > spans[k][0])
     return counts
-
-
-def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return how many items two sequences (characters, tokens) share at their start."""
-    for i, (left, other) in enumerate(zip(first, second, strict=False)):
-        if left != other:
-            return i
-    return min(len(first), len(second))
 
 
 def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:

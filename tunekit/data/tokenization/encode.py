@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.packing.sequences import IGNORED
+from tunekit.data.packing.sequences import IGNORED, common_prefix_length
 from tunekit.data.sources.rows import Rows
-from tunekit.data.tokenization.chat import ChatRenderer, Rendered, common_prefix_length, in_loss, offsets_of
+from tunekit.data.tokenization.chat import ChatRenderer, Rendered, in_loss, offsets_of
 from tunekit.data.tokenization.fast_bpe import word_encoder
 from tunekit.errors import DataError
 
