@@ -1,4 +1,4 @@
-"""Rows as they were read, checked and made into rows that a method can learn from.
+"""Rows of other tools and other shapes, checked and made into rows that a method can learn from.
 
 ShareGPT keeps a conversation in `conversations`, with `from` and `value` for who speaks and what. Alpaca keeps one
 question and its answer in columns; it becomes a conversation too, so that the model's chat template writes it. A
@@ -7,47 +7,36 @@ is refused.
 """
 
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from tunekit.data.formats.messages import (
     ROLES,
-    check_no_mask,
     check_no_media,
     conversation,
     function_call,
     plain,
     prompt,
     text,
-    tools_of,
     turns,
     unweighted,
     with_system,
+    with_tools,
 )
-from tunekit.data.formats.preferences import best_and_worst, check_alike, pair, rated
+from tunekit.data.formats.preferences import check_alike, pair
 from tunekit.data.formats.row_formats import (
-    COLUMNS,
-    OPTIONAL_COLUMNS,
     TABLES,
     BadRow,
-    Format,
     Row,
-    check_columns,
     described,
     listed,
     misspelt,
     of_type,
 )
-from tunekit.data.formats.tokens import check_tokens
-from tunekit.recipe.sections.data import SourceFormat
 
 SPEAKERS: dict[str, str] = TABLES["speakers"]
 """The role that a speaker of a ShareGPT conversation has, where its name is another one."""
 
 ASKING = ("messages", "conversations", "prompt", "instruction", "text")
 """Columns of which one holds what is asked."""
-
-_MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
-"""Formats of which some tokens count in the loss and others do not, so that a column could say which."""
 
 
 @dataclass
@@ -59,75 +48,6 @@ class Findings:
     """Optional columns that held something."""
     implicit_prompts: bool = False
     """Some pair has its prompt in both answers, not in a column."""
-
-
-def check_row(value: object, format: Format) -> Row:
-    """Check one row that has a shape which can be learned from, and keep the columns of its format.
-
-    Raises:
-        BadRow: The row is not one of this format.
-    """
-    return convert_row(value, format, Findings())
-
-
-def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
-    """Check one row and make it a row that can be learned from.
-
-    Args:
-        value: The row as it was read.
-        format: The format that the source has.
-        findings: What was found in the rows so far; this row's is added.
-
-    Raises:
-        BadRow: The row is not one of this format.
-    """
-    columns = of_type(value, dict, "a row must be an object")
-    check_columns(list(columns), format)
-    check_no_media(columns)
-    if format in _MASKED:
-        check_no_mask(columns, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
-    row = _converted(columns, format, findings)
-    if format in ("text", "tokens", "alpaca"):
-        return row
-    with_tools = _with_tools(row, columns)
-    if "tools" in with_tools:
-        findings.columns.add("tools")
-    return with_tools
-
-
-def _with_tools(row: Row, columns: Row) -> Row:
-    """A row with the tools that stand beside it, if any."""
-    tools = tools_of(columns.get("tools"))
-    if tools and isinstance(row.get("prompt"), str):
-        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
-    return {**row, "tools": tools} if tools else row
-
-
-def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
-    """Convert a row, without its tools."""
-    match format:
-        case "messages":
-            return {"messages": conversation(row["messages"], "messages")}
-        case "sharegpt":
-            return _sharegpt(row, findings)
-        case "alpaca":
-            return _alpaca(row, findings)
-        case "prompt_completion":
-            return _prompt_completion(row["prompt"], row["completion"])
-        case "text":
-            return {"text": text(row["text"], "text")}
-        case "tokens":
-            return check_tokens(row)
-        case "preference":
-            return _preference(row, findings)
-        case "ranking":
-            return best_and_worst(row)
-        case "unpaired_preference":
-            return rated(row)
-        case "prompts":
-            return _prompt_with_references(row)
-        case _:
-            assert_never(format)
 
 
 def asked_in(entry: object) -> Row:
@@ -153,13 +73,13 @@ def asked_in(entry: object) -> Row:
     elif "instruction" in value:
         question = _instruction(value, findings)
     elif "chosen" in value and "rejected" in value:
-        question = _preference(value, findings)["prompt"]
+        question = preference(value, findings)["prompt"]
     elif "text" in value:
         question = text(value["text"], "text")
     else:
         near = misspelt(list(value), ASKING)
         raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
-    return _with_tools({"prompt": question}, value)
+    return with_tools({"prompt": question}, value)
 
 
 def _unanswered(messages: list[Row], where: str) -> list[Row]:
@@ -171,28 +91,8 @@ def _unanswered(messages: list[Row], where: str) -> list[Row]:
     return unweighted(messages)
 
 
-def conversion(format: SourceFormat, findings: Findings) -> str:
-    """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
-    if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
-        sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
-        renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
-        sentence += f" ({', '.join(renamed)})" if renamed else ""
-    elif format == "alpaca":
-        sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
-        sentence += ", output -> assistant"
-        sentence += ", history -> earlier turns" if "history" in findings.columns else ""
-    elif format == "preference" and findings.implicit_prompts:
-        sentence = "what chosen and rejected begin with -> prompt"
-    elif format == "ranking":
-        sentence = (
-            "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
-        )
-    else:
-        return ""
-    return sentence + (", system -> system" if "system" in findings.columns else "")
-
-
-def _sharegpt(row: Row, findings: Findings) -> Row:
+def sharegpt(row: Row, findings: Findings) -> Row:
+    """The conversation of a ShareGPT row."""
     messages = conversation(_turns(row["conversations"], "conversations", findings), "conversations")
     return {"messages": with_system(messages, _optional_text(row, "system", findings))}
 
@@ -225,7 +125,8 @@ def _turn(value: object, where: str, findings: Findings) -> object:
     return {"role": role, "content": content, **extra}
 
 
-def _alpaca(row: Row, findings: Findings) -> Row:
+def alpaca(row: Row, findings: Findings) -> Row:
+    """An Alpaca row as a conversation."""
     question = _instruction(row, findings)
     return {"messages": [*question, {"role": "assistant", "content": text(row["output"], "output")}]}
 
@@ -270,7 +171,7 @@ def _optional_text(row: Row, column: str, findings: Findings) -> str:
     return text(value, column)
 
 
-def _prompt_completion(asked: object, completion: object) -> Row:
+def prompt_completion(asked: object, completion: object) -> Row:
     """Both plain text, or both lists of messages: the two shapes that TRL knows."""
     check_alike("prompt", asked, "completion", completion)
     question = prompt(asked, move="move that turn to completion")
@@ -278,7 +179,7 @@ def _prompt_completion(asked: object, completion: object) -> Row:
     return {"prompt": question, "completion": check(completion, "completion")}
 
 
-def _preference(row: Row, findings: Findings) -> Row:
+def preference(row: Row, findings: Findings) -> Row:
     """A pair: its prompt in a column, in both answers, or as LLaMA-Factory writes it in `conversations`."""
     question, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if row.get("conversations") is not None:
@@ -305,7 +206,7 @@ def _one_or_more(said: object, where: str, findings: Findings) -> object:
     return _turns([said] if isinstance(said, dict) else said, where, findings)
 
 
-def _prompt_with_references(row: Row) -> Row:
+def prompt_with_references(row: Row) -> Row:
     """A prompt, and all that stands beside it for the rewards to look at."""
     references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
     for column, value in references.items():

@@ -515,6 +515,18 @@ def tools_of(value: object) -> list[Row]:
     return tools
 
 
+def with_tools(row: Row, columns: Row) -> Row:
+    """A row with the tools that stand among its columns, if any.
+
+    Raises:
+        BadRow: They are no tools, or stand beside a text.
+    """
+    tools = tools_of(columns.get("tools"))
+    if tools and isinstance(row.get("prompt"), str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    return {**row, "tools": tools} if tools else row
+
+
 def plain(value: object, where: str) -> None:
     """Check that a value can be written as JSON."""
     # What only the chat template reads may be of any shape, but not of any type: Parquet can hold dates and bytes.

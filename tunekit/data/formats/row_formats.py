@@ -20,6 +20,7 @@ our names gives way to the column that is read as it.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,10 +36,16 @@ Format = Literal["messages", "prompt_completion", "text", "tokens", "preference"
 Row = dict[str, Any]
 """One valid row: the columns of its format and no others, but that `prompts` keep all."""
 
-TABLES: dict[str, Any] = yaml.load(
-    Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"),
-    yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader,
-)
+
+@cache
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a data file of this package."""
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    tables: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), loader)
+    return tables
+
+
+TABLES = read_tables(Path(__file__).with_name("formats.yaml"))
 """Tables of `formats.yaml`."""
 
 _FORMATS: dict[SourceFormat, dict[str, Any]] = TABLES["formats"]

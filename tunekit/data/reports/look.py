@@ -16,10 +16,9 @@ from typing import Any, BinaryIO, Literal
 from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, Learner, check_mapping, shortened
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, File, Record, Table, opened
-from tunekit.data.sources.find_files import find_files
-from tunekit.data.sources.load import Reader
-from tunekit.data.sources.remote import shown
-from tunekit.data.sources.rows import Rows, Skipped
+from tunekit.data.sources.load import find_files
+from tunekit.data.sources.reader import Reader
+from tunekit.data.sources.rows import Rows, Skipped, shown
 from tunekit.errors import DataError, TunekitError
 from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 
@@ -118,7 +117,7 @@ def look_at(
         DataError: The source cannot be found.
     """
     check_mapping(source.columns)
-    reader = Reader(shown(source.path), source.key, source.format, source.columns, _ALL, learner)
+    reader = Reader(source, _ALL, learner)
     gate = _Gate(num_records)
     problem: TunekitError | None = None
     kinds: list[str] = []
@@ -133,7 +132,7 @@ def look_at(
         if not kinds:
             raise
         problem = error
-    content = reader.so_far(num_files=len(kinds), is_text=kinds[-1:] == [".txt"])
+    content = reader.so_far(is_text=kinds[-1:] == [".txt"])
     format = reader.format
     return Look(
         format=format,

@@ -19,6 +19,7 @@ one of the known formats, or None to leave the row out. What it returns must be 
 import hashlib
 import json
 import os
+import re
 import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
@@ -36,6 +37,36 @@ from tunekit.recipe.sections.data import LossOn, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+WEB = ("http", "https")
+"""Protocols of the web."""
+
+
+def is_url(name: str) -> bool:
+    """Return whether a source is named by a URL."""
+    return _URL.match(name) is not None
+
+
+def protocol_of(url: str) -> str:
+    """The protocol of a URL, in small letters."""
+    return url.partition("://")[0].lower()
+
+
+def without_user(url: str) -> str:
+    """A URL without the user and the password in it; any other name as it is."""
+    protocol, _, remainder = url.partition("://")
+    if not is_url(url) or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
+        return url
+    host, slash, path = remainder.partition("/")
+    return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def shown(url: str) -> str:
+    """A URL as messages name it: without user, password and query; any other name as it is."""
+    named = without_user(url)
+    return re.split(r"[?#]", named, maxsplit=1)[0] if protocol_of(url) in WEB else named
 
 
 IN_MEMORY_BYTES = 32 * 2**20
