@@ -14,7 +14,7 @@ from tunekit.data.formats.convert import Findings
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.data.sources.reader import convert_row
-from tunekit.data.tokenization.chat import ChatRenderer
+from tunekit.data.tokenization.render import ChatRenderer
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.formats.row_formats import read_tables
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import template_in_time
 
@@ -25,22 +26,7 @@ if TYPE_CHECKING:
 
 MODELFILE = "Modelfile"
 
-IMPORTED = (
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "Ministral3ForCausalLM",
-    "Mistral3ForConditionalGeneration",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "CohereForCausalLM",
-    "GptOssForCausalLM",
-)
-"""Architectures whose safetensors Ollama imports (its `convert/convert.go`); the others it takes as GGUF."""
+_TABLES = Path(__file__).with_name("ollama.yaml")
 
 Conversation = Sequence[tuple[str, str]]
 """Messages as role and content."""
@@ -129,7 +115,7 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
         lines += [f"# {note}" for note in notes]
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in _stops(folder, tokenizer)]
     architecture = _read(folder / "config.json").get("architectures", [""])[0]
-    if weights == "." and architecture not in IMPORTED:
+    if weights == "." and architecture not in read_tables(_TABLES)["imported"]:
         notes.append(f"Ollama imports no {architecture} from safetensors: give --gguf too if it is for Ollama")
     return "\n".join(lines) + "\n", notes
 

@@ -401,7 +401,7 @@ def turns(value: object, where: str) -> list[Row]:
     return [_message(entry, f"{where}[{i}]") for i, entry in enumerate(messages)]
 
 
-def unweighted(messages: list[Row]) -> list[Row]:
+def unweighted(messages: Sequence[Row]) -> list[Row]:
     """Messages of which none or all count, so that a weight says nothing."""
     return [{key: content for key, content in message.items() if key != "weight"} for message in messages]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, Learner, check_mapping, shortened
 from tunekit.data.sources import hub
@@ -235,9 +235,7 @@ class _Start:
         return self.file.name
 
     def open(self) -> BinaryIO:
-        lines: Any = _Lines(opened(self.file), self.name, None if self.suffix == ".json" else self.gate)
-        binary: BinaryIO = lines
-        return binary
+        return cast(BinaryIO, _Lines(opened(self.file), self.name, None if self.suffix == ".json" else self.gate))
 
 
 class _Lines(io.BufferedReader):
@@ -252,16 +250,9 @@ class _Lines(io.BufferedReader):
     """
 
     def __init__(self, raw: BinaryIO, name: str, gate: _Gate | None) -> None:
-        binary: Any = raw
-        super().__init__(binary)
+        super().__init__(cast(Any, raw))
         self._name, self._gate = name, gate
         self._number, self._left = 0, LOOK_BYTES
-
-    def __next__(self) -> bytes:
-        line = self.readline()
-        if not line:
-            raise StopIteration
-        return line
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """Return the next line, whatever size is asked for; nothing where the file has been read far enough."""

@@ -6,6 +6,7 @@ The measuring behind the report of rows of answers and of prompts, which TRL tok
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
@@ -37,7 +38,6 @@ NUM_BINS = 12
 ROLES = ("bos", "eos", "pad", "unk")
 """Special tokens that are shown even where no row has them."""
 
-_STEPS = (1, 2, 5)
 _PIECE_TOKENS = 8
 _PASS_SEQUENCES = 4096
 
@@ -165,7 +165,8 @@ def histogram(ordered: Sequence[int], max_length: int) -> tuple[Bin, ...]:
     """
     longest, usual = ordered[-1], quantile(ordered, 0.95)
     top = longest if longest <= 3 * usual else 2 * usual
-    step = next(s for s in _steps() if s * NUM_BINS >= top)
+    scales = (step * 10**power for power in count() for step in (1, 2, 5))
+    step = next(scale for scale in scales if scale * NUM_BINS >= top)
     edges = set(range(step, top + step, step)) | {max_length}
     edges = {edge for edge in edges if edge < longest} | {min(edge for edge in edges | {longest} if edge >= longest)}
     bins: list[Bin] = []
@@ -232,13 +233,6 @@ def _place(sources: Sequence[Rows], index: int) -> str:
             return rows.place(index)
         index -= len(rows)
     raise IndexError(index)
-
-
-def _steps() -> Iterator[int]:
-    scale = 1
-    while True:
-        yield from (scale * step for step in _STEPS)
-        scale *= 10
 
 
 def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") -> Iterator[SpecialToken]:

@@ -8,14 +8,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Literal, assert_never, cast
 
-from tunekit.data.formats.convert import (
-    Findings,
-    alpaca,
-    preference,
-    prompt_completion,
-    prompt_with_references,
-    sharegpt,
-)
+from tunekit.data.formats import convert, preferences
+from tunekit.data.formats.convert import Findings
 from tunekit.data.formats.messages import (
     HoldsMediaError,
     check_no_mask,
@@ -26,7 +20,6 @@ from tunekit.data.formats.messages import (
     text,
     with_tools,
 )
-from tunekit.data.formats.preferences import best_and_worst, rated
 from tunekit.data.formats.row_formats import (
     BECOMES,
     COLUMNS,
@@ -89,23 +82,23 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
         case "messages":
             return {"messages": conversation(row["messages"], "messages")}
         case "sharegpt":
-            return sharegpt(row, findings)
+            return convert.sharegpt(row, findings)
         case "alpaca":
-            return alpaca(row, findings)
+            return convert.alpaca(row, findings)
         case "prompt_completion":
-            return prompt_completion(row["prompt"], row["completion"])
+            return convert.prompt_completion(row["prompt"], row["completion"])
         case "text":
             return {"text": text(row["text"], "text")}
         case "tokens":
             return check_tokens(row)
         case "preference":
-            return preference(row, findings)
+            return convert.preference(row, findings)
         case "ranking":
-            return best_and_worst(row)
+            return preferences.best_and_worst(row)
         case "unpaired_preference":
-            return rated(row)
+            return preferences.rated(row)
         case "prompts":
-            return prompt_with_references(row)
+            return convert.prompt_with_references(row)
         case _:
             assert_never(format)
 

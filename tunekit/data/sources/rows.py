@@ -313,12 +313,8 @@ class Places:
         import numpy as np
 
         with np.load(path) as archive:
-            return cls(
-                tuple(archive["files"].tolist()),
-                tuple(archive["units"].tolist()),
-                archive["in_file"],
-                archive["number"],
-            )
+            files, units = (tuple(archive[name].tolist()) for name in ("files", "units"))
+            return cls(files, units, archive["in_file"], archive["number"])
 
     def save(self, path: Path) -> None:
         """Write them to an `.npz` file."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tunekit.data.formats.messages import check_calls_written
+from tunekit.data.formats.messages import check_calls_written, tools_of
 from tunekit.data.formats.row_formats import Format, Row, counted
 from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
@@ -265,24 +265,40 @@ def tokens_of(
 ) -> tuple[int, list[Sequence[int]]]:
     """Return the number of tokens of the prompt, and the tokens of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
+    prompt_ids = prompt_tokens(row, tokenizer, "a row")
     if isinstance(prompt, list):
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-
-        def ids(messages: list[Row], **how: Any) -> Sequence[int]:
-            with template_in_time("a row"):
-                encoded = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
-            token_ids: Sequence[int] = encoded["input_ids"]
-            return token_ids
-
-        prompt_ids = ids(prompt, add_generation_prompt=True)
-        whole = [ids([*prompt, *answer]) for answer in answers]
+        whole = [_chat_tokens([*prompt, *answer], row, tokenizer, "a row") for answer in answers]
     else:
-        prompt_ids = tokenizer(prompt)["input_ids"]
         end = tokenizer.eos_token or ""
         whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
     shared = min((common_prefix_length(prompt_ids, answer_ids) for answer_ids in whole), default=len(prompt_ids))
     return shared, whole
+
+
+def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase", place: str) -> Sequence[int]:
+    """The tokens of a prompt by itself, as TRL makes them."""
+    if isinstance(row["prompt"], list):
+        return _chat_tokens(row["prompt"], row, tokenizer, place, add_generation_prompt=True)
+    return cast(Sequence[int], tokenizer(row["prompt"])["input_ids"])
+
+
+def _chat_tokens(
+    messages: list[Row],
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    place: str,
+    *,
+    add_generation_prompt: bool = False,
+) -> Sequence[int]:
+    with template_in_time(place):
+        encoded: Any = tokenizer.apply_chat_template(
+            messages,
+            tools=tools_of(row.get("tools")) or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=True,
+        )
+    return cast(Sequence[int], encoded["input_ids"])
 
 
 def check_calls(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase", place: str) -> None:
@@ -294,8 +310,7 @@ def check_calls(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenize
     prompt = row["prompt"]
     if not isinstance(prompt, list):
         return
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = cast(Any, tools_of(row.get("tools")) or None)
 
     def render(messages: list[Row]) -> str:
         return cast(str, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
