@@ -96,7 +96,7 @@ def prepare_with_tunekit(path: Path, length: int) -> tuple[Any, float, PeakMemor
     from tunekit.data.prepare import prepare_rows, tokens_of
     from tunekit.data.sources.load import load_rows
     from tunekit.models.load import load_tokenizer
-    from tunekit.recipe.sections.data import DataSource
+    from tunekit.recipe.sections.data import DataSection
     from tunekit.recipe.sections.model import ModelSection
 
     tokenizer = load_tokenizer(ModelSection(path="pico"))
@@ -108,7 +108,7 @@ def prepare_with_tunekit(path: Path, length: int) -> tuple[Any, float, PeakMemor
         os.environ["XDG_CACHE_HOME"] = folder
         with PeakMemory() as memory:
             start = time.perf_counter()
-            rows = load_rows(DataSource(path=str(path)), key="data.train", format="auto", default_split="train")
+            rows = load_rows(DataSection(train=str(path)).sources[0], default_split="train")
             tokens = tokens_of(rows, tokenizer, max_length=length)
             packed = prepare_rows([tokens], Mixing(), max_length=length, packing=True).dataset()
             seconds = time.perf_counter() - start

@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tunekit.data.formats.convert import Findings
+from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.sources.reader import convert_row
 from tunekit.recipe.methods import METHODS
+
+
+def check_row(value: object, format: Format) -> Row:
+    """Check a row that has a shape which can be learned from, and keep the columns of its format."""
+    return convert_row(value, format, Findings())
 
 
 def _said(role: str, text: str) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from tunekit.data import prepare as preparing
 from tunekit.data.packing.sequences import Mixing
 from tunekit.data.prepare import prepare_rows, read_dataset, tokens_of
 from tunekit.data.sources.load import load_rows
-from tunekit.recipe.sections.data import DataSource
+from tunekit.recipe.sections.data import DataSection
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def rows(path="rows.jsonl"):
-    return load_rows(DataSource(path=path), key="data.train", format="auto", default_split="train")
+    return load_rows(DataSection(train=path).sources[0], default_split="train")
 
 
 EVERYTHING = Mixing()

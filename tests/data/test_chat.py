@@ -9,7 +9,7 @@ from tests.data.test_tokenize import chat, learned, rows
 from tests.data.tokenised import tokenised
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
 from tunekit.data.formats.row_formats import Row
-from tunekit.data.tokenization.chat import ChatRenderer, Rendered
+from tunekit.data.tokenization.render import ChatRenderer, Rendered
 from tunekit.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("both_ways")

@@ -15,7 +15,7 @@ from trl import get_training_chat_template
 
 from tests.data.tokenised import Tokenised, tokenised
 from tests.data.tokenizers import CHATML, byte_tokenizer
-from tunekit.data.formats.convert import check_row
+from tests.rows import check_row
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.recipe.sections.data import LossOn
 

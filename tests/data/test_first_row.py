@@ -11,7 +11,7 @@ from tests.tiny import make_tokenizer, save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows
-from tunekit.data.tokenization.tokenize import check_first_rows
+from tunekit.data.tokenization.chat import check_first_rows
 from tunekit.errors import DataError
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tunekit.data.formats.convert import asked_in, check_row
+from tests.rows import check_row
+from tunekit.data.formats.convert import asked_in
 from tunekit.data.formats.row_formats import BadRow, Learner
 from tunekit.data.reports.look import look_at
 from tunekit.data.sources.hub import open_dataset, open_stream

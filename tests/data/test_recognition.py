@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, recognise
+from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, TABLES, BadRow, Format, recognise
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts
@@ -27,6 +27,17 @@ ROWS: dict[str, dict] = {
     "prompts": {"prompt": "hi", "answer": "ho"},
 }
 """One good row of every format."""
+
+
+def test_the_tables_of_formats_name_each_format_and_no_other():
+    sources, learned = set(typing.get_args(SourceFormat)), set(typing.get_args(Format))
+    assert set(COLUMNS) == sources
+    assert set(BECOMES.values()) == learned
+    assert set(TABLES["as_completions"]) <= sources
+    assert {format for one, others in TABLES["other_method"].items() for format in (one, *others)} <= learned
+    known = {name for names in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in names}
+    assert {name for pair in TABLES["partners"] for name in pair} <= known
+
 
 WINNERS = {
     **{frozenset({"prompts", other}): other for other in COLUMNS if other != "prompts"},

@@ -14,7 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.data.servers import PASSWORD, USER, web_server
 from tests.processes import own_port
 from tunekit.data.sources.load import load_data
-from tunekit.data.sources.remote import clear_downloads, downloads_root, is_url, list_downloads, shown, without_user
+from tunekit.data.sources.remote import clear_downloads, downloads_root, list_downloads
+from tunekit.data.sources.rows import is_url, shown, without_user
 from tunekit.errors import DataError, DependencyError
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.prepared_data import record
@@ -365,7 +366,7 @@ def test_a_url_is_told_without_what_opens_it(url, without, named):
 LOOK = """
 import resource, sys
 from tunekit.data.sources.files import OPENERS
-from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.load import find_files
 from tunekit.recipe.sections.data import DataSource
 files = find_files(DataSource(path=sys.argv[1]), key="data.train", streaming=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,7 +11,7 @@ import pytest
 from tests.data.servers import serving, web_server
 from tests.waiting import LIMIT_SECONDS
 from tunekit.data.sources.files import OPENERS
-from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.load import find_files
 from tunekit.data.sources.remote import list_downloads
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSource
@@ -161,7 +161,7 @@ COUNT = """
 import sys
 from tests.data.memory import STATUS, peak_mib
 from tunekit.data.sources.files import OPENERS
-from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.load import find_files
 from tunekit.recipe.sections.data import DataSource
 files = find_files(DataSource(path=sys.argv[1]), key="data.train", streaming=True)
 table = OPENERS[files.kind](files.found[0])

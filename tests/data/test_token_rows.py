@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tunekit.data.formats.convert import check_row
+from tests.rows import check_row
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.sources.load import load_data
 from tunekit.recipe.sections.data import DataSection

@@ -19,7 +19,7 @@ from tests.data.tokenizers import (
     WITH_BOS,
     byte_tokenizer,
 )
-from tunekit.data.formats.convert import check_row
+from tests.rows import check_row
 from tunekit.data.formats.row_formats import Format
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.data.tokenization import tokenize as tokenizing

@@ -9,10 +9,12 @@ from pyarrow import parquet
 
 from tests.data.test_tokenize import chat, learned, rows
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
-from tunekit.data.formats.convert import Findings, check_row, convert_row
+from tests.rows import check_row
+from tunekit.data.formats.convert import Findings
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.sources.load import LoadedData, load_data
-from tunekit.data.tokenization.chat import ChatRenderer
+from tunekit.data.sources.reader import convert_row
+from tunekit.data.tokenization.render import ChatRenderer
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 

@@ -89,7 +89,7 @@ def key_of(kind: Kind, made_of: Mapping[str, Any]) -> str:
     whole = {
         "kind": kind,
         **made_of,
-        "code": _digest_files(Path(__file__).parent.rglob("*.py")),
+        "code": _digest_files(file for end in ("py", "yaml") for file in Path(__file__).parent.rglob(f"*.{end}")),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
@@ -307,11 +307,7 @@ class Split:
         import numpy as np
 
         source, index = np.load(self.prepared.path.with_name(ORIGINS))
-        of_rows = np.empty_like(index)
-        for number, tokens in enumerate(self.tokens):
-            of_source = source == number
-            of_rows[of_source] = tokens.sequences.rows[index[of_source]]
-        return Places.of(self.rows, source, of_rows)
+        return Places.of(self.rows, [tokens.sequences.rows for tokens in self.tokens], source, index)
 
 
 def prepare_data(
@@ -329,18 +325,21 @@ def prepare_data(
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     splits = []
-    for name, sources, mixing in (
-        ("train", data.train, mixing_of(section)),
-        ("eval", data.eval, Mixing(mixing="concatenate")),
-    ):
-        if not sources:
-            continue
+    for name, sources, mixing in splits_of(section, data):
         tokens = tuple(
             tokens_of(rows, tokenizer, max_length=section.max_length, on_progress=on_progress) for rows in sources
         )
         prepared = prepare_rows(tokens, mixing, max_length=section.max_length, packing=section.packing)
         splits.append(Split(name, sources, tokens, mixing.weights or (None,) * len(sources), prepared))
     return tuple(splits)
+
+
+def splits_of(section: DataSection, data: LoadedData) -> Iterator[tuple[str, tuple[Rows, ...], Mixing]]:
+    """The name, the sources and the mixture of each split that has rows."""
+    if data.train:
+        yield "train", data.train, mixing_of(section)
+    if data.eval:
+        yield "eval", data.eval, Mixing(mixing="concatenate")
 
 
 def mixing_of(section: DataSection) -> Mixing:

@@ -26,7 +26,7 @@ from tunekit.methods.rewards.load import check_rows, load_rewards
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.methods import Method, generates, is_rewarded
 from tunekit.recipe.reading.phrases import near
-from tunekit.recipe.sections.data import DataSource
+from tunekit.recipe.sections.data import CompleteSource, DataSource
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
 from tunekit.runs.prepared_data import FILES
@@ -210,20 +210,14 @@ def parts_of_file(
 def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
     value = _read_yaml(data, "data") if isinstance(data, str) and data.strip().startswith("{") else data
     try:
-        source = DataSource.model_validate({"path": value} if isinstance(value, str) else dict(value))
+        parts = DataSource.model_validate({"path": value} if isinstance(value, str) else dict(value))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it as a recipe's data.eval") from error
-    rows = load_rows(
-        source,
-        key="data",
-        format=source.format or "auto",
-        columns=source.columns or {},
-        default_split="eval",
-    )
-    if source.loss_on is not None:
-        rows = replace(rows, loss_on=source.loss_on)
+    defaults = {"key": "data", "format": "auto", "columns": {}, "loss_on": "assistant"}
+    source = CompleteSource(**(defaults | parts.model_dump(exclude_none=True)))
+    rows = load_rows(source, default_split="eval")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 

@@ -125,23 +125,17 @@ def _check_owner(who: dict[str, Any], owner: str, repo: str) -> None:
 def _hub_errors(repo: str, hint: str | None = None) -> Iterator[None]:
     """Turns what the hub, or the way to it, has against a request into words."""
     import httpx2
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     try:
         yield
-    except (TunekitError, RepositoryNotFoundError):
+    except (TunekitError, errors.RepositoryNotFoundError):
         raise
-    except OfflineModeIsEnabled as error:
+    except errors.OfflineModeIsEnabled as error:
         raise RunError(f"--push {repo}: HF_HUB_OFFLINE is set", hint=hint or "unset it, or leave --push out") from error
-    except LocalTokenNotFoundError as error:
+    except errors.LocalTokenNotFoundError as error:
         raise RunError(f"--push {repo}: you are not logged in to the hub", hint="run `hf auth login`") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise _refused(error.response.status_code, _first_line(error), repo, hint) from error
     except (httpx2.HTTPError, OSError) as error:
         raise RunError(

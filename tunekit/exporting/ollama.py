@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.formats.row_formats import read_tables
+from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import template_in_time
 
 if TYPE_CHECKING:
@@ -24,22 +26,7 @@ if TYPE_CHECKING:
 
 MODELFILE = "Modelfile"
 
-IMPORTED = (
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "Ministral3ForCausalLM",
-    "Mistral3ForConditionalGeneration",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "CohereForCausalLM",
-    "GptOssForCausalLM",
-)
-"""Architectures whose safetensors Ollama imports (its `convert/convert.go`); the others it takes as GGUF."""
+_TABLES = Path(__file__).with_name("ollama.yaml")
 
 Conversation = Sequence[tuple[str, str]]
 """Messages as role and content."""
@@ -128,7 +115,7 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
         lines += [f"# {note}" for note in notes]
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in _stops(folder, tokenizer)]
     architecture = _read(folder / "config.json").get("architectures", [""])[0]
-    if weights == "." and architecture not in IMPORTED:
+    if weights == "." and architecture not in read_tables(_TABLES)["imported"]:
         notes.append(f"Ollama imports no {architecture} from safetensors: give --gguf too if it is for Ollama")
     return "\n".join(lines) + "\n", notes
 
@@ -177,10 +164,12 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
         return None
     first, question, answered, last = between
     after_user = (
-        ended[1] if question.startswith(ended[1]) and last.startswith(ended[1]) else _shared_start(question, last)
+        ended[1]
+        if question.startswith(ended[1]) and last.startswith(ended[1])
+        else question[: common_prefix_length(question, last)]
     )
     ended = _between(tokenizer, list(zip(roles, MARKS[:2], strict=False)), answers=False)
-    before_user = _shared_end(first, answered)
+    before_user = first[len(first) - common_prefix_length(first[::-1], answered[::-1]) :]
     if ended is not None and answered.startswith(ended[2]) and first.endswith(answered.removeprefix(ended[2])):
         before_user = answered.removeprefix(ended[2])
     start = first[: len(first) - len(before_user)]
@@ -242,12 +231,3 @@ def _stops(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
 def _read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return content
-
-
-def _shared_start(one: str, other: str) -> str:
-    length = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    return one[: min(len(one), len(other)) if length is None else length]
-
-
-def _shared_end(one: str, other: str) -> str:
-    return _shared_start(one[::-1], other[::-1])[::-1]

@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError, TunekitError
 from tunekit.estimates.memory.states import Dtype
@@ -263,9 +264,7 @@ def _num_same(model: Any, answer: _Answer, tolerance: float) -> int:
     num_tokens = len(answer.ids) - answer.num_prompt
     generated = _greedy(model, answer.ids[: answer.num_prompt], num_tokens)[answer.num_prompt :]
     expected = answer.ids[answer.num_prompt :]
-    same = next(
-        (n for n, pair in enumerate(zip(expected, generated, strict=False)) if pair[0] != pair[1]), len(expected)
-    )
+    same = common_prefix_length(expected, generated)
     if same < min(len(expected), len(generated)):
         logits = answer.logits[answer.num_prompt + same - 1]
         gap = float((logits[expected[same]] - logits[generated[same]]) / logits.std())

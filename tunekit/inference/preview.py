@@ -15,8 +15,7 @@ from tunekit.data.reports.preview import (
     show_rows,
     trained_sequences,
 )
-from tunekit.data.sources.remote import shown
-from tunekit.data.sources.rows import Rows
+from tunekit.data.sources.rows import Rows, shown
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError, TunekitError
 from tunekit.methods.rewards.load import check_rows, columns_read
@@ -59,7 +58,7 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
         num_records=max(LOOK_RECORDS, start + num_rows),
         default_split="eval" if source.key.startswith("data.eval") else "train",
     )
-    rows = None if look.rows is None else replace(look.rows, loss_on=source.loss_on)
+    rows = look.rows
     tokens = _Tokens() if rows is None else _tokens(recipe, rows)
     shown_rows: tuple[RowPreview, ...] = ()
     reads: dict[str, str] = {}

@@ -13,7 +13,7 @@ from tunekit.data.formats.convert import asked_in
 from tunekit.data.formats.messages import plain, with_system
 from tunekit.data.formats.row_formats import BadRow, Row, counted
 from tunekit.data.sources.files import OPENERS, Fault
-from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.load import find_files
 from tunekit.data.sources.rows import RowStore, place
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError, RunError

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunekit.data.sources.remote import shown
+from tunekit.data.sources.rows import shown
 from tunekit.inference.find_model import checkpoints_of
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe

@@ -35,7 +35,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tunekit.data.sources.files import LocalFile
-from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.load import find_files
 from tunekit.errors import DataError, ModelError, PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Facts, contradictions, taken_over
 from tunekit.probe.host import num_cores

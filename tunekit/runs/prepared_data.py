@@ -11,8 +11,7 @@ from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
-from tunekit.data.sources.remote import is_url, without_user
-from tunekit.data.sources.rows import Skipped
+from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts, SourceFacts

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from tunekit.data.sources.find_files import is_hub_dataset
-from tunekit.data.sources.remote import shown
+from tunekit.data.sources.load import is_hub_dataset
+from tunekit.data.sources.rows import shown
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.reading.parse import dotted

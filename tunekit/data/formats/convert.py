@@ -1,4 +1,4 @@
-"""Rows as they were read, checked and made into rows that a method can learn from.
+"""Rows of other tools and other shapes, checked and made into rows that a method can learn from.
 
 ShareGPT keeps a conversation in `conversations`, with `from` and `value` for who speaks and what. Alpaca keeps one
 question and its answer in columns; it becomes a conversation too, so that the model's chat template writes it. A
@@ -7,54 +7,36 @@ is refused.
 """
 
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from tunekit.data.formats.messages import (
     ROLES,
-    check_no_mask,
     check_no_media,
     conversation,
     function_call,
     plain,
     prompt,
     text,
-    tools_of,
     turns,
     unweighted,
     with_system,
+    with_tools,
 )
-from tunekit.data.formats.preferences import best_and_worst, pair, rated
+from tunekit.data.formats.preferences import check_alike, pair
 from tunekit.data.formats.row_formats import (
-    COLUMNS,
-    OPTIONAL_COLUMNS,
+    TABLES,
     BadRow,
-    Format,
     Row,
-    check_columns,
     described,
     listed,
     misspelt,
+    of_type,
 )
-from tunekit.data.formats.tokens import check_tokens
-from tunekit.recipe.sections.data import SourceFormat
 
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
+SPEAKERS: dict[str, str] = TABLES["speakers"]
 """The role that a speaker of a ShareGPT conversation has, where its name is another one."""
 
 ASKING = ("messages", "conversations", "prompt", "instruction", "text")
 """Columns of which one holds what is asked."""
-
-_MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
-"""Formats of which some tokens count in the loss and others do not, so that a column could say which."""
 
 
 @dataclass
@@ -68,72 +50,7 @@ class Findings:
     """Some pair has its prompt in both answers, not in a column."""
 
 
-def check_row(value: object, format: Format) -> Row:
-    """Check one row that has a shape which can be learned from, and keep the columns of its format.
-
-    Raises:
-        BadRow: The row is not one of this format.
-    """
-    return convert_row(value, format, Findings())
-
-
-def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
-    """Check one row and make it a row that can be learned from.
-
-    Args:
-        value: The row as it was read.
-        format: The format that the source has.
-        findings: What was found in the rows so far; this row's is added.
-
-    Raises:
-        BadRow: The row is not one of this format.
-    """
-    if not isinstance(value, dict):
-        raise BadRow(f"a row must be an object, got {described(value)}")
-    check_columns(list(value), format)
-    check_no_media(value)
-    if format in _MASKED:
-        check_no_mask(value, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
-    row = _converted(value, format, findings)
-    if format in ("text", "tokens", "alpaca"):
-        return row
-    tools = tools_of(value.get("tools"))
-    if not tools:
-        return row
-    if isinstance(row.get("prompt"), str):
-        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
-    findings.columns.add("tools")
-    return {**row, "tools": tools}
-
-
-def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
-    """Convert a row, without its tools."""
-    match format:
-        case "messages":
-            return {"messages": conversation(row["messages"], "messages")}
-        case "sharegpt":
-            return _sharegpt(row, findings)
-        case "alpaca":
-            return _alpaca(row, findings)
-        case "prompt_completion":
-            return _prompt_completion(row["prompt"], row["completion"])
-        case "text":
-            return {"text": text(row["text"], "text")}
-        case "tokens":
-            return check_tokens(row)
-        case "preference":
-            return _preference(row, findings)
-        case "ranking":
-            return best_and_worst(row)
-        case "unpaired_preference":
-            return rated(row)
-        case "prompts":
-            return _prompt_with_references(row)
-        case _:
-            assert_never(format)
-
-
-def asked_in(value: object) -> Row:
+def asked_in(entry: object) -> Row:
     """Return the prompt of a row: `prompt`, a text or a conversation, and its `tools`, if any.
 
     An answer at the end of a conversation is left out. So rows to train on are rows to ask, too.
@@ -141,8 +58,7 @@ def asked_in(value: object) -> Row:
     Raises:
         BadRow: The row asks nothing.
     """
-    if not isinstance(value, dict):
-        raise BadRow(f"a row must be an object, got {described(value)}")
+    value = of_type(entry, dict, "a row must be an object")
     check_no_media(value)
     findings = Findings()
     question: str | list[Row]
@@ -157,16 +73,13 @@ def asked_in(value: object) -> Row:
     elif "instruction" in value:
         question = _instruction(value, findings)
     elif "chosen" in value and "rejected" in value:
-        question = _preference(value, findings)["prompt"]
+        question = preference(value, findings)["prompt"]
     elif "text" in value:
         question = text(value["text"], "text")
     else:
         near = misspelt(list(value), ASKING)
         raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
-    tools = tools_of(value.get("tools"))
-    if tools and isinstance(question, str):
-        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
-    return {"prompt": question, **({"tools": tools} if tools else {})}
+    return with_tools({"prompt": question}, value)
 
 
 def _unanswered(messages: list[Row], where: str) -> list[Row]:
@@ -178,28 +91,8 @@ def _unanswered(messages: list[Row], where: str) -> list[Row]:
     return unweighted(messages)
 
 
-def conversion(format: SourceFormat, findings: Findings) -> str:
-    """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
-    if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
-        sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
-        renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
-        sentence += f" ({', '.join(renamed)})" if renamed else ""
-    elif format == "alpaca":
-        sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
-        sentence += ", output -> assistant"
-        sentence += ", history -> earlier turns" if "history" in findings.columns else ""
-    elif format == "preference" and findings.implicit_prompts:
-        sentence = "what chosen and rejected begin with -> prompt"
-    elif format == "ranking":
-        sentence = (
-            "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
-        )
-    else:
-        return ""
-    return sentence + (", system -> system" if "system" in findings.columns else "")
-
-
-def _sharegpt(row: Row, findings: Findings) -> Row:
+def sharegpt(row: Row, findings: Findings) -> Row:
+    """The conversation of a ShareGPT row."""
     messages = conversation(_turns(row["conversations"], "conversations", findings), "conversations")
     return {"messages": with_system(messages, _optional_text(row, "system", findings))}
 
@@ -210,23 +103,19 @@ def _turns(entries: object, where: str, findings: Findings) -> object:
     return [_turn(entry, f"{where}[{i}]", findings) for i, entry in enumerate(entries)]
 
 
-def _turn(entry: object, where: str, findings: Findings) -> object:
+def _turn(value: object, where: str, findings: Findings) -> object:
     """One entry as {role, content}; an entry that has these already keeps them."""
-    if not isinstance(entry, dict):
-        raise BadRow(f"{where} must be an object {{from, value}}, got {described(entry)}")
+    entry = of_type(value, dict, f"{where} must be an object {{from, value}}")
     if "from" not in entry and "role" in entry:
         return entry
     for key in ("from", "value"):
         if key not in entry:
             raise BadRow(f"{where} has no {key}")
-    speaker, content = entry["from"], entry["value"]
-    if not isinstance(speaker, str):
-        raise BadRow(f"{where}.from must be a string, got {described(speaker)}")
+    speaker, content = of_type(entry["from"], str, f"{where}.from must be a string"), entry["value"]
     role = SPEAKERS.get(speaker.lower(), speaker)
     if role not in ROLES:
         raise BadRow(f"{where}.from: unknown speaker {speaker[:40]!r}; known are {listed([*ROLES, *SPEAKERS])}")
-    if not isinstance(content, str):
-        raise BadRow(f"{where}.value must be a string, got {described(content)}")
+    of_type(content, str, f"{where}.value must be a string")
     if {"role", "content"} & entry.keys():
         raise BadRow(f"{where} has both from and role, or value and content; only one of them can be meant")
     findings.speakers.setdefault(speaker, role)
@@ -236,7 +125,8 @@ def _turn(entry: object, where: str, findings: Findings) -> object:
     return {"role": role, "content": content, **extra}
 
 
-def _alpaca(row: Row, findings: Findings) -> Row:
+def alpaca(row: Row, findings: Findings) -> Row:
+    """An Alpaca row as a conversation."""
     question = _instruction(row, findings)
     return {"messages": [*question, {"role": "assistant", "content": text(row["output"], "output")}]}
 
@@ -261,11 +151,10 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
     pairs = row.get("history")
     if not pairs:
         return []
-    if not isinstance(pairs, list):
-        raise BadRow(f"history must be a list of [question, answer], got {described(pairs)}")
+    entries = of_type(pairs, list, "history must be a list of [question, answer]")
     findings.columns.add("history")
     turns = []
-    for i, entry in enumerate(pairs):
+    for i, entry in enumerate(entries):
         if not isinstance(entry, list) or len(entry) != 2:
             what = f"a list of {len(entry)}" if isinstance(entry, list) else described(entry)
             raise BadRow(f"history[{i}] must be a list [question, answer], got {what}")
@@ -276,28 +165,21 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
 def _optional_text(row: Row, column: str, findings: Findings) -> str:
     """Return the text of a column that a row may leave empty."""
     value = row.get(column)
-    if value is None or value == "":
-        return ""
-    if isinstance(value, str) and not value.strip():
+    if value is None or (isinstance(value, str) and not value.strip()):
         return ""
     findings.columns.add(column)
     return text(value, column)
 
 
-def _prompt_completion(asked: object, completion: object) -> Row:
+def prompt_completion(asked: object, completion: object) -> Row:
     """Both plain text, or both lists of messages: the two shapes that TRL knows."""
-    if isinstance(asked, list) != isinstance(completion, list):
-        raise BadRow(
-            "prompt and completion must both be strings or both be lists of messages, "
-            f"got {described(asked)} and {described(completion)}"
-        )
+    check_alike("prompt", asked, "completion", completion)
     question = prompt(asked, move="move that turn to completion")
-    if isinstance(completion, list):
-        return {"prompt": question, "completion": conversation(completion, "completion")}
-    return {"prompt": question, "completion": text(completion, "completion")}
+    check = conversation if isinstance(completion, list) else text
+    return {"prompt": question, "completion": check(completion, "completion")}
 
 
-def _preference(row: Row, findings: Findings) -> Row:
+def preference(row: Row, findings: Findings) -> Row:
     """A pair: its prompt in a column, in both answers, or as LLaMA-Factory writes it in `conversations`."""
     question, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if row.get("conversations") is not None:
@@ -324,7 +206,7 @@ def _one_or_more(said: object, where: str, findings: Findings) -> object:
     return _turns([said] if isinstance(said, dict) else said, where, findings)
 
 
-def _prompt_with_references(row: Row) -> Row:
+def prompt_with_references(row: Row) -> Row:
     """A prompt, and all that stands beside it for the rewards to look at."""
     references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
     for column, value in references.items():

@@ -28,12 +28,20 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import lru_cache
-from re import findall
 from typing import Any
 
-from tunekit.data.formats.row_formats import LOOKED_AT, BadRow, Row, described, listed, shortened
+from tunekit.data.formats.row_formats import (
+    LOOKED_AT,
+    TABLES,
+    BadRow,
+    Row,
+    described,
+    listed,
+    nearest,
+    of_type,
+    shortened,
+)
 from tunekit.errors import DataError
 
 TEMPLATE_REMEDY = "name a template that writes tool calls in model.chat_template"
@@ -96,14 +104,11 @@ def names_of(functions: object) -> Iterator[str]:
 def _all_in(said: str, calls: Sequence[tuple[int, str]], messages: Sequence[Row]) -> bool:
     """Return whether a rendered text contains all calls, with their arguments and not only their names."""
     num_calls = Counter(name for _, name in calls)
-    words = [
-        content
-        for turn in {turn for turn, _ in calls}
-        for content in messages[turn].values()
-        if isinstance(content, str)
-    ]
-    in_words = {name: sum(text.count(name) for text in words) for name in num_calls}
-    return all(said.count(name) >= number + in_words[name] for name, number in num_calls.items())
+    contents = [content for turn in {turn for turn, _ in calls} for content in messages[turn].values()]
+    words = [content for content in contents if isinstance(content, str)]
+    return all(
+        said.count(name) >= number + sum(text.count(name) for text in words) for name, number in num_calls.items()
+    )
 
 
 def _renamed(message: Row, names: Iterator[str]) -> Row:
@@ -129,14 +134,8 @@ SWITCHES = ("train", "training", "loss")
 
 _MARKS = ("weight", *SWITCHES)
 
-_WORDS = frozenset(
-    (
-        *("weight", "weights", "weighted", "loss", "losses", "train", "trained", "training", "trainable"),
-        *("learn", "learned", "learnable", "supervised", "ignore", "ignored"),
-        *("mask", "masks", "masked", "masking", "unmask", "unmasked"),
-    )
-)
-"""Words in the name of a key that is likely such a mark: `loss_scale`, `trainOnTurn`, `is_masked`."""
+_WORDS = frozenset(TABLES["weight_words"])
+"""Words in the name of a key that is likely such a mark."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -159,8 +158,9 @@ def weighed(message: Row, where: str) -> Row:
                 "weight 0 for an assistant turn that is not to be learned, or take the key out"
             )
     if len(set(marks.values())) > 1:
-        first, other = (f"{mark} is {_shown(message[mark])}" for mark in _first_of_each(marks))
-        raise BadRow(f"{where}: {first}, but {other}; keep one of them")
+        first, *others = marks
+        other = next(mark for mark in others if marks[mark] != marks[first])
+        raise BadRow(f"{where}: {_said(message, first)}, but {_said(message, other)}; keep one of them")
     if not marks:
         return message
     content = {key: item for key, item in message.items() if key not in SWITCHES}
@@ -171,8 +171,11 @@ def weighed(message: Row, where: str) -> Row:
 
 def unlearned_mark(message: Mapping[str, object]) -> str:
     """The mark by which a turn is not learned, in words: `train is false`."""
-    mark = next((mark for mark in _MARKS if message.get(mark) in (False, 0)), "weight")
-    return f"{mark} is {_shown(message.get(mark))}"
+    return _said(message, next((mark for mark in _MARKS if message.get(mark) in (False, 0)), "weight"))
+
+
+def _said(message: Mapping[str, object], mark: str) -> str:
+    return f"{mark} is {str(message.get(mark)).lower()}"
 
 
 def looks_like_weights(key: str) -> bool:
@@ -205,20 +208,13 @@ def _learned(message: Row, mark: str, where: str) -> bool:
                 f"{where}.weight must be 0 (the turn does not count) or 1 (it does), got {described(mark_value)}"
             )
         return mark_value == 1
-    if not isinstance(mark_value, bool):
-        raise BadRow(f"{where}.{mark} must be true (the turn counts in the loss) or false, got {described(mark_value)}")
-    if mark_value and message["role"] != "assistant":
+    learned = of_type(mark_value, bool, f"{where}.{mark} must be true (the turn counts in the loss) or false")
+    if learned and message["role"] != "assistant":
         raise BadRow(
             f"{where}.{mark} is true, but only assistant turns can be learned, and this is one of {message['role']}; "
             "take it out"
         )
-    return mark_value
-
-
-def _first_of_each(said: Mapping[str, bool]) -> tuple[str, str]:
-    """The first mark, and the first that says otherwise."""
-    first = next(iter(said))
-    return first, next(mark for mark in said if said[mark] != said[first])
+    return learned
 
 
 def _is_mark(held: object) -> bool:
@@ -232,15 +228,7 @@ def _is_numbers(held: object) -> bool:
     return isinstance(held, list) and bool(held) and all(isinstance(item, bool | int | float) for item in held)
 
 
-def _shown(said: object) -> str:
-    return str(said).lower()
-
-
-_COLUMNS = {
-    **dict.fromkeys(("image", "images", "img", "imgs", "pixel_values"), "image"),
-    **dict.fromkeys(("video", "videos", "pixel_values_videos"), "video"),
-    **dict.fromkeys(("audio", "audios", "input_features"), "audio"),
-}
+_COLUMNS: dict[str, str] = {name: kind for kind, names in TABLES["media"].items() for name in names}
 """Columns and keys of messages that hold media, with the kind of each."""
 
 _PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
@@ -309,7 +297,7 @@ def check_no_media_parts(parts: list[object], where: str) -> None:
 def media_kind(name: str) -> str | None:
     """The medium that a column, a key or a part is named after: `image` for `image_url`; None for most."""
     lowered = name[:200].lower()
-    words = findall("[a-z]+", lowered)
+    words = re.findall("[a-z]+", lowered)
     return _COLUMNS.get(lowered) or next((_COLUMNS[word] for word in words if word in _COLUMNS), None)
 
 
@@ -336,27 +324,15 @@ def _says(value: object, placeholder: str) -> bool:
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that can speak in a conversation."""
 
-_ROLES_ELSEWHERE = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "chatbot": "assistant",
-    "developer": "system",
-    "function": "tool",
-    "observation": "tool",
-}
-
 
 def text(value: object, where: str) -> str:
     """A string that holds something."""
-    if not isinstance(value, str):
-        raise BadRow(f"{where} must be a string, got {described(value)}")
-    if not value.strip():
+    words = of_type(value, str, f"{where} must be a string")
+    if not words.strip():
         raise BadRow(f"{where} is empty")
-    if value in ("nan", "NaN"):
-        raise BadRow(f"{where} is '{value}', which is how pandas writes a missing value")
-    return encodable(value, where)
+    if words in ("nan", "NaN"):
+        raise BadRow(f"{where} is '{words}', which is how pandas writes a missing value")
+    return encodable(words, where)
 
 
 def encodable(value: str, where: str) -> str:
@@ -419,14 +395,13 @@ def turns(value: object, where: str) -> list[Row]:
             f"{where} must be a list of {{role, content}}, got a string; "
             "conversations belong in .jsonl or .parquet, where a column can hold a list"
         )
-    if not isinstance(value, list):
-        raise BadRow(f"{where} must be a list of {{role, content}}, got {described(value)}")
-    if not value:
+    messages = of_type(value, list, f"{where} must be a list of {{role, content}}")
+    if not messages:
         raise BadRow(f"{where} is empty")
-    return [_message(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    return [_message(entry, f"{where}[{i}]") for i, entry in enumerate(messages)]
 
 
-def unweighted(messages: list[Row]) -> list[Row]:
+def unweighted(messages: Sequence[Row]) -> list[Row]:
     """Messages of which none or all count, so that a weight says nothing."""
     return [{key: content for key, content in message.items() if key != "weight"} for message in messages]
 
@@ -444,10 +419,9 @@ def _says_something(message: Row) -> bool:
     return bool(message["content"].strip() or message.get("tool_calls"))
 
 
-def _message(entry: object, where: str) -> Row:
+def _message(value: object, where: str) -> Row:
     """One turn. Further keys (name, tool_calls) stay: they are the chat template's to read."""
-    if not isinstance(entry, dict):
-        raise BadRow(f"{where} must be an object {{role, content}}, got {described(entry)}")
+    entry = of_type(value, dict, f"{where} must be an object {{role, content}}")
     if entry.get("tool_calls") and entry.get("role") == "assistant" and entry.get("content") is None:
         entry = {**entry, "content": ""}  # as OpenAI writes a turn that only calls tools
     if "role" not in entry and {"from", "value"} <= set(entry):
@@ -456,58 +430,43 @@ def _message(entry: object, where: str) -> Row:
         raise BadRow(f"{where} has from and value (ShareGPT); {advice}")
     for key in ("role", "content"):
         if key not in entry:
-            near = get_close_matches(
-                key, [name for name in entry if isinstance(name, str)][:LOOKED_AT], n=1, cutoff=0.7
-            )
-            raise BadRow(f"{where} has no {key}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    role, content = entry["role"], entry["content"]
-    if not isinstance(role, str):
-        raise BadRow(f"{where}.role must be a string, got {described(role)}")
+            near = nearest(key, [name for name in entry if isinstance(name, str)][:LOOKED_AT], cutoff=0.7)
+            raise BadRow(f"{where} has no {key}" + (f"; did you mean {near!r}?" if near else ""))
+    role, content = of_type(entry["role"], str, f"{where}.role must be a string"), entry["content"]
     if role not in ROLES:
-        near = get_close_matches(role.lower()[:40], ROLES, n=1, cutoff=0.6)
-        suggestion = _ROLES_ELSEWHERE.get(role.lower()) or (near[0] if near else None)
+        suggestion = TABLES["roles_elsewhere"].get(role.lower()) or nearest(role.lower()[:40], ROLES)
         advice = f"did you mean '{suggestion}'?" if suggestion else f"the roles are {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
         check_no_media_parts(content, f"{where}.content")
         raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
-    if not isinstance(content, str):
-        raise BadRow(f"{where}.content must be a string, got {described(content)}")
-    encodable(content, f"{where}.content")
+    encodable(of_type(content, str, f"{where}.content must be a string"), f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
     weighed_content = weighed({key: item for key, item in entry.items() if item is not None}, where)
     check_no_media_keys(weighed_content, where)
     for key in weighed_content.keys() - {"role", "content", "weight"}:
         plain(weighed_content[key], f"{where}.{shortened(key)}")
     if weighed_content.get("tool_calls"):
-        weighed_content["tool_calls"] = _tool_calls(weighed_content["tool_calls"], f"{where}.tool_calls")
+        calls = of_type(weighed_content["tool_calls"], list, f"{where}.tool_calls must be a list of calls")
+        weighed_content["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return weighed_content
 
 
-def _tool_calls(calls: object, where: str) -> list[Row]:
-    """Calls of functions, their arguments as objects.
+def _tool_call(value: object, where: str) -> Row:
+    """A call of a function, its arguments as an object.
 
     OpenAI writes the arguments as JSON in a string. Chat templates write them as JSON themselves, as transformers
     documents, and would put a string in quotes a second time.
     """
-    if not isinstance(calls, list):
-        raise BadRow(f"{where} must be a list of calls, got {described(calls)}")
-    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
-
-
-def _tool_call(call: object, where: str) -> Row:
-    if not isinstance(call, dict):
-        raise BadRow(f"{where} must be an object {{function}}, got {described(call)}")
-    if "function" in call:
-        if not isinstance(call["function"], dict):
-            raise BadRow(f"{where}.function must be an object {{name, arguments}}, got {described(call['function'])}")
-        return {**call, "function": _called(call["function"], f"{where}.function")}
-    return _called(call, where)
+    call = of_type(value, dict, f"{where} must be an object {{function}}")
+    if "function" not in call:
+        return _called(call, where)
+    function = of_type(call["function"], dict, f"{where}.function must be an object {{name, arguments}}")
+    return {**call, "function": _called(function, f"{where}.function")}
 
 
 def _called(function: Row, where: str) -> Row:
-    if not isinstance(function.get("name"), str):
-        raise BadRow(f"{where}.name must be a string, got {described(function.get('name'))}")
+    of_type(function.get("name"), str, f"{where}.name must be a string")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return function
@@ -515,9 +474,7 @@ def _called(function: Row, where: str) -> Row:
         read = json.loads(arguments) if arguments.strip() else {}
     except ValueError:
         raise BadRow(f"{where}.arguments is a string, but not JSON") from None
-    if not isinstance(read, dict):
-        raise BadRow(f"{where}.arguments must hold an object, got {described(read)}")
-    return {**function, "arguments": read}
+    return {**function, "arguments": of_type(read, dict, f"{where}.arguments must hold an object")}
 
 
 def function_call(said: str, where: str) -> list[Row]:
@@ -549,16 +506,25 @@ def tools_of(value: object) -> list[Row]:
             raise BadRow("tools is a string, but not JSON") from None
     if not value:
         return []
-    if not isinstance(value, list):
-        raise BadRow(f"tools must be a list of functions, got {described(value)}")
-    for i, tool in enumerate(value):
-        if not isinstance(tool, dict):
-            raise BadRow(f"tools[{i}] must be an object, got {described(tool)}")
-        function = tool.get("function", tool)
+    tools = of_type(value, list, "tools must be a list of functions")
+    for i, tool in enumerate(tools):
+        function = of_type(tool, dict, f"tools[{i}] must be an object").get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow(f"tools[{i}] names no function: {{type: function, function: {{name, ...}}}} is expected")
         plain(tool, f"tools[{i}]")
-    return value
+    return tools
+
+
+def with_tools(row: Row, columns: Row) -> Row:
+    """A row with the tools that stand among its columns, if any.
+
+    Raises:
+        BadRow: They are no tools, or stand beside a text.
+    """
+    tools = tools_of(columns.get("tools"))
+    if tools and isinstance(row.get("prompt"), str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    return {**row, "tools": tools} if tools else row
 
 
 def plain(value: object, where: str) -> None:

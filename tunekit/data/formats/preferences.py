@@ -9,7 +9,8 @@ to one question often do, have no prompt in them, and are refused.
 import math
 
 from tunekit.data.formats.messages import answer, conversation, prompt, text, unweighted
-from tunekit.data.formats.row_formats import BadRow, Row, counted, described
+from tunekit.data.formats.row_formats import BadRow, Row, counted, described, of_type
+from tunekit.data.packing.sequences import common_prefix_length
 
 _SPOKEN = "\n\nAssistant:"
 """Speaker marks in the texts of Anthropic's HH."""
@@ -58,12 +59,21 @@ def split(chosen: object, rejected: object) -> tuple[str | list[Row], object, ob
     """
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_messages(chosen, rejected)
-    if isinstance(chosen, list) or isinstance(rejected, list):
-        raise BadRow(
-            "chosen and rejected must both be strings or both be lists of messages, "
-            f"got {described(chosen)} and {described(rejected)}"
-        )
+    check_alike("chosen", chosen, "rejected", rejected)
     return _split_texts(text(chosen, "chosen"), text(rejected, "rejected"))
+
+
+def check_alike(one: str, value: object, other: str, other_value: object) -> None:
+    """Check that two columns are both texts or both conversations.
+
+    Raises:
+        BadRow: They are not.
+    """
+    if isinstance(value, list) != isinstance(other_value, list):
+        raise BadRow(
+            f"{one} and {other} must both be strings or both be lists of messages, "
+            f"got {described(value)} and {described(other_value)}"
+        )
 
 
 def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], list[Row], list[Row]]:
@@ -87,11 +97,7 @@ def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     _check_different(chosen, rejected)
-    same = next(
-        (i for i, (left, other) in enumerate(zip(chosen, rejected, strict=False)) if left != other),
-        min(len(chosen), len(rejected)),
-    )
-    end = chosen.rfind(_SPOKEN, 0, same)
+    end = chosen.rfind(_SPOKEN, 0, common_prefix_length(chosen, rejected))
     if end == -1:
         raise BadRow(
             r"chosen and rejected are strings that begin with no prompt (\n\nHuman: ... \n\nAssistant:); name the "
@@ -136,9 +142,8 @@ def best_and_worst(row: Row) -> Row:
         BadRow: It is no ranking, or no answer is better than another.
     """
     completions, scores = row["completions"], row["scores"]
-    for column, value in (("completions", completions), ("scores", scores)):
-        if not isinstance(value, list):
-            raise BadRow(f"{column} must be a list, got {described(value)}")
+    for column in ("completions", "scores"):
+        of_type(row[column], list, f"{column} must be a list")
     if len(completions) != len(scores):
         raise BadRow(f"{counted(len(completions), 'completion')}, but {counted(len(scores), 'score')}")
     if len(completions) < 2:
@@ -157,11 +162,7 @@ def best_and_worst(row: Row) -> Row:
 def rated(row: Row) -> Row:
     """An answer that is good or bad, as TRL's KTO wants it."""
     question, completion = row["prompt"], row["completion"]
-    if isinstance(question, list) != isinstance(completion, list):
-        raise BadRow(
-            "prompt and completion must both be strings or both be lists of messages, "
-            f"got {described(question)} and {described(completion)}"
-        )
+    check_alike("prompt", question, "completion", completion)
     return {
         "prompt": prompt(question, move="move that turn to completion"),
         "completion": answer(completion, "completion"),

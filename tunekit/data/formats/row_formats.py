@@ -20,7 +20,11 @@ our names gives way to the column that is read as it.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
 
 from tunekit.errors import DataError
 from tunekit.recipe.methods import METHODS
@@ -32,65 +36,30 @@ Format = Literal["messages", "prompt_completion", "text", "tokens", "preference"
 Row = dict[str, Any]
 """One valid row: the columns of its format and no others, but that `prompts` keep all."""
 
-BECOMES: dict[SourceFormat, Format] = {
-    "messages": "messages",
-    "sharegpt": "messages",
-    "alpaca": "messages",
-    "prompt_completion": "prompt_completion",
-    "text": "text",
-    "tokens": "tokens",
-    "preference": "preference",
-    "ranking": "preference",
-    "unpaired_preference": "unpaired_preference",
-    "prompts": "prompts",
-}
+
+@cache
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a data file of this package."""
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    tables: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), loader)
+    return tables
+
+
+TABLES = read_tables(Path(__file__).with_name("formats.yaml"))
+"""Tables of `formats.yaml`."""
+
+_FORMATS: dict[SourceFormat, dict[str, Any]] = TABLES["formats"]
+
+BECOMES: dict[SourceFormat, Format] = {format: entry["becomes"] for format, entry in _FORMATS.items()}
 """Format into which rows of each format are converted."""
 
-COLUMNS: dict[SourceFormat, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "tokens": ("input_ids",),
-    "preference": ("chosen", "rejected"),
-    "ranking": ("prompt", "completions", "scores"),
-    "unpaired_preference": ("prompt", "completion", "label"),
-    "prompts": ("prompt",),
-}
+COLUMNS: dict[SourceFormat, tuple[str, ...]] = {format: tuple(entry["columns"]) for format, entry in _FORMATS.items()}
 """The columns that make a row of each format."""
 
 OPTIONAL_COLUMNS: dict[SourceFormat, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "sharegpt": ("system", "tools"),
-    "alpaca": ("input", "system", "history"),
-    "prompt_completion": ("tools",),
-    "text": (),
-    "tokens": ("labels", "attention_mask", "completion_mask", "assistant_masks"),
-    "preference": ("prompt", "conversations", "system", "tools"),
-    "ranking": ("tools",),
-    "unpaired_preference": ("tools",),
-    "prompts": ("tools",),
+    format: tuple(entry["optional"]) for format, entry in _FORMATS.items()
 }
-"""The columns that a row of each format may have beside those. What else it has is left aside, and said; only
-`prompts` keep it, for the rewards."""
-
-_FOREIGN_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
-    (frozenset({"question", "answer"}), "set data.columns={prompt: question, completion: answer}"),
-    (frozenset({"instruction", "response"}), "set data.columns={output: response}"),
-    (frozenset({"input", "output"}), "set data.columns={prompt: input, completion: output}"),
-    (frozenset({"conversation"}), "set data.columns={messages: conversation}"),
-)
-
-_PARTNERS = (
-    ("completion", "prompt"),
-    ("chosen", "rejected"),
-    ("rejected", "chosen"),
-    ("completions", "scores"),
-    ("label", "completion"),
-    ("prompt", "completion"),
-)
-"""Columns that mean something only together with another one."""
+"""The columns that a row of each format may have beside those."""
 
 _PARTS = frozenset({"chosen", "rejected", "completions", "label"})
 """Columns beside which a prompt is a part of another format, not one of `prompts`."""
@@ -100,6 +69,9 @@ _NAMES_SHOWN = 12
 _NAME_LENGTH = 40
 LOOKED_AT = 1000
 """Among so many names a misspelt one is looked for: comparing takes its time."""
+
+
+T = TypeVar("T")
 
 
 class BadRow(Exception):
@@ -134,11 +106,12 @@ def _fitting(columns: Collection[str]) -> list[SourceFormat]:
     fitting: list[SourceFormat] = [format for format, needed in COLUMNS.items() if set(needed) <= set(columns)]
     if len(fitting) > 1 and "prompts" in fitting:
         fitting.remove("prompts")
-    return [format for format in fitting if not any(_takes_in(other, format) for other in fitting if other != format)]
-
-
-def _takes_in(format: SourceFormat, other: SourceFormat) -> bool:
-    return set(COLUMNS[other]) <= {*COLUMNS[format], *OPTIONAL_COLUMNS[format]}
+    read = {format: {*COLUMNS[format], *OPTIONAL_COLUMNS[format]} for format in fitting}
+    return [
+        format
+        for format in fitting
+        if not any(set(COLUMNS[format]) <= read[other] for other in read if other != format)
+    ]
 
 
 def check_columns(columns: Sequence[str], format: SourceFormat) -> None:
@@ -198,30 +171,39 @@ def shortened(name: str) -> str:
 
 def described(value: object) -> str:
     """A value named by its JSON type, so that the message reads the same for JSON, CSV and Parquet."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return f"the boolean {str(value).lower()}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else f"the boolean {str(value).lower()}"
     if isinstance(value, int | float):
         return f"the number {shortened(str(value))}"
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, list | tuple):
-        return "a list"
-    if isinstance(value, dict):
-        return "an object"
-    return f"a {type(value).__name__}"
+    spoken = {str: "a string", list: "a list", tuple: "a list", dict: "an object"}
+    return next((words for kind, words in spoken.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def of_type(value: object, kind: type[T], expected: str) -> T:
+    """Return a value of a row that has the type it must have.
+
+    Args:
+        value: The value.
+        kind: The type.
+        expected: What must be there, for messages: `tools must be a list of functions`.
+
+    Raises:
+        BadRow: It has another type.
+    """
+    if not isinstance(value, kind):
+        raise BadRow(f"{expected}, got {described(value)}")
+    return value
 
 
 def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) -> str:
     """Suggest a remedy for columns that fit no format: the nearest format, a misspelling, or the list of formats."""
-    for foreign, advice in _FOREIGN_SHAPES:
-        if foreign <= set(columns):
-            return advice
+    for shape in TABLES["foreign_shapes"]:
+        if set(shape["columns"]) <= set(columns):
+            return str(shape["advice"])
     near = misspelt(columns, missing)
     if near is not None:
         return near
-    for name, other in _PARTNERS:
+    for name, other in TABLES["partners"]:
         if name in columns and other not in columns:
             return f"beside {name}, a column {other} is needed"
     if missing is not None:
@@ -241,39 +223,19 @@ def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> st
         [name for name in column_names if name not in ("scores", "label")] if missing is None else list(missing)
     )
     for name in candidates:
-        near = get_close_matches(
-            name, [column for column in columns[:LOOKED_AT] if column not in column_names], n=1, cutoff=0.7
-        )
-        if near:
-            return f"rename {shortened(near[0])} to {name}"
+        near = nearest(name, (column for column in columns[:LOOKED_AT] if column not in column_names), cutoff=0.7)
+        if near is not None:
+            return f"rename {shortened(near)} to {name}"
     return None
 
 
-_SPOKEN: dict[SourceFormat, str] = {
-    "messages": "conversations",
-    "sharegpt": "conversations",
-    "alpaca": "conversations",
-    "prompt_completion": "prompts with completions",
-    "text": "texts",
-    "tokens": "token ids",
-    "preference": "preference pairs",
-    "ranking": "rankings",
-    "unpaired_preference": "rated completions",
-    "prompts": "prompts without completions",
-}
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word that another one is most like, if it is like any."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
 
 _ANSWERS = ("response", "answer", "output", "solution", "target")
 """Common names of a column of answers."""
-
-
-_ANOTHER_METHOD: dict[tuple[SourceFormat, SourceFormat], str] = {
-    ("unpaired_preference", "preference"): "for pairs use method dpo; for kto write each answer as a row of its own, "
-    "with a label true or false",
-    ("unpaired_preference", "prompt_completion"): "add a column label, true for good answers and false for bad ones",
-    ("preference", "unpaired_preference"): "for answers that are good or bad by themselves use method kto",
-    ("preference", "prompt_completion"): "to imitate completions use method sft",
-}
-"""Advice where the rows are of the second format and the method learns from the first."""
 
 
 @dataclass(frozen=True)
@@ -292,12 +254,13 @@ class Learner:
         """
         if BECOMES[format] in self.formats:
             return None
-        *most, last = (_SPOKEN[format] for format in self.formats)
+        *most, last = (_FORMATS[format]["spoken"] for format in self.formats)
         takes = f"{', '.join(most)} or {last}" if most else last
-        what = f"holds {_SPOKEN[format]} ({listed(COLUMNS[format])}), and method {self.method} learns from {takes}"
+        holds = f"{_FORMATS[format]['spoken']} ({listed(COLUMNS[format])})"
+        what = f"holds {holds}, and method {self.method} learns from {takes}"
         if "prompt_completion" in self.formats:
             return what, _completions_of(format, columns)
-        return what, _ANOTHER_METHOD.get((self.formats[0], BECOMES[format]))
+        return what, TABLES["other_method"].get(self.formats[0], {}).get(BECOMES[format])
 
 
 def learner_of(method: str) -> Learner:
@@ -307,16 +270,8 @@ def learner_of(method: str) -> Learner:
 
 def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:
     """Describe how to read rows of another format as prompts with completions."""
-    match format:
-        case "preference":
-            return (
-                "to imitate the better answers, set data.columns={completion: chosen}, or {messages: chosen} if it "
-                "holds whole conversations"
-            )
-        case "ranking":
-            return "to imitate the best answers, let a function take them (data.format=module:function)"
-        case "unpaired_preference":
-            return "to imitate all completions, good and bad, set data.format=prompt_completion"
+    if format in TABLES["as_completions"]:
+        return str(TABLES["as_completions"][format])
     answers = next((column for column in _ANSWERS if column in columns), None)
     if answers is not None:
         return f"to imitate what stands in {answers}, set data.columns={{completion: {answers}}}"
@@ -338,11 +293,11 @@ def check_mapping(columns: Mapping[str, str]) -> None:
     """
     for ours, theirs in columns.items():
         if ours not in KNOWN:
-            near = get_close_matches(ours, KNOWN, n=1, cutoff=0.6)
+            near = nearest(ours, KNOWN)
             if theirs in KNOWN:
                 hint = f"our name stands first: {{{theirs}: {ours}}}"
             else:
-                hint = f"did you mean '{near[0]}'?" if near else f"the columns are {', '.join(KNOWN)}"
+                hint = f"did you mean '{near}'?" if near else f"the columns are {', '.join(KNOWN)}"
             raise DataError(f"data.columns.{ours}: no format has a column '{ours}'", hint=hint)
         same_source = [other for other, column in columns.items() if column == theirs and other != ours]
         if same_source:
@@ -359,15 +314,10 @@ def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_ne
     """
     for ours, theirs in columns.items():
         if theirs not in names and (ours in NEEDED or not only_needed):
-            near = get_close_matches(theirs, names, n=1, cutoff=0.6)
-            advice = f"did you mean {listed(near)}?" if near else f"the columns are {listed(names)}"
+            near = nearest(theirs, names)
+            advice = f"did you mean {listed([near])}?" if near else f"the columns are {listed(names)}"
             return f"no column {listed([theirs])}, which data.columns reads as {ours}; {advice}"
     return None
-
-
-def name_in_file(ours: str, columns: Mapping[str, str]) -> str:
-    """Return the file's name for a column."""
-    return columns.get(ours, ours)
 
 
 def renamed(row: Row, columns: Mapping[str, str]) -> Row:

@@ -6,7 +6,7 @@ what it predicts one place before. Labels that were shifted by hand, or masked w
 wrong words without an error, and are refused.
 """
 
-from tunekit.data.formats.row_formats import BadRow, Row, described, listed
+from tunekit.data.formats.row_formats import BadRow, Row, described, listed, of_type
 from tunekit.data.packing.sequences import IGNORED
 
 _MASKS = ("completion_mask", "assistant_masks")
@@ -21,7 +21,11 @@ def check_tokens(row: Row) -> Row:
     if low is not None:
         raise BadRow(f"input_ids[{low}] must be at least 0, got the number {ids[low]}")
     if row.get("attention_mask") is not None:
-        _check_unpadded(_bits(row["attention_mask"], "attention_mask", len(ids)))
+        mask = _bits(row["attention_mask"], "attention_mask", len(ids))
+        if 0 in mask:
+            raise BadRow(
+                f"attention_mask[{mask.index(0)}] is 0: the row is padded; leave the padding out of every column"
+            )
     present = [column for column in ("labels", *_MASKS) if row.get(column) is not None]
     if len(present) > 1:
         raise BadRow(f"{listed(present)} each say which tokens count; keep one of them")
@@ -45,12 +49,6 @@ def _labels(value: object, ids: list[int]) -> list[int]:
     return labels
 
 
-def _check_unpadded(mask: list[int]) -> None:
-    padded = next((i for i, bit in enumerate(mask) if bit == 0), None)
-    if padded is not None:
-        raise BadRow(f"attention_mask[{padded}] is 0: the row is padded; leave the padding out of every column")
-
-
 def _bits(value: object, where: str, length: int) -> list[int]:
     bits = _integers(value, where)
     _check_length(bits, where, length)
@@ -71,9 +69,8 @@ def _integers(value: object, where: str) -> list[int]:
             f"{where} must be a list of whole numbers, got a string; "
             "lists belong in .jsonl or .parquet, where a column can hold one"
         )
-    if not isinstance(value, list):
-        raise BadRow(f"{where} must be a list of whole numbers, got {described(value)}")
-    for i, number in enumerate(value):
+    numbers = of_type(value, list, f"{where} must be a list of whole numbers")
+    for i, number in enumerate(numbers):
         if type(number) is not int:
             raise BadRow(f"{where}[{i}] must be a whole number, got {described(number)}")
-    return value
+    return numbers

@@ -165,6 +165,14 @@ def _read(descriptor: int, start: int, stop: int) -> bytes:
     return chunk
 
 
+def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return how many items two sequences (characters, tokens) share at their start."""
+    for i, (left, other) in enumerate(zip(first, second, strict=False)):
+        if left != other:
+            return i
+    return min(len(first), len(second))
+
+
 MIXING_SEED = 0
 """Seed of the lots by which a part of a source is drawn."""
 

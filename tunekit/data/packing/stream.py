@@ -10,6 +10,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def stream(
         skipped.write_text("", encoding="utf-8")
         streams = [_sequences(source, section, tokenizer, learner, notes, skipped) for source in sources]
         weights = [source.weight for source in sources if source.weight is not None]
-        sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else _one_by_one(streams)
+        sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else chain.from_iterable(streams)
         yield from _packed(sequences, section.max_length) if section.packing else sequences
 
     endless: Any = IterableDataset.from_generator(generate, features=features)
@@ -114,20 +115,9 @@ def _taking_turns(streams: list[Iterator[_Sequence]], weights: list[float]) -> I
         yield sequence
 
 
-def _one_by_one(streams: list[Iterator[_Sequence]]) -> Iterator[_Sequence]:
-    for each in streams:
-        yield from each
-
-
 def _packed(sequences: Iterator[_Sequence], max_length: int) -> Iterator[_Sequence]:
     """Packs of sequences, a window after the other."""
-    window: list[_Sequence] = []
-    for sequence in sequences:
-        window.append(sequence)
-        if len(window) == WINDOW_SEQUENCES:
-            yield from _packs(window, max_length)
-            window = []
-    if window:
+    while window := list(islice(sequences, WINDOW_SEQUENCES)):
         yield from _packs(window, max_length)
 
 

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, Learner, check_mapping, shortened
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, File, Record, Table, opened
-from tunekit.data.sources.find_files import find_files
-from tunekit.data.sources.load import Reader
-from tunekit.data.sources.remote import shown
-from tunekit.data.sources.rows import Rows, Skipped
+from tunekit.data.sources.load import find_files
+from tunekit.data.sources.reader import Reader
+from tunekit.data.sources.rows import Rows, Skipped, shown
 from tunekit.errors import DataError, TunekitError
 from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 
@@ -118,7 +117,7 @@ def look_at(
         DataError: The source cannot be found.
     """
     check_mapping(source.columns)
-    reader = Reader(shown(source.path), source.key, source.format, source.columns, _ALL, learner)
+    reader = Reader(source, _ALL, learner)
     gate = _Gate(num_records)
     problem: TunekitError | None = None
     kinds: list[str] = []
@@ -133,7 +132,7 @@ def look_at(
         if not kinds:
             raise
         problem = error
-    content = reader.so_far(num_files=len(kinds), is_text=kinds[-1:] == [".txt"])
+    content = reader.so_far(is_text=kinds[-1:] == [".txt"])
     format = reader.format
     return Look(
         format=format,
@@ -236,9 +235,7 @@ class _Start:
         return self.file.name
 
     def open(self) -> BinaryIO:
-        lines: Any = _Lines(opened(self.file), self.name, None if self.suffix == ".json" else self.gate)
-        binary: BinaryIO = lines
-        return binary
+        return cast(BinaryIO, _Lines(opened(self.file), self.name, None if self.suffix == ".json" else self.gate))
 
 
 class _Lines(io.BufferedReader):
@@ -253,16 +250,9 @@ class _Lines(io.BufferedReader):
     """
 
     def __init__(self, raw: BinaryIO, name: str, gate: _Gate | None) -> None:
-        binary: Any = raw
-        super().__init__(binary)
+        super().__init__(cast(Any, raw))
         self._name, self._gate = name, gate
         self._number, self._left = 0, LOOK_BYTES
-
-    def __next__(self) -> bytes:
-        line = self.readline()
-        if not line:
-            raise StopIteration
-        return line
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """Return the next line, whatever size is asked for; nothing where the file has been read far enough."""

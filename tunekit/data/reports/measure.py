@@ -5,10 +5,12 @@ The measuring behind the report of rows of answers and of prompts, which TRL tok
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
-from tunekit.data.prepare import Split
+from tunekit.data.prepare import SourceShare, Split
 from tunekit.data.reports.report import (
     Bin,
     DataReport,
@@ -23,6 +25,7 @@ from tunekit.data.reports.report import (
 )
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, AlignmentSplit, Measured, tokens_of
+from tunekit.data.tokenization.tokenize import TokenReport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +38,6 @@ NUM_BINS = 12
 ROLES = ("bos", "eos", "pad", "unk")
 """Special tokens that are shown even where no row has them."""
 
-_STEPS = (1, 2, 5)
 _PIECE_TOKENS = 8
 _PASS_SEQUENCES = 4096
 
@@ -63,53 +65,76 @@ def report_data(
         notes: What was found while the rows were read.
         skipped: Bad rows that were left out.
     """
+    reports = []
+    for split in splits:
+        for rows, tokens in zip(split.rows, split.tokens, strict=True):
+            counts, sequences = tokens.report, tokens.sequences
+            num_packed = len(best_fit(sequences.lengths, max_length)[1])
+            per_batch = min(batch_size, counts.num_sequences)
+            report = _source_report(split.name, len(split.rows), rows, counts, sequences.row_lengths, max_length)
+            reports.append(
+                replace(
+                    report,
+                    packing=Packing(
+                        num_packed=num_packed,
+                        packed_share=counts.num_tokens / (num_packed * max_length),
+                        batch_size=per_batch,
+                        padded_share=padded_share(sorted(sequences.lengths.tolist()), per_batch),
+                    ),
+                    special_tokens=tuple(_special_tokens(sequences, tokenizer)),
+                    samples=tuple(
+                        sample(sequence["input_ids"], sequence["labels"], tokenizer)
+                        for sequence in (sequences[i] for i in range(min(num_samples, len(sequences))))
+                    ),
+                )
+            )
     train = splits[0]
-    evaluated = [rows for split in splits[1:] for rows in split.rows]
+    num_available = [len(tokens.sequences) for tokens in train.tokens]
     return DataReport(
         max_length=max_length,
         is_packed=packing,
-        sources=tuple(
-            _source_report(split, number, tokenizer, max_length, batch_size, num_samples)
-            for split in splits
-            for number in range(len(split.rows))
-        ),
-        mixture=tuple(_mixture(train)) if len(train.rows) > 1 else (),
+        sources=tuple(reports),
+        mixture=_mixture(train.prepared.shares, train.weights, num_available),
         num_train=train.prepared.num_sequences,
-        leaked=find_repeats(evaluated, within=train.rows) if evaluated else Repeats(0),
+        leaked=_leaked([split.rows for split in splits]),
         skipped=skipped,
         notes=tuple(dict.fromkeys([*notes, *(note for split in splits for note in split.prepared.notes)])),
     )
 
 
-def _mixture(train: Split) -> Iterator[MixedSource]:
-    for tokens, share, weight in zip(train.tokens, train.prepared.shares, train.weights, strict=True):
-        yield MixedSource(
+def _mixture(
+    shares: Sequence[SourceShare], weights: Sequence[float | None], num_available: Sequence[int]
+) -> tuple[MixedSource, ...]:
+    """The parts of the sources that are trained on; empty where there is one source."""
+    whole = sum(share.num_tokens for share in shares)
+    parts = zip(shares, weights, num_available, strict=True) if len(shares) > 1 else ()
+    return tuple(
+        MixedSource(
             source=share.source,
             weight=weight,
-            num_available=len(tokens.sequences),
+            num_available=available,
             num_taken=share.num_sequences,
             num_tokens=share.num_tokens,
-            token_share=share.num_tokens / train.prepared.num_tokens,
+            token_share=share.num_tokens / whole,
         )
+        for share, weight, available in parts
+    )
+
+
+def _leaked(splits: Sequence[Sequence[Rows]]) -> Repeats:
+    """Rows of later splits that stand in the first one too."""
+    evaluated = [rows for sources in splits[1:] for rows in sources]
+    return find_repeats(evaluated, within=splits[0]) if evaluated else Repeats(0)
 
 
 def _source_report(
-    split: Split,
-    number: int,
-    tokenizer: "PreTrainedTokenizerBase",
-    max_length: int,
-    batch_size: int,
-    num_samples: int,
+    split: str, num_sources: int, rows: Rows, counts: TokenReport, row_lengths: "np.ndarray", max_length: int
 ) -> SourceReport:
-    rows, tokens = split.rows[number], split.tokens[number]
-    counts, sequences = tokens.report, tokens.sequences
-    ordered = sorted(sequences.row_lengths.tolist())
-    num_packed = len(best_fit(sequences.lengths, max_length)[1])
-    batch_size = min(batch_size, counts.num_sequences)
-    samples = (sequences[i] for i in range(min(num_samples, len(sequences))))
+    """The report on a source but for what only tokens show: packing, special tokens and samples."""
+    ordered = sorted(row_lengths.tolist())
     return SourceReport(
-        split=split.name,
-        is_alone=len(split.rows) == 1,
+        split=split,
+        is_alone=num_sources == 1,
         source=rows.source,
         format=rows.format,
         num_rows=counts.num_rows,
@@ -121,15 +146,10 @@ def _source_report(
         num_trained=counts.num_trainable_tokens,
         lengths=Quantiles(ordered[0], quantile(ordered, 0.5), quantile(ordered, 0.95), ordered[-1]),
         histogram=histogram(ordered, max_length),
-        packing=Packing(
-            num_packed=num_packed,
-            packed_share=counts.num_tokens / (num_packed * max_length),
-            batch_size=batch_size,
-            padded_share=padded_share(sorted(sequences.lengths.tolist()), batch_size),
-        ),
+        packing=None,
         duplicates=find_repeats([rows]),
-        special_tokens=tuple(_special_tokens(sequences, tokenizer)),
-        samples=tuple(sample(shown_sample["input_ids"], shown_sample["labels"], tokenizer) for shown_sample in samples),
+        special_tokens=(),
+        samples=(),
     )
 
 
@@ -145,7 +165,8 @@ def histogram(ordered: Sequence[int], max_length: int) -> tuple[Bin, ...]:
     """
     longest, usual = ordered[-1], quantile(ordered, 0.95)
     top = longest if longest <= 3 * usual else 2 * usual
-    step = next(s for s in _steps() if s * NUM_BINS >= top)
+    scales = (step * 10**power for power in count() for step in (1, 2, 5))
+    step = next(scale for scale in scales if scale * NUM_BINS >= top)
     edges = set(range(step, top + step, step)) | {max_length}
     edges = {edge for edge in edges if edge < longest} | {min(edge for edge in edges | {longest} if edge >= longest)}
     bins: list[Bin] = []
@@ -212,13 +233,6 @@ def _place(sources: Sequence[Rows], index: int) -> str:
             return rows.place(index)
         index -= len(rows)
     raise IndexError(index)
-
-
-def _steps() -> Iterator[int]:
-    scale = 1
-    while True:
-        yield from (scale * step for step in _STEPS)
-        scale *= 10
 
 
 def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") -> Iterator[SpecialToken]:
@@ -312,66 +326,26 @@ def report_rows(
         notes: What was found while the rows were read.
         skipped: Bad rows that were left out.
     """
-    train = splits[0]
-    evaluated = [source.rows for split in splits[1:] for source in split.sources]
+    reports = []
+    for split in splits:
+        for source in split.sources:
+            report = _source_report(
+                split.name, len(split.sources), source.rows, source.counts, source.lengths, max_length
+            )
+            samples = tuple(_samples(source, tokenizer, max_length, num_samples))
+            reports.append(replace(report, samples=samples))
+    train, shares = splits[0], splits[0].shares
     return DataReport(
         max_length=max_length,
         is_packed=False,
-        sources=tuple(
-            _report_of_answers(split, source, tokenizer, max_length, num_samples)
-            for split in splits
-            for source in split.sources
+        sources=tuple(reports),
+        mixture=_mixture(
+            shares, train.mixing.weights or (None,) * len(shares), [len(source.kept) for source in train.sources]
         ),
-        mixture=tuple(_mixture_of_answers(train)) if len(train.sources) > 1 else (),
-        num_train=sum(share.num_sequences for share in train.shares),
-        leaked=find_repeats(evaluated, within=[source.rows for source in train.sources]) if evaluated else Repeats(0),
+        num_train=sum(share.num_sequences for share in shares),
+        leaked=_leaked([[source.rows for source in split.sources] for split in splits]),
         skipped=skipped,
         notes=tuple(dict.fromkeys(notes)),
-    )
-
-
-def _mixture_of_answers(train: AlignmentSplit) -> Iterator[MixedSource]:
-    shares = train.shares
-    whole = sum(share.num_tokens for share in shares)
-    weights = train.mixing.weights or (None,) * len(shares)
-    for source, share, weight in zip(train.sources, shares, weights, strict=True):
-        yield MixedSource(
-            source=share.source,
-            weight=weight,
-            num_available=len(source.kept),
-            num_taken=share.num_sequences,
-            num_tokens=share.num_tokens,
-            token_share=share.num_tokens / whole,
-        )
-
-
-def _report_of_answers(
-    split: AlignmentSplit,
-    measured: Measured,
-    tokenizer: "PreTrainedTokenizerBase",
-    max_length: int,
-    num_samples: int,
-) -> SourceReport:
-    rows = measured.rows
-    ordered = sorted(measured.lengths.tolist())
-    return SourceReport(
-        split=split.name,
-        is_alone=len(split.sources) == 1,
-        source=rows.source,
-        format=rows.format,
-        num_rows=len(rows),
-        num_truncated=measured.num_truncated,
-        num_split=0,
-        num_dropped=measured.num_dropped,
-        num_sequences=len(measured.kept),
-        num_tokens=int(measured.num_tokens.sum()),
-        num_trained=measured.num_trainable_tokens,
-        lengths=Quantiles(ordered[0], quantile(ordered, 0.5), quantile(ordered, 0.95), ordered[-1]),
-        histogram=histogram(ordered, max_length),
-        packing=None,
-        duplicates=find_repeats([rows]),
-        special_tokens=(),
-        samples=tuple(_samples(measured, tokenizer, max_length, num_samples)),
     )
 
 

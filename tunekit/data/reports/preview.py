@@ -14,9 +14,8 @@ from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
 from tunekit.data.reports.report import Sample
-from tunekit.data.sources.rows import Rows, Skipped
-from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, tokens_of
-from tunekit.data.tokenization.chat import template_in_time
+from tunekit.data.sources.rows import Rows, RowStore, Skipped
+from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, prompt_tokens, tokens_of
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.tokenize import Account
 from tunekit.errors import DataError
@@ -189,7 +188,7 @@ def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_leng
         if rows.format == "text":
             text = rows.rows[index]["text"]
             if len(text) > _TEXT_LENGTH:
-                row = _with_row(row, {"text": text[:_TEXT_LENGTH]})
+                row = replace(row, rows=RowStore([{"text": text[:_TEXT_LENGTH]}]))
         else:
             _check_size(rows, index)
         encoded = encoder.encode(row, range(1))
@@ -220,7 +219,7 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
         try:
             check_calls(rows.rows[index], columns, tokenizer, rows.place(index))
             num_given, answered = tokens_of(rows.rows[index], columns, tokenizer)
-            prompt = prompt_tokens(rows.rows[index], tokenizer) if not columns else []
+            prompt = list(prompt_tokens(rows.rows[index], tokenizer, "a prompt")) if not columns else []
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
@@ -241,22 +240,6 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
         return tuple(sequences), 0, left_out
 
     return show
-
-
-def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The tokens of a prompt by itself, as TRL makes them."""
-    if isinstance(row["prompt"], str):
-        return list(tokenizer(row["prompt"])["input_ids"])
-    tools = row.get("tools")
-    with template_in_time("a prompt"):
-        rendered = tokenizer.apply_chat_template(
-            row["prompt"],
-            tools=json.loads(tools) if isinstance(tools, str) else tools,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )
-    return list(rendered["input_ids"])
 
 
 def is_encoded(format: Format) -> bool:
@@ -286,10 +269,6 @@ def _check_size(rows: Rows, index: int) -> None:
     size = int(rows.rows.sizes_bytes[index])
     if size > ROW_BYTES:
         raise DataError(f"the row has {size:,} bytes, too many to show as tokens here")
-
-
-def _with_row(rows: Rows, row: Row) -> Rows:
-    return replace(rows, rows=type(rows.rows)([row]))
 
 
 def _as_json(row: Row) -> str:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, cast
 
@@ -131,17 +132,8 @@ def open_json(file: File) -> Table:
     return Table(columns=None, read=read)
 
 
-def open_csv(file: File) -> Table:
-    """Comma-separated values with a header; cells in quotes may hold commas and line breaks."""
-    return _open_cells(file, ",", "comma")
-
-
-def open_tsv(file: File) -> Table:
-    """Tab-separated values with a header; cells in quotes may hold tabs and line breaks."""
-    return _open_cells(file, "\t", "tab")
-
-
-def _open_cells(file: File, delimiter: str, spoken: str) -> Table:
+def open_cells(file: File, delimiter: str, spoken: str) -> Table:
+    """Values separated by commas or tabs, with a header; cells in quotes may hold such marks and line breaks."""
     header = next(_csv_records(file, delimiter), None)
     if header is None:
         raise DataError(f"{file.name}: there are no rows in it")
@@ -188,19 +180,35 @@ def open_parquet(file: File) -> Table:
     except OSError as error:
         raise DataError(f"{file.name}: the file cannot be read ({_first_line(error)})") from error
 
+    def batches(wanted: list[str]) -> Iterator[Any]:
+        parquet = pq.ParquetFile(file.open())
+        yield from parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, wanted), columns=wanted)
+
+    return _open_batches(file, columns, batches, "Parquet file cannot be read to its end")
+
+
+def _open_batches(
+    file: File, columns: tuple[str, ...], batches: Callable[[list[str]], Iterator[Any]], broken: str
+) -> Table:
+    """A table whose rows come in batches of Arrow.
+
+    Args:
+        file: The file.
+        columns: Its columns.
+        batches: From the wanted columns to the batches.
+        broken: What is wrong where they end too early, for messages.
+    """
+    import pyarrow as pa
+
     def read(wanted: Sequence[str]) -> Iterator[Record]:
         number = 0
         try:
-            parquet = pq.ParquetFile(file.open())
-            rows = _rows_at_once(parquet.metadata, wanted)
-            for batch in parquet.iter_batches(batch_size=rows, columns=list(wanted)):
+            for batch in batches(list(wanted)):
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, without_nested_nulls(value))
         except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{file.name} row {number + 1}: the Parquet file cannot be read to its end ({_first_line(error)})"
-            ) from error
+            raise DataError(f"{file.name} row {number + 1}: the {broken} ({_first_line(error)})") from error
 
     return Table(columns=columns, read=read, unit="row")
 
@@ -213,13 +221,9 @@ def _rows_at_once(metadata: Any, wanted: Sequence[str]) -> int:
     largest = 1
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        columns = (group.column(column) for column in range(group.num_columns))
-        sizes = [
-            chunk_column.total_uncompressed_size
-            for chunk_column in columns
-            if chunk_column.path_in_schema.split(".")[0] in wanted
-        ]
-        largest = max(largest, sum(sizes))
+        chunks = (group.column(column) for column in range(group.num_columns))
+        read = (chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted)
+        largest = max(largest, sum(chunk.total_uncompressed_size for chunk in read))
     return int(min(1000, max(1, BATCH_BYTES // largest)))
 
 
@@ -234,21 +238,12 @@ def open_arrow(file: File) -> Table:
     except StopIteration:
         raise DataError(f"{file.name}: there are no rows in it") from None
 
-    def read(wanted: Sequence[str]) -> Iterator[Record]:
-        number = 0
-        try:
-            for batch in _arrow_batches(file):
-                chosen = batch.select(list(wanted))
-                for start in range(0, len(chosen), 1000):
-                    for value in chosen.slice(start, 1000).to_pylist():
-                        number += 1
-                        yield Record(number, without_nested_nulls(value))
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{file.name} row {number + 1}: the Arrow file is damaged ({_first_line(error)})"
-            ) from error
+    def batches(wanted: list[str]) -> Iterator[Any]:
+        for batch in _arrow_batches(file):
+            chosen = batch.select(wanted)
+            yield from (chosen.slice(start, 1000) for start in range(0, len(chosen), 1000))
 
-    return Table(columns=columns, read=read, unit="row")
+    return _open_batches(file, columns, batches, "Arrow file is damaged")
 
 
 def _arrow_batches(file: File) -> Iterator[Any]:
@@ -311,8 +306,8 @@ def open_text(file: File) -> Table:
 OPENERS: dict[str, Callable[[File], Table]] = {
     ".jsonl": open_jsonl,
     ".json": open_json,
-    ".csv": open_csv,
-    ".tsv": open_tsv,
+    ".csv": partial(open_cells, delimiter=",", spoken="comma"),
+    ".tsv": partial(open_cells, delimiter="\t", spoken="tab"),
     ".parquet": open_parquet,
     ".arrow": open_arrow,
     ".feather": open_arrow,
@@ -364,7 +359,6 @@ _BINARY_STARTS = {
 }
 
 
-_TOO_DEEP = "JSON nested too deeply"
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON counts as white space
 
 
@@ -406,27 +400,41 @@ def opened(file: File) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(_Unpacked(unpacked, file)))
 
 
-class _Unpacked(io.RawIOBase):
+class ByteStream(io.RawIOBase):
+    """Bytes that come in parts, for `io.BufferedReader`."""
+
+    def part(self, num_bytes: int) -> bytes:
+        """The next bytes, so many at most; none at the end."""
+        raise NotImplementedError
+
+    def readable(self) -> bool:
+        """Return True: that is what it is for."""
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        """Read the next part into a buffer, and return how long it is."""
+        view = memoryview(buffer).cast("B")
+        part = self.part(len(view))
+        view[: len(part)] = part
+        return len(part)
+
+
+class _Unpacked(ByteStream):
     """The bytes of a compressed file, up to a limit: a small file can unpack to more than any memory or disk holds."""
 
     def __init__(self, stream: Any, file: File) -> None:
         self._stream, self._name = stream, file.name
         self._left = max(FREE_BYTES, MAX_RATIO * _size_of(file))
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        view = memoryview(buffer).cast("B")
-        part: bytes = self._stream.read(len(view))
-        view[: len(part)] = part
+    def part(self, num_bytes: int) -> bytes:
+        part: bytes = self._stream.read(num_bytes)
         self._left -= len(part)
         if self._left < 0:
             raise DataError(
                 f"{self._name}: the file unpacks to more than {MAX_RATIO} times its size",
                 hint="unpack it yourself, and name what comes out, if that is right",
             )
-        return len(part)
+        return part
 
     def close(self) -> None:
         self._stream.close()
@@ -460,20 +468,20 @@ def _parse(text: str) -> object:
         return Fault("a byte-order mark (U+FEFF), which may stand only at the start of a file", column=1)
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         what, position = _broken_json(error)
-        return Fault(what, column=position + 1)
-    except RecursionError:
-        return Fault(_TOO_DEEP)
-    except ValueError as error:  # a number of more than 4300 digits
-        return Fault(f"broken JSON: {_lowered(_first_line(error))}")
+        return Fault(what, column=None if position is None else position + 1)
 
 
-def _broken_json(error: json.JSONDecodeError) -> tuple[str, int]:
-    """Return the problem with a JSON text and the position of the offending character.
+def _broken_json(error: ValueError | RecursionError) -> tuple[str, int | None]:
+    """Return the problem with a JSON text and the position of the offending character, where it is one.
 
     From 3.13 on Python names a trailing comma; until then it names what it expected behind it.
     """
+    if isinstance(error, RecursionError):
+        return "JSON nested too deeply", None
+    if not isinstance(error, json.JSONDecodeError):  # a number of more than 4300 digits
+        return f"broken JSON: {_lowered(_first_line(error))}", None
     text, position = error.doc, error.pos
     comma = position if error.msg.startswith("Illegal trailing comma") else len(text[:position].rstrip()) - 1
     if error.msg.startswith(("Illegal trailing comma", "Expecting value", "Expecting property name")):
@@ -488,8 +496,7 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
     if not text[start:]:
         return
     if text[start] != "[":
-        line = text.count("\n", 0, start) + 1
-        yield Record(line, Fault("a .json file must hold a list of objects: [{...}, {...}]", ends=True))
+        yield _end_of_list(text, start, "a .json file must hold a list of objects: [{...}, {...}]", has_column=False)
         return
     decoder = json.JSONDecoder()
     position = _skip_space(text, start + 1)
@@ -499,35 +506,28 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         line, counted = line + text.count("\n", counted, position), position
         try:
             value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             what, at = _broken_json(error)
-            column = at - text.rfind("\n", 0, at)
-            yield Record(text.count("\n", 0, at) + 1, Fault(what, column=column, ends=True))
-            return
-        except RecursionError:
-            yield Record(line, Fault(_TOO_DEEP, ends=True))
-            return
-        except ValueError as error:
-            yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}", ends=True))
+            yield _end_of_list(text, position if at is None else at, what, has_column=at is not None)
             return
         yield Record(line, value)
         position = _skip_space(text, position)
         closed = text[position : position + 1] == "]"
-        if closed:
-            break
-        if text[position : position + 1] != ",":
-            line += text.count("\n", counted, position)
-            what = (
-                "broken JSON: the list is not closed" if position >= len(text) else "broken JSON: expecting ',' or ']'"
-            )
-            yield Record(line, Fault(what, column=position - text.rfind("\n", 0, position), ends=True))
+        if not closed and text[position : position + 1] != ",":
+            what = "the list is not closed" if position >= len(text) else "expecting ',' or ']'"
+            yield _end_of_list(text, position, f"broken JSON: {what}")
             return
-        position = _skip_space(text, position + 1)
+        if not closed:
+            position = _skip_space(text, position + 1)
     behind = _skip_space(text, position + 1)
     if behind < len(text):
-        yield Record(
-            line + text.count("\n", counted, behind), Fault("broken JSON: text after the end of the list", ends=True)
-        )
+        yield _end_of_list(text, behind, "broken JSON: text after the end of the list", has_column=False)
+
+
+def _end_of_list(text: str, position: int, what: str, *, has_column: bool = True) -> Record:
+    """The fault at a position of a JSON list, behind which nothing can be read."""
+    column = position - text.rfind("\n", 0, position) if has_column else None
+    return Record(text.count("\n", 0, position) + 1, Fault(what, column=column, ends=True))
 
 
 def _refuse_single_object(text: str, name: str) -> None:

@@ -7,8 +7,7 @@ downloaded earlier. Code that comes with a dataset is never run; `datasets` itse
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from tunekit.data.formats.messages import media_kind
 from tunekit.data.formats.row_formats import listed
@@ -26,9 +25,6 @@ EVAL_SPLITS = ("validation", "test", "eval")
 """Splits that are evaluated on when a recipe names none."""
 
 _TIMEOUT_SECONDS = 5.0
-
-_MEDIA_ROWS = 100
-"""Rows with images that are held at once."""
 
 
 def open_hub(
@@ -63,26 +59,12 @@ def open_hub(
         # and of files that are neither in the cache nor to be had by an OSError.
         message = " ".join(str(error).split())
         raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {message}") from error
-    return open_stream(dataset, source.path) if streaming else open_dataset(dataset)
+    return open_stream(dataset if streaming else dataset.to_iterable_dataset(), source.path)
 
 
-def open_dataset(dataset: "datasets.Dataset") -> Table:
+def open_dataset(dataset: "datasets.Dataset", name: str = "the dataset") -> Table:
     """A `datasets.Dataset` as a table of numbered rows."""
-
-    def read(wanted: Sequence[str]) -> Iterator[Record]:
-        media = [column for column in wanted if media_kind(column)]
-        rows: Any = dataset.select_columns([column for column in wanted if column not in media])
-        beside = _undecoded(dataset.select_columns(media)) if media else repeat({})
-        for number, (row, more) in enumerate(zip(rows, beside, strict=False), start=1):
-            yield Record(number, without_nested_nulls({**row, **more}))
-
-    return Table(columns=tuple(dataset.column_names), read=read, unit="row")
-
-
-def _undecoded(dataset: "datasets.Dataset") -> Iterator[dict[str, Any]]:
-    """Rows with images and audio as they are stored: that they are there is all that is asked of them."""
-    for table in dataset.with_format("arrow").iter(batch_size=_MEDIA_ROWS):
-        yield from cast(Any, table).to_pylist()
+    return open_stream(dataset.to_iterable_dataset(), name)
 
 
 def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
@@ -122,38 +104,31 @@ def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
 
 def _ask_hub(source: DataSource, key: str) -> None:
     """Ask the hub whether the dataset is there, within a few seconds."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the base of their errors
-        GatedRepoError,
-        HfHubHTTPError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    import httpx2
+    from huggingface_hub import HfApi, constants, errors
 
     try:
         HfApi().dataset_info(source.path, revision=source.revision, timeout=_TIMEOUT_SECONDS)
-    except OfflineModeIsEnabled:
+    except errors.OfflineModeIsEnabled:
         return
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise DataError(
             f"{key}.path: access to the hub dataset '{source.path}' is restricted",
             hint=f"ask for it at {constants.ENDPOINT}/datasets/{source.path} and log in with `hf auth login`",
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise DataError(
             f"{key}.path: no file and no hub dataset '{source.path}'",
             hint="check the name; a private dataset needs `hf auth login`",
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise DataError(
             f"{key}.revision: the hub dataset '{source.path}' has no revision '{source.revision}'"
         ) from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         status = error.response.status_code
         raise DataError(f"{key}.path: the hub answers {status} for the dataset '{source.path}'") from error
-    except (HTTPError, OSError) as error:
+    except (httpx2.HTTPError, OSError) as error:
         raise DataError(
             f"{key}.path: no file '{source.path}', and the hub cannot be reached at {constants.ENDPOINT} "
             f"to look for a dataset of that name",

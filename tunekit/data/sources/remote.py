@@ -13,14 +13,12 @@ A URL may hold a password, and its query a key: messages and notes leave them ou
 
 import hashlib
 import io
-import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -28,62 +26,23 @@ from urllib.parse import unquote
 
 import platformdirs
 
-from tunekit.data.sources.files import suffix_of
+from tunekit.data.formats.row_formats import nearest, read_tables
+from tunekit.data.sources.files import ByteStream, suffix_of
+from tunekit.data.sources.rows import WEB, protocol_of, shown, without_user
 from tunekit.errors import DataError, DependencyError
 
 if TYPE_CHECKING:
     import httpx2
-    from _typeshed import WriteableBuffer
 
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 30.0
 _ASK_SECONDS = 20.0
 """Longest wait for what a filesystem of fsspec says of its files, where it can be told; some would try for minutes."""
 
 _BUFFER_BYTES = 1 << 20
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_WEB = ("http", "https")
 _COMMON = ("https", "s3", "gs", "az", "hf", "sftp")
 _DRAFT = ".part"
 
-_LOG_IN = {
-    "http": "a user and a password from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/...",
-    "s3": "log in with `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "log in with `gcloud auth application-default login`",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "hf": "log in with `hf auth login`",
-}
-_ALIASES = {"https": "http", "s3a": "s3", "gcs": "gs", "abfs": "az"}
-
-_FOREIGN_ERRORS = {
-    "s3fs": ("botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError"),
-    "gcsfs": ("gcsfs.retry.HttpError", "google.auth.exceptions.GoogleAuthError", "aiohttp.ClientError"),
-    "adlfs": ("azure.core.exceptions.AzureError",),
-    "huggingface_hub": ("httpx2.HTTPError",),
-    "fsspec.implementations.ftp": ("ftplib.Error",),
-    "fsspec.implementations.sftp": ("paramiko.SSHException",),
-}
-"""Errors besides OSError and ValueError that filesystems raise when a server refuses, by the module that defines them.
-"""
-
-
-def is_url(name: str) -> bool:
-    """Return whether a source is named by a URL."""
-    return _URL.match(name) is not None
-
-
-def without_user(url: str) -> str:
-    """A URL without the user and the password in it; any other name as it is."""
-    protocol, _, remainder = url.partition("://")
-    if not is_url(url) or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
-        return url
-    host, slash, path = remainder.partition("/")
-    return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
-
-
-def shown(url: str) -> str:
-    """A URL as messages name it: without user, password and query; any other name as it is."""
-    named = without_user(url)
-    return re.split(r"[?#]", named, maxsplit=1)[0] if _protocol(url) in _WEB else named
+_TABLES = Path(__file__).with_name("remote.yaml")
 
 
 def downloads_root() -> Path:
@@ -106,14 +65,15 @@ def clear_downloads() -> int:
 
 
 @dataclass(frozen=True)
-class WebFile:
-    """A file behind `http` or `https`.
+class _File:
+    """A file on another machine.
 
     Attributes:
-        url: Where it lies, with what it takes to read it.
+        url: Where it lies, with what it takes to read it; of several files of a store, the pattern that they fit and
+            its path.
         name: Its name in messages.
-        size_bytes: Its size, if the server says it.
-        version: What tells this state of it from any other, if the server says so.
+        size_bytes: Its size, if its server says it.
+        version: What tells this state of it from any other, if its server says so.
     """
 
     url: str = field(repr=False)
@@ -125,6 +85,11 @@ class WebFile:
     def suffix(self) -> str:
         """Suffix of its name."""
         return suffix_of(self.name)
+
+
+@dataclass(frozen=True)
+class WebFile(_File):
+    """A file behind `http` or `https`."""
 
     def open(self) -> BinaryIO:
         """The file, read as it comes; from a seek on, block by block."""
@@ -137,29 +102,16 @@ class WebFile:
 
 
 @dataclass(frozen=True)
-class StoreFile:
+class StoreFile(_File):
     """A file in a filesystem of fsspec.
 
     Attributes:
-        url: What names it: its URL, or the pattern that it fits and its path.
-        name: Its name in messages.
-        size_bytes: Its size, if the filesystem says it.
-        version: What tells this state of it from any other.
         filesystem: The filesystem.
         path: Its path there.
     """
 
-    url: str = field(repr=False)
-    name: str
-    size_bytes: int | None
-    version: str | None
     filesystem: Any = field(repr=False)
     path: str
-
-    @property
-    def suffix(self) -> str:
-        """Suffix of its name."""
-        return suffix_of(self.name)
 
     def open(self) -> BinaryIO:
         """The file, read as it comes."""
@@ -187,7 +139,7 @@ def find_remote(url: str, *, key: str) -> list[RemoteFile]:
         DataError: There is no such file, it may not be read, or its server cannot be reached.
         DependencyError: The package that speaks this protocol is not installed.
     """
-    return [_find_on_the_web(url, key)] if _protocol(url) in _WEB else _find_in_store(url, key)
+    return [_find_on_the_web(url, key)] if protocol_of(url) in WEB else _find_in_store(url, key)
 
 
 def fetch(file: RemoteFile, *, key: str) -> Path:
@@ -225,7 +177,8 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
     name = shown(url)
     if "*" in name:
         raise DataError(
-            f"{key}.path: '{name}': what lies behind {_protocol(url)}:// cannot be listed, so no pattern is read there",
+            f"{key}.path: '{name}': what lies behind {protocol_of(url)}:// cannot be listed, so no pattern is read "
+            "there",
             hint="name one file; a * in its name is written %2A",
         )
     try:
@@ -246,9 +199,7 @@ def _web_file(answer: "httpx2.Response", url: str, key: str) -> WebFile:
     if status in (404, 410):
         raise DataError(f"{key}.path: there is no '{name}' (the server answers {status})", hint="check the URL")
     if status in (401, 403):
-        raise DataError(
-            f"{key}.path: '{name}' may not be read (the server answers {status})", hint=_LOG_IN[_login_of(url)]
-        )
+        raise DataError(f"{key}.path: '{name}' may not be read (the server answers {status})", hint=_login(url))
     if status != 200:
         raise DataError(f"{key}.path: the server answers {status} for '{name}'", hint="try again later")
     if answer.headers.get("content-type", "").startswith("text/html"):
@@ -283,7 +234,7 @@ def _client(url: str) -> "httpx2.Client":
     )
 
 
-class _WebReader(io.RawIOBase):
+class _WebReader(ByteStream):
     """The bytes of a file as they come from its server: in one answer, or from the first seek on in blocks."""
 
     def __init__(self, file: WebFile) -> None:
@@ -294,9 +245,6 @@ class _WebReader(io.RawIOBase):
         self._answer = ExitStack()
         self._chunks: Iterator[bytes] | None = None
         self._rest = b""
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return self._file.size_bytes is not None
@@ -314,19 +262,17 @@ class _WebReader(io.RawIOBase):
             self._position, self._rest = position, b""
         return position
 
-    def readinto(self, buffer: "WriteableBuffer") -> int:
+    def part(self, num_bytes: int) -> bytes:
         import httpx2
 
-        view = memoryview(buffer).cast("B")
         try:
             if not self._rest and self._position != self._file.size_bytes:
                 self._rest = self._block() if self._reads_blocks else self._more()
         except httpx2.HTTPError as error:
             raise OSError(_said(error)) from error
-        part, self._rest = self._rest[: len(view)], self._rest[len(view) :]
-        view[: len(part)] = part
+        part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
         self._position += len(part)
-        return len(part)
+        return part
 
     def close(self) -> None:
         self._answer.close()
@@ -368,7 +314,7 @@ def _find_in_store(url: str, key: str) -> list[RemoteFile]:
     except FileNotFoundError as error:
         raise DataError(f"{key}.path: there is no '{name}'", hint="check the URL") from error
     except PermissionError as error:
-        raise DataError(f"{key}.path: '{name}' may not be read", hint=_LOG_IN.get(_login_of(url))) from error
+        raise DataError(f"{key}.path: '{name}' may not be read", hint=_login(url)) from error
     except (OSError, ValueError) as error:
         raise _unreachable(url, error, key) from error
     if not files:
@@ -388,18 +334,12 @@ def _look_into_store(url: str, key: str) -> list[RemoteFile]:
     # A process has one filesystem of a kind, which remembers what it saw of the files.
     filesystem.invalidate_cache()
     if any(sign in path for sign in "*?["):
-        matches = filesystem.glob(path, detail=True, **limit)
+        matches = sorted(filesystem.glob(path, detail=True, **limit).items())
+        sizes = {place: info["size"] for place, info in matches if info["type"] == "file"}
+        names = {place: shown(filesystem.unstrip_protocol(place)) for place in sizes}
         return [
-            StoreFile(
-                url=f"{url} {place}",
-                name=shown(filesystem.unstrip_protocol(place)),
-                size_bytes=info["size"],
-                version=filesystem.ukey(place),
-                filesystem=filesystem,
-                path=place,
-            )
-            for place, info in sorted(matches.items())
-            if info["type"] == "file"
+            StoreFile(f"{url} {place}", names[place], size, filesystem.ukey(place), filesystem, place)
+            for place, size in sizes.items()
         ]
     info = filesystem.info(path, **limit)
     if info["type"] == "directory":
@@ -412,7 +352,7 @@ def _filesystem_class(url: str, key: str) -> type:
     """The class that speaks the protocol of a URL, from the package that it is in."""
     from fsspec.registry import available_protocols, get_filesystem_class
 
-    protocol = _protocol(url)
+    protocol = protocol_of(url)
     try:
         filesystem_class: type = get_filesystem_class(protocol)
     except ImportError as error:
@@ -420,23 +360,20 @@ def _filesystem_class(url: str, key: str) -> type:
         hint = f"pip install {missing}" if missing else str(error)
         raise DependencyError(f"{key}.path: {protocol}:// needs {missing or 'another package'}", hint=hint) from error
     except ValueError as error:
-        near = get_close_matches(protocol, available_protocols(), n=1, cutoff=0.6)
+        near = nearest(protocol, available_protocols())
         raise DataError(
             f"{key}.path: '{shown(url)}': the protocol {protocol}:// is not known",
-            hint=f"did you mean {near[0]}://?" if near else f"known are {', '.join(_COMMON)} and what fsspec knows",
+            hint=f"did you mean {near}://?" if near else f"known are {', '.join(_COMMON)} and what fsspec knows",
         ) from error
     return filesystem_class
 
 
-class _StoreReader(io.RawIOBase):
+class _StoreReader(ByteStream):
     """The bytes of a file of fsspec; all that goes wrong on the way is an OSError."""
 
     def __init__(self, file: Any, filesystem: Any) -> None:
         self._file = file
         self._kind = type(filesystem)
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return bool(self._file.seekable())
@@ -447,12 +384,9 @@ class _StoreReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return int(self._file.seek(offset, whence))
 
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        view = memoryview(buffer).cast("B")
+    def part(self, num_bytes: int) -> bytes:
         with _as_os_errors(self._kind):
-            part: bytes = self._file.read(len(view))
-        view[: len(part)] = part
-        return len(part)
+            return bytes(self._file.read(num_bytes))
 
     def close(self) -> None:
         if not self.closed:
@@ -463,7 +397,8 @@ class _StoreReader(io.RawIOBase):
 @contextmanager
 def _as_os_errors(kind: type) -> Iterator[None]:
     """Convert a filesystem's own errors to OSError; they share no common base class."""
-    names = [name for module, names in _FOREIGN_ERRORS.items() if kind.__module__.startswith(module) for name in names]
+    errors = read_tables(_TABLES)["foreign_errors"].items()
+    names = [name for module, names in errors if kind.__module__.startswith(module) for name in names]
     foreign = tuple(vars(import_module(module))[name] for module, _, name in (name.rpartition(".") for name in names))
     try:
         yield
@@ -476,7 +411,7 @@ def _as_os_errors(kind: type) -> Iterator[None]:
 def _unreachable(url: str, error: BaseException, key: str) -> DataError:
     """The server gave no answer; where an earlier copy is here, the hint names it."""
     copies = list(downloads_root().glob(f"{_digest(url)}-*"))
-    log_in = _LOG_IN.get(_login_of(url)) if _protocol(url) not in _WEB else None
+    log_in = _login(url) if protocol_of(url) not in WEB else None
     hint = f"check the URL and the network, or {log_in}" if log_in else "check the URL and the network"
     if copies:
         newest = max(copies, key=lambda copy: copy.stat().st_mtime)
@@ -484,13 +419,11 @@ def _unreachable(url: str, error: BaseException, key: str) -> DataError:
     return DataError(f"{key}.path: '{shown(url)}' cannot be reached ({_said(error)})", hint=hint)
 
 
-def _protocol(url: str) -> str:
-    return url.partition("://")[0].lower()
-
-
-def _login_of(url: str) -> str:
-    protocol = _protocol(url)
-    return _ALIASES.get(protocol, protocol)
+def _login(url: str) -> str | None:
+    """How to log in where a URL leads, if that is known."""
+    protocol, tables = protocol_of(url), read_tables(_TABLES)
+    log_in: str | None = tables["log_in"].get(tables["aliases"].get(protocol, protocol))
+    return log_in
 
 
 def _digest(text: str) -> str:

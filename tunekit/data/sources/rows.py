@@ -19,6 +19,7 @@ one of the known formats, or None to leave the row out. What it returns must be 
 import hashlib
 import json
 import os
+import re
 import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
@@ -36,6 +37,36 @@ from tunekit.recipe.sections.data import LossOn, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+WEB = ("http", "https")
+"""Protocols of the web."""
+
+
+def is_url(name: str) -> bool:
+    """Return whether a source is named by a URL."""
+    return _URL.match(name) is not None
+
+
+def protocol_of(url: str) -> str:
+    """The protocol of a URL, in small letters."""
+    return url.partition("://")[0].lower()
+
+
+def without_user(url: str) -> str:
+    """A URL without the user and the password in it; any other name as it is."""
+    protocol, _, remainder = url.partition("://")
+    if not is_url(url) or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
+        return url
+    host, slash, path = remainder.partition("/")
+    return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def shown(url: str) -> str:
+    """A URL as messages name it: without user, password and query; any other name as it is."""
+    named = without_user(url)
+    return re.split(r"[?#]", named, maxsplit=1)[0] if protocol_of(url) in WEB else named
 
 
 IN_MEMORY_BYTES = 32 * 2**20
@@ -244,12 +275,19 @@ class Places:
     number: "np.ndarray"
 
     @classmethod
-    def of(cls, sources: Sequence[Rows], source: "np.ndarray", index: "np.ndarray") -> Self:
-        """The places of rows of some sources.
+    def of(
+        cls,
+        sources: Sequence[Rows],
+        rows_of: "Sequence[np.ndarray | Sequence[int]]",
+        source: "np.ndarray",
+        index: "np.ndarray",
+    ) -> Self:
+        """The places of the rows that sequences of some sources were made of.
 
         Args:
             sources: The sources.
-            source: Which of them each row is from.
+            rows_of: For each source, the index of the row that each of its sequences was made of.
+            source: Which of the sources each sequence is from.
             index: Its index there.
         """
         import numpy as np
@@ -260,10 +298,11 @@ class Places:
         number = np.empty(len(index), dtype=np.int32)
         for position, rows in enumerate(sources):
             here = source == position
+            row = np.asarray(rows_of[position])[index[here]]
             parts = rows.parts or (Part(0, rows.source),)
             firsts = np.array([part.first for part in parts])
-            file[here] = len(files) + np.searchsorted(firsts, index[here], side="right") - 1
-            number[here] = np.asarray(rows.numbers)[index[here]]
+            file[here] = len(files) + np.searchsorted(firsts, row, side="right") - 1
+            number[here] = np.asarray(rows.numbers)[row]
             files += [part.name for part in parts]
             units += [rows.unit] * len(parts)
         return cls(tuple(files), tuple(units), file, number)
@@ -274,12 +313,8 @@ class Places:
         import numpy as np
 
         with np.load(path) as archive:
-            return cls(
-                tuple(archive["files"].tolist()),
-                tuple(archive["units"].tolist()),
-                archive["in_file"],
-                archive["number"],
-            )
+            files, units = (tuple(archive[name].tolist()) for name in ("files", "units"))
+            return cls(files, units, archive["in_file"], archive["number"])
 
     def save(self, path: Path) -> None:
         """Write them to an `.npz` file."""

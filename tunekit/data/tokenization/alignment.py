@@ -10,18 +10,20 @@ templates and rewards would find keys that stand in no source.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tunekit.data.formats.messages import check_calls_written
+from tunekit.data.formats.messages import check_calls_written, tools_of
 from tunekit.data.formats.row_formats import Format, Row, counted
-from tunekit.data.packing.sequences import Mixing, mix
-from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
+from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix
+from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows
-from tunekit.data.tokenization.chat import common_prefix_length, template_in_time
+from tunekit.data.tokenization.chat import template_in_time
+from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 
@@ -93,6 +95,21 @@ class Measured:
     lengths: "np.ndarray"
 
     @property
+    def counts(self) -> TokenReport:
+        """What became of the rows, as of rows that are tokenized before a run."""
+        return TokenReport(
+            num_rows=len(self.rows),
+            num_sequences=len(self.kept),
+            num_truncated=self.num_truncated,
+            num_split=0,
+            num_dropped=self.num_dropped,
+            num_tokens=int(self.num_tokens.sum()),
+            num_trainable_tokens=self.num_trainable_tokens,
+            longest_tokens=self.longest_tokens,
+            notes=(),
+        )
+
+    @property
     def longest_tokens(self) -> int:
         """Tokens of the longest sequence before anything was cut or left out."""
         return int(self.lengths.max())
@@ -120,53 +137,49 @@ class AlignmentSplit:
     @property
     def shares(self) -> tuple[SourceShare, ...]:
         """Share taken from each source."""
-        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
-        shares = []
-        for number, source in enumerate(self.sources):
-            taken_rows = chosen.index[chosen.source == number]
-            shares.append(SourceShare(source.rows.source, len(taken_rows), int(source.num_tokens[taken_rows].sum())))
-        return tuple(shares)
+        return tuple(
+            SourceShare(source.rows.source, len(rows), int(source.num_tokens[rows].sum()))
+            for source, rows in self._taken()
+        )
 
     @property
     def num_good(self) -> int:
         """Rows with a good answer, where rows say so."""
-        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
-        taken_rows = (
-            source.is_good[chosen.index[chosen.source == number]] for number, source in enumerate(self.sources)
-        )
-        return sum(int(good.sum()) for good in taken_rows)
+        return sum(int(source.is_good[rows].sum()) for source, rows in self._taken())
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return mix([source.num_tokens for source in self.sources], self.mixing)
+
+    def _taken(self) -> "Iterator[tuple[Measured, np.ndarray]]":
+        """Each source, and which of the rows kept of it are in the mixture."""
+        for number, source in enumerate(self.sources):
+            yield source, self._mixture.index[self._mixture.source == number]
 
     def save(self, path: Path) -> None:
         """Write the rows in their order."""
         import pyarrow as pa  # type: ignore[import-untyped]
 
-        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        chosen = self._mixture
         schema = pa.schema([(_COLUMN, pa.large_string())])
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for start in range(0, len(chosen.index), _BATCH_ROWS):
                 places = slice(start, start + _BATCH_ROWS)
                 texts = [
-                    json.dumps(self._row(*place), ensure_ascii=False)
-                    for place in zip(chosen.source[places].tolist(), chosen.index[places].tolist(), strict=True)
+                    json.dumps(self.sources[source].rows.rows[self.sources[source].kept[index]], ensure_ascii=False)
+                    for source, index in zip(chosen.source[places].tolist(), chosen.index[places].tolist(), strict=True)
                 ]
                 writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema=schema))
 
     @property
     def places(self) -> Places:
         """Location of each row, in their order."""
-        import numpy as np
-
-        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
-        of_rows = np.empty_like(chosen.index)
-        for number, source in enumerate(self.sources):
-            of_source = chosen.source == number
-            of_rows[of_source] = np.array(source.kept)[chosen.index[of_source]]
-        return Places.of([source.rows for source in self.sources], chosen.source, of_rows)
-
-    def _row(self, source: int, index: int) -> Row:
-        measured = self.sources[source]
-        row: Row = measured.rows.rows[measured.kept[index]]
-        return row
+        return Places.of(
+            [source.rows for source in self.sources],
+            [source.kept for source in self.sources],
+            self._mixture.source,
+            self._mixture.index,
+        )
 
 
 def measure_data(
@@ -184,15 +197,10 @@ def measure_data(
     Raises:
         DataError: No row of a source leaves room for an answer, or the rows do not fit the chat template.
     """
-    splits = []
-    for name, sources, mixing in (
-        ("train", data.train, mixing_of(section)),
-        ("eval", data.eval, Mixing(mixing="concatenate")),
-    ):
-        if sources:
-            measured = tuple(_measure(rows, tokenizer, room, on_progress) for rows in sources)
-            splits.append(AlignmentSplit(name, measured, mixing))
-    return tuple(splits)
+    return tuple(
+        AlignmentSplit(name, tuple(_measure(rows, tokenizer, room, on_progress) for rows in sources), mixing)
+        for name, sources, mixing in splits_of(section, data)
+    )
 
 
 def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_progress: Progress | None) -> Measured:
@@ -257,24 +265,40 @@ def tokens_of(
 ) -> tuple[int, list[Sequence[int]]]:
     """Return the number of tokens of the prompt, and the tokens of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
+    prompt_ids = prompt_tokens(row, tokenizer, "a row")
     if isinstance(prompt, list):
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-
-        def ids(messages: list[Row], **how: Any) -> Sequence[int]:
-            with template_in_time("a row"):
-                encoded = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
-            token_ids: Sequence[int] = encoded["input_ids"]
-            return token_ids
-
-        prompt_ids = ids(prompt, add_generation_prompt=True)
-        whole = [ids([*prompt, *answer]) for answer in answers]
+        whole = [_chat_tokens([*prompt, *answer], row, tokenizer, "a row") for answer in answers]
     else:
-        prompt_ids = tokenizer(prompt)["input_ids"]
         end = tokenizer.eos_token or ""
         whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
     shared = min((common_prefix_length(prompt_ids, answer_ids) for answer_ids in whole), default=len(prompt_ids))
     return shared, whole
+
+
+def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase", place: str) -> Sequence[int]:
+    """The tokens of a prompt by itself, as TRL makes them."""
+    if isinstance(row["prompt"], list):
+        return _chat_tokens(row["prompt"], row, tokenizer, place, add_generation_prompt=True)
+    return cast(Sequence[int], tokenizer(row["prompt"])["input_ids"])
+
+
+def _chat_tokens(
+    messages: list[Row],
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    place: str,
+    *,
+    add_generation_prompt: bool = False,
+) -> Sequence[int]:
+    with template_in_time(place):
+        encoded: Any = tokenizer.apply_chat_template(
+            messages,
+            tools=tools_of(row.get("tools")) or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=True,
+        )
+    return cast(Sequence[int], encoded["input_ids"])
 
 
 def check_calls(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase", place: str) -> None:
@@ -286,8 +310,7 @@ def check_calls(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenize
     prompt = row["prompt"]
     if not isinstance(prompt, list):
         return
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = cast(Any, tools_of(row.get("tools")) or None)
 
     def render(messages: list[Row]) -> str:
         return cast(str, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))

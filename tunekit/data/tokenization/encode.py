@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.packing.sequences import IGNORED
+from tunekit.data.packing.sequences import IGNORED, Batch, common_prefix_length
 from tunekit.data.sources.rows import Rows
-from tunekit.data.tokenization.chat import ChatRenderer, Rendered, common_prefix_length, in_loss, offsets_of
 from tunekit.data.tokenization.fast_bpe import word_encoder
+from tunekit.data.tokenization.render import ChatRenderer, Rendered, in_loss
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -72,19 +72,13 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Rows as tokens, before anything is cut.
+class Encoded(Batch):
+    """Rows as tokens, each a sequence, before anything is cut.
 
     Attributes:
-        ids: Token ids of all rows, int32, `(tokens,)`.
-        counted: For each token whether it counts in the loss, bool, `(tokens,)`.
-        lengths: Tokens of each row, int32, `(rows,)`.
         observed: What was seen on the way.
     """
 
-    ids: "np.ndarray"
-    counted: "np.ndarray"
-    lengths: "np.ndarray"
     observed: Observed
 
 
@@ -168,22 +162,18 @@ class Encoder:
     def _encode_chats(
         self, chat: ChatRenderer, rows: list[Row], places: list[str], num_looked_at: int, observed: Observed
     ) -> "list[_Pair]":
-        if self._all:
-            rendered = [
-                Rendered(chat.text(_conversation(row), place, tools=row.get("tools")), ())
-                for row, place in zip(rows, places, strict=True)
-            ]
-        else:
-            rendered = [
-                chat.render(_conversation(row), place, num_prompt=len(row.get("prompt", ())), tools=row.get("tools"))
-                for row, place in zip(rows, places, strict=True)
-            ]
-        for row, place, r in zip(rows, places, rendered, strict=True):
-            num_prompt = len(row.get("prompt", ()))
-            chat.check_calls(_conversation(row), place, r, num_prompt=num_prompt, tools=row.get("tools"))
-        for row, place, r in zip(rows[:num_looked_at], places, rendered, strict=False):
-            observed.num_looked_at += 1
-            observed.left_out.update(chat.left_out(_conversation(row), place, row.get("tools"), r.text))
+        rendered = []
+        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+            messages, tools, num_prompt = _conversation(row), row.get("tools"), len(row.get("prompt", ()))
+            if self._all:
+                r = Rendered(chat.text(messages, place, tools=tools), ())
+            else:
+                r = chat.render(messages, place, num_prompt=num_prompt, tools=tools)
+            chat.check_calls(messages, place, r, num_prompt=num_prompt, tools=tools)
+            if number < num_looked_at:
+                observed.num_looked_at += 1
+                observed.left_out.update(chat.left_out(messages, place, tools, r.text))
+            rendered.append(r)
         if self._all:
             return [(_array(ids), None) for ids in self._ids([r.text for r in rendered])]
         return self._marked(rendered)
@@ -202,7 +192,7 @@ class Encoder:
                 return_attention_mask=False,
                 verbose=False,
             )
-            for i, ids, offsets in zip(remaining, encoding["input_ids"], offsets_of(encoding), strict=True):
+            for i, ids, offsets in zip(remaining, encoding["input_ids"], encoding["offset_mapping"], strict=True):
                 encoded[i] = _array(ids), np.array(in_loss(offsets, rendered[i].spans), dtype=np.bool_)
         return [pair for pair in encoded if pair is not None]
 

@@ -7,34 +7,23 @@ must not. A sequence in which no token counts teaches nothing; it is dropped, an
 
 Many rows are shared out in batches to as many processes as there are cores. The batches come back in the order of the
 rows, and only a few are under way at a time, so the result is the same, and the memory does not grow with the rows.
-
-A look at the first row of each source through the chat template, before anything heavy is loaded.
-
-transformers renders templates with Jinja and a few names of its own. So does this, for one row, to see a refusal that
-the template itself speaks out (`raise_exception`); whatever else may go wrong is left to the run, which renders every
-row with transformers.
 """
 
-import json
 import os
-import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from datetime import datetime
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.formats.row_formats import counted
 from tunekit.data.packing.sequences import Batch, SequenceWriter
-from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows
-from tunekit.data.tokenization.chat import refusal, template_in_time, without_template
 from tunekit.data.tokenization.encode import Encoded, Encoder, Observed
 from tunekit.errors import DataError
 
@@ -247,65 +236,3 @@ def _nothing_to_learn(rows: Rows, account: Account, max_length: int) -> DataErro
         f"{problem}: the chat template marks nothing as the assistant's",
         hint="put {% generation %} around the assistant's words (model.chat_template), or set data.loss_on=all",
     )
-
-
-_MARKER = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-"""Markers of the assistant's tokens, which transformers reads and plain Jinja does not know."""
-
-
-def check_first_rows(data: LoadedData, template: str | None, tokens: Mapping[str, str]) -> None:
-    """Check that the first conversation of each source has a template that takes it.
-
-    Args:
-        data: The rows.
-        template: The chat template; None where the tokenizer has none.
-        tokens: The tokenizer's special tokens by their names, which templates write.
-
-    Raises:
-        DataError: There is no template, or it refuses a row.
-    """
-    for rows in (*data.train, *data.eval):
-        messages = _conversation(rows.rows[0])
-        if messages is None:
-            continue
-        if template is None:
-            raise without_template()
-        _check(messages, rows.rows[0].get("tools"), rows.place(0), template, tokens)
-
-
-def _conversation(row: Row) -> list[Row] | None:
-    """The messages of a row, those of its prompt and its answer together; None where it is a text."""
-    parts = [row[name] for name in ("messages", "prompt", "completion", "chosen") if isinstance(row.get(name), list)]
-    messages = [message for part in parts for message in part]
-    return [{name: value for name, value in message.items() if name != "weight"} for message in messages] or None
-
-
-def _check(messages: list[Row], tools: Any, place: str, template: str, tokens: Mapping[str, str]) -> None:
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    plain = _MARKER.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", template)
-    tool_list = json.loads(tools) if isinstance(tools, str) else tools
-    asks = messages[-1].get("role") != "assistant"
-    try:
-        with template_in_time(place):
-            environment.from_string(plain).render(
-                messages=messages, tools=tool_list, documents=None, add_generation_prompt=asks, **tokens
-            )
-    except TemplateError as error:
-        # A subclass is Jinja's own, as of a name that is missing here.
-        if type(error) is TemplateError:
-            raise refusal(error, place) from error
-    except (TypeError, ValueError, OverflowError, MemoryError):
-        return

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.sources.remote import without_user
+from tunekit.data.sources.rows import without_user
 from tunekit.errors import RecipeError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError, text_of
 from tunekit.recipe.sections.rewards import JudgeReward

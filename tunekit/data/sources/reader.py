@@ -1,0 +1,393 @@
+"""The rows of a source, checked, and made into rows that a method can learn from.
+
+The format is recognised from the columns, every row is checked, and all that is wrong is told together, each fault with
+its place. What was found on the way is gathered into one sentence.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Literal, assert_never, cast
+
+from tunekit.data.formats import convert, preferences
+from tunekit.data.formats.convert import Findings
+from tunekit.data.formats.messages import (
+    HoldsMediaError,
+    check_no_mask,
+    check_no_media,
+    conversation,
+    looks_like_weights,
+    media_kind,
+    text,
+    with_tools,
+)
+from tunekit.data.formats.row_formats import (
+    BECOMES,
+    COLUMNS,
+    KNOWN,
+    OPTIONAL_COLUMNS,
+    BadRow,
+    Learner,
+    Row,
+    check_columns,
+    check_same_reading,
+    counted,
+    listed,
+    missing_columns,
+    of_type,
+    recognise,
+    renamed,
+)
+from tunekit.data.formats.tokens import check_tokens
+from tunekit.data.sources.files import Fault, Table
+from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
+from tunekit.errors import DataError
+from tunekit.recipe.functions import find_function
+from tunekit.recipe.sections.data import CompleteSource, SourceFormat
+
+_FAULTS_SHOWN = 5
+_SKIPPED_SHOWN = 3
+
+_MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
+"""Formats of which some tokens count in the loss and others do not, so that a column could say which."""
+
+
+def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
+    """Check one row and make it a row that can be learned from.
+
+    Args:
+        value: The row as it was read.
+        format: The format that the source has.
+        findings: What was found in the rows so far; this row's is added.
+
+    Raises:
+        BadRow: The row is not one of this format.
+    """
+    columns = of_type(value, dict, "a row must be an object")
+    check_columns(list(columns), format)
+    check_no_media(columns)
+    if format in _MASKED:
+        check_no_mask(columns, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+    row = _converted(columns, format, findings)
+    if format in ("text", "tokens", "alpaca"):
+        return row
+    row = with_tools(row, columns)
+    if "tools" in row:
+        findings.columns.add("tools")
+    return row
+
+
+def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
+    """Convert a row, without its tools."""
+    match format:
+        case "messages":
+            return {"messages": conversation(row["messages"], "messages")}
+        case "sharegpt":
+            return convert.sharegpt(row, findings)
+        case "alpaca":
+            return convert.alpaca(row, findings)
+        case "prompt_completion":
+            return convert.prompt_completion(row["prompt"], row["completion"])
+        case "text":
+            return {"text": text(row["text"], "text")}
+        case "tokens":
+            return check_tokens(row)
+        case "preference":
+            return convert.preference(row, findings)
+        case "ranking":
+            return preferences.best_and_worst(row)
+        case "unpaired_preference":
+            return preferences.rated(row)
+        case "prompts":
+            return convert.prompt_with_references(row)
+        case _:
+            assert_never(format)
+
+
+def conversion(format: SourceFormat, findings: Findings) -> str:
+    """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
+    if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
+        sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
+        renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
+        sentence += f" ({', '.join(renamed)})" if renamed else ""
+    elif format == "alpaca":
+        sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
+        sentence += ", output -> assistant"
+        sentence += ", history -> earlier turns" if "history" in findings.columns else ""
+    elif format == "preference" and findings.implicit_prompts:
+        sentence = "what chosen and rejected begin with -> prompt"
+    elif format == "ranking":
+        sentence = (
+            "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
+        )
+    else:
+        return ""
+    return sentence + (", system -> system" if "system" in findings.columns else "")
+
+
+def first_row(table: Table) -> tuple[tuple[str, ...], int | None] | None:
+    """The names by which a format is recognised, and where they stand: a table's header, or its first row's keys.
+
+    None if no row is an object.
+    """
+    if table.columns is not None:
+        return table.columns, 1 if table.unit == "line" else None
+    objects = ((record.value, record.number) for record in table.read(()) if isinstance(record.value, dict))
+    return next(((tuple(row), number) for row, number in objects), None)
+
+
+class Reader:
+    """Reads the rows of the files of one source, or gathers what is wrong with them."""
+
+    def __init__(self, source: CompleteSource, max_bad_rows: int, learner: Learner | None) -> None:
+        self._source, self._key = shown(source.path), source.key
+        self._function = source.format if ":" in source.format else None
+        self._recognised = source.format == "auto" or self._function is not None
+        self.format = None if self._recognised else cast(SourceFormat, source.format)
+        """The format of the source, once it is known."""
+        self._columns, self._loss_on = source.columns, source.loss_on
+        self._max_bad_rows = max_bad_rows
+        self._learner = learner
+        self._store, self._numbers = RowStore(), array("Q")
+        self._parts: list[Part] = []
+        self._unit: Literal["line", "row"] = "line"
+        self._findings = Findings()
+        self._bad: list[Skipped] = []
+        self._num_bad = 0
+        self._ignored: set[str] = set()
+        self._references: dict[str, None] = {}
+        self._seen: set[str] = set()
+        self._passed_on: set[str] = set()
+        self._read_alike: set[frozenset[str]] = set()
+        self._prompts_are_chats: bool | None = None
+        self._num_left_out = self._num_weightless = 0
+        self._cut_short = False
+
+    def read(self, name: str, table: Table) -> Iterator[None]:
+        """Read the rows of one file into the store, and stop after each."""
+        if self._function is not None:
+            table = converted(table, find_function(self._function))
+        self._parts.append(Part(len(self._store), name))
+        format = self._settle_format(name, table)
+        self._unit = table.unit
+        mapped = self._note_columns(table.columns, format) if table.columns is not None else ()
+        num_records = 0
+        for record in table.read(mapped):
+            num_records += 1
+            where = place(name, table.unit, record.number)
+            if isinstance(record.value, LeftOut):
+                self._num_left_out += 1
+                continue
+            try:
+                if isinstance(record.value, Fault):
+                    where += f":{record.value.column}" if record.value.column else ""
+                    self._cut_short |= record.value.ends
+                    raise BadRow(record.value.what)
+                row = self._row(record.value, format)
+            except (BadRow, RecursionError) as error:
+                # JSON in a string of the row, or what was read just within the limit, may be too deep to be written.
+                self._num_bad += 1
+                if len(self._bad) < max(_FAULTS_SHOWN, self._max_bad_rows):
+                    self._bad.append(Skipped(where, str(error) if isinstance(error, BadRow) else "nested too deeply"))
+                if isinstance(error, HoldsMediaError) and self._max_bad_rows == 0:
+                    raise self._refusal() from None  # and not read all images to say so
+                continue
+            self._store.append(row)
+            self._numbers.append(record.number)
+            if table.columns is None and isinstance(record.value, dict):
+                self._note_columns(tuple(record.value), format)
+            for message in _messages(row, format):
+                self._passed_on.update(message.keys())
+                self._num_weightless += message.get("weight") == 0
+            yield
+        if num_records == 0:
+            raise DataError(f"{name}: there are no rows in it")
+
+    @property
+    def num_held(self) -> int:
+        """Rows in the store."""
+        return len(self._store)
+
+    def take(self) -> Rows:
+        """The rows in the store, of the file that is being read, and an empty store for those that follow.
+
+        Raises:
+            DataError: More rows are bad than may be.
+        """
+        if self._num_bad > self._max_bad_rows or self._cut_short:
+            raise self._refusal()
+        rows = self._held([self._note(1, is_text=False)], parts=(Part(0, self._parts[-1].name),))
+        self._store, self._numbers = RowStore(), array("Q")
+        return rows
+
+    def so_far(self, *, is_text: bool) -> Rows:
+        """The good rows that were read, and the bad ones, however many there are."""
+        notes = [self._note(len(self._parts), is_text=is_text)] if self.format is not None else []
+        return self._held(notes, parts=tuple(self._parts))
+
+    def rows(self, *, is_text: bool) -> Rows:
+        """All rows that were read.
+
+        Raises:
+            DataError: More rows are bad than may be, or none is good.
+        """
+        if self._num_bad > self._max_bad_rows or self._cut_short or (self._num_bad and not self._store):
+            raise self._refusal()
+        if not self._store:
+            raise DataError(f"{self._source}: {self._function} leaves out every row ({self._num_left_out:,})")
+        unread = [theirs for theirs in self._columns.values() if theirs not in self._seen]
+        if unread:
+            raise DataError(f"data.columns: '{self._source}' has no column {listed(unread)} in any row")
+        notes = [self._note(len(self._parts), is_text=is_text)]
+        if self._bad:
+            notes.append(self._note_of_bad_rows())
+        return self._held(notes, tuple(self._parts) if self._parts[0].name != self._source else ())
+
+    def _held(self, notes: list[str], parts: tuple[Part, ...]) -> Rows:
+        """The rows in the store."""
+        format = self.format or "messages"
+        return Rows(
+            format=BECOMES[format],
+            rows=self._store,
+            source=self._source,
+            numbers=self._numbers,
+            unit=self._unit,
+            notes=tuple(notes),
+            read_as=format,
+            parts=parts,
+            skipped=tuple(self._bad),
+            loss_on=self._loss_on,
+        )
+
+    def _settle_format(self, name: str, table: Table) -> SourceFormat:
+        """The format of the source, told from its first file; the columns of every file are checked."""
+        first = first_row(table)
+        if first is None:
+            # Where no row is an object there is nothing to recognise; reading then reports what the rows are instead.
+            return self.format or "messages"
+        names, number = first
+        where = name if number is None else f"{name}:{number}"
+        missing = missing_columns(names, self._columns, only_needed=table.columns is None)
+        if missing is not None:
+            raise DataError(f"{where}: {missing}")
+        columns = tuple(renamed(dict.fromkeys(names), self._columns))
+        try:
+            if self.format is None:
+                self.format = recognise(columns)
+            elif table.columns is not None:
+                self._check_reading(columns, self.format)
+        except BadRow as error:
+            raise DataError(f"{where}: {error}") from None
+        refusal = None if self._learner is None else self._learner.refusal(self.format, columns)
+        if refusal is not None:
+            raise DataError(f"{self._key}: '{self._source}' {refusal[0]}", hint=refusal[1])
+        return self.format
+
+    def _check_reading(self, columns: Sequence[str], format: SourceFormat) -> None:
+        """Check that columns are those of the format, and, where it was recognised, of no other."""
+        read = frozenset(column for column in columns if column in KNOWN)
+        if read in self._read_alike:
+            return
+        check_columns(columns, format)
+        if self._recognised:
+            check_same_reading(columns, format)
+        self._read_alike.add(read)
+
+    def _row(self, value: object, format: SourceFormat) -> Row:
+        if isinstance(value, dict):
+            for ours in COLUMNS[format]:
+                if ours in self._columns and self._columns[ours] not in value:
+                    raise BadRow(f"no column {listed([self._columns[ours]])}, which data.columns reads as {ours}")
+            value = renamed(value, self._columns)
+            self._check_reading(tuple(value), format)
+        row = convert_row(value, format, self._findings)
+        if "prompt" in row:
+            self._check_kind(row["prompt"])
+        return row
+
+    def _check_kind(self, prompt: object) -> None:
+        """Prompts are all strings or all lists of messages: they become tokens in different ways."""
+        is_chat = isinstance(prompt, list)
+        if self._prompts_are_chats is None:
+            self._prompts_are_chats = is_chat
+        if is_chat != self._prompts_are_chats:
+            here, there = ("a list of messages", "a string") if is_chat else ("a string", "a list of messages")
+            raise BadRow(f"the prompt is {here}, but in the first row it is {there}")
+
+    def _note_columns(self, columns: tuple[str, ...], format: SourceFormat) -> list[str]:
+        """Those of the columns that are read, by their names in the file; the others are noted."""
+        named = (self._columns.get(column, column) for column in (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+        read = [column for column in named if column in columns]
+        unread = [column for column in columns if column not in read]
+        if format == "prompts":
+            unmapped = [column for column in unread if column not in self._columns]
+            self._references.update(dict.fromkeys(unmapped))
+            read, unread = read + unmapped, [column for column in unread if column not in unmapped]
+        self._seen.update(columns)
+        self._ignored.update(unread)
+        # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
+        return read + [column for column in unread if looks_like_weights(column) or media_kind(column)]
+
+    def _refusal(self) -> DataError:
+        """The error that names the first bad rows."""
+        faults = [f"{bad.place}: {bad.reason}" for bad in self._bad[:_FAULTS_SHOWN]]
+        if self._num_bad > len(faults):
+            faults.append(f"{self._source}: and {counted(self._num_bad - len(faults), 'more bad row')}")
+        if self._max_bad_rows == 0:
+            return DataError("\n".join(faults))
+        if self._num_bad > self._max_bad_rows:
+            why = f"{counted(self._num_bad, 'bad row')}, and data.max_bad_rows={self._max_bad_rows} allows no more"
+        elif self._cut_short:
+            why = "what stands behind a fault like this cannot be read, so data.max_bad_rows does not apply"
+        else:
+            why = "no good row is left"
+        return DataError("\n".join([*faults, f"{self._source}: {why}"]))
+
+    def _note(self, num_files: int, *, is_text: bool) -> str:
+        """Describe what was read, in a sentence."""
+        format = self.format or "messages"
+        of_files = "" if num_files == 1 else f" in {num_files:,} files"
+        if is_text:
+            documents = counted(len(self._store), "document")
+            return f"{self._source}: {documents} of plain text{of_files} (two blank lines begin a new one)"
+        note = f"{self._source}: {counted(len(self._store), 'row')}{of_files} of {format}"
+        if self._function is not None:
+            left_out = f", which leaves out {self._num_left_out:,}" if self._num_left_out else ""
+            note += f", made by {self._function}{left_out}"
+        sentence = conversion(format, self._findings)
+        columns = [self._columns.get(column, column) for column in COLUMNS[format]]
+        if sentence:
+            note += f": {sentence}"
+        elif self._recognised:
+            *most, last = columns
+            named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
+            aside = "; data.format=prompt_completion leaves label aside" if format == "unpaired_preference" else ""
+            note += f" (recognised from the {named}{aside})"
+        if self._references:
+            note += f"; kept for rewards: {listed(self._references)}"
+        if self._columns:
+            note += "; data.columns: " + ", ".join(f"{theirs} -> {ours}" for ours, theirs in self._columns.items())
+        if self._ignored:
+            note += f"; ignored: {listed(sorted(self._ignored))}"
+        also = (["the tools"] if "tools" in self._findings.columns else []) + (
+            [f"{listed(sorted(keys))} of the messages"]
+            if (keys := self._passed_on - {"role", "content", "weight"})
+            else []
+        )
+        if self._num_weightless:
+            note += f"; {counted(self._num_weightless, 'assistant turn')} of weight 0 left out of the loss"
+        return note + (f"; the chat template also gets {' and '.join(also)}" if also else "")
+
+    def _note_of_bad_rows(self) -> str:
+        examples = "; ".join(f"{bad.place}: {bad.reason}" for bad in self._bad[:_SKIPPED_SHOWN])
+        more = f"; and {self._num_bad - _SKIPPED_SHOWN:,} more" if self._num_bad > _SKIPPED_SHOWN else ""
+        left_out = f"{counted(self._num_bad, 'bad row')} left out (data.max_bad_rows={self._max_bad_rows})"
+        return f"{self._source}: {left_out}: {examples}{more}"
+
+
+def _messages(row: Row, format: SourceFormat) -> Iterator[Row]:
+    """All messages of a row, whichever columns hold them."""
+    # Beside a prompt of `prompts`, a column of any name may hold anything.
+    columns = ("prompt",) if format == "prompts" else ("messages", "prompt", "completion", "chosen", "rejected")
+    for column in columns:
+        if isinstance(row.get(column), list):
+            yield from row[column]
