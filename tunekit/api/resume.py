@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunekit.api.plan_inputs import Lookup
 from tunekit.errors import PlanError, RunError
-from tunekit.launching.ssh import for_hosts
+from tunekit.launching.ssh_hosts import for_hosts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model

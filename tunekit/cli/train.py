@@ -127,7 +127,7 @@ def launch(
             "the data",
         )
     elif slurm:
-        from tunekit.launching.slurm import Wishes
+        from tunekit.launching.cluster import Wishes
 
         wishes = Wishes(time, partition, account, tuple(sbatch_arg or ()))
         _submit(

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tunekit.errors import RunError
-from tunekit.inference.find_model import find_trained
-from tunekit.inference.inference_model import Device
+from tunekit.inference.inference_model import Device, find_trained
 from tunekit.inference.vllm import Backend, missing
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run

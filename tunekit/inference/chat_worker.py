@@ -17,8 +17,18 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
-from tunekit.inference.inference_model import Device, Sampling, dtype_on, end_tokens, load, longest_of
+from tunekit.inference.inference_model import (
+    Device,
+    Sampling,
+    Trained,
+    dtype_on,
+    end_tokens,
+    find_trained,
+    load,
+    load_trained,
+    longest_of,
+    tokenizer_of,
+)
 from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all

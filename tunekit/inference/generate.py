@@ -18,18 +18,20 @@ from typing import Any, BinaryIO, Literal
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.errors import DataError, DiskError, RunError
-from tunekit.inference.find_model import Trained, find_trained, tokenizer_of
 from tunekit.inference.inference_model import (
     BATCH_SIZE,
     Answer,
     Device,
     Sampling,
+    Trained,
     answer,
     device_for,
     dtype_on,
+    find_trained,
     load,
     longest_of,
     refuse_judges,
+    tokenizer_of,
 )
 from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm

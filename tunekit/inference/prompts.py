@@ -22,7 +22,7 @@ from tunekit.recipe.sections.data import DataSource
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tunekit.inference.find_model import Trained
+    from tunekit.inference.inference_model import Trained
 
 FAULTS_SHOWN = 5
 

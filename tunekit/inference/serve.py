@@ -18,8 +18,7 @@ from types import FrameType
 from typing import Literal
 
 from tunekit.errors import DependencyError, RunError
-from tunekit.inference.find_model import Trained, find_trained
-from tunekit.inference.inference_model import Device, Loaded, load, refuse_judges
+from tunekit.inference.inference_model import Device, Loaded, Trained, find_trained, load, refuse_judges
 from tunekit.inference.vllm import Backend, run_server, serve_command, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event

@@ -24,11 +24,11 @@ from tunekit.errors import RunError
 from tunekit.estimates.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.process.signals import Wishes, stopped
+from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import Listener
 from tunekit.runs.record import Record
-from tunekit.runs.requests import Request, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, Request
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a waiting run at the queue."""

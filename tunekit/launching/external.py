@@ -35,9 +35,8 @@ from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener
 from tunekit.runs.record import Record, errors_of, forget_errors, goes_back, told_if_gone
-from tunekit.runs.requests import forget_request
 from tunekit.runs.run import SEEN_SECONDS, Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, forget_request
 from tunekit.training.worker import work
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
@@ -143,7 +142,7 @@ def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run
     """Make the run, tell the others and later attempts, and see that they see it."""
     try:
         run = make()
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
         forget_errors(run)
         forget_beats(run)

@@ -26,12 +26,12 @@ from tunekit.process.processes import LOG, Group
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
 from tunekit.process.watchdog import Beat, Pulse, forget_beats
 from tunekit.redact import redacting_pipe
+from tunekit.runs.available_actions import words_of
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener, read_events
 from tunekit.runs.record import SETTLE_SECONDS, Record, errors_of, forget_errors, goes_back, may_go_back, told_if_gone
-from tunekit.runs.requests import Request, forget_request, requested, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, Request, forget_request, requested
 
 POLL_SECONDS = 0.1
 """Seconds between two looks at the other processes and their events."""
@@ -84,7 +84,7 @@ def _launch(run: Run, listener: Listener | None) -> None:
 def begin(run: Run) -> None:
     """Say that this process works on a run from now on. What an earlier attempt was asked does not count."""
     if not run.is_begun:
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
 
 
@@ -171,7 +171,7 @@ class _Supervisor:
 
     def _stopped(self) -> Stopped:
         """Return the error to raise once all processes are gone, after recording it if they have not."""
-        request = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
+        request = self.wishes.known or requested(self.run.path) or Request(True, "SIGINT", None, 0.0)
         reason = self.run.status()["exit_reason"]
         if reason is None:
             reason = words_of(self.run, request, is_late=self.wishes.is_late)

@@ -15,11 +15,11 @@ from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import check_may_go_back
 from tunekit.process.log_capture import send_nothing
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
+from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import Listener, read_events
 from tunekit.runs.record import Record, errors_of, forget_errors
-from tunekit.runs.requests import Request, forget_request, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, Request, forget_request
 
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig
@@ -52,7 +52,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     from tunekit.training.engines.engine import backend_of
 
     check_may_go_back(run.recipe, "Ray")
-    forget_request(run)
+    forget_request(run.path)
     run.begin()
     forget_errors(run)
     plan, folder = run.plan, run.path.resolve()

@@ -25,13 +25,23 @@ import psutil
 from tunekit.errors import RunError, TunekitError
 from tunekit.process.processes import SUPERVISOR
 from tunekit.recipe.methods import has_teacher
+from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.reader import last_events
 from tunekit.runs.record import claimed
-from tunekit.runs.requests import COMMAND, Request, request, words_of
 from tunekit.runs.run import Run, list_runs
-from tunekit.runs.scheduler_job import read_job
-from tunekit.runs.small_files import DIED, RANKS, beats_in, identity_of, is_alive, kill
+from tunekit.runs.small_files import (
+    COMMAND,
+    DIED,
+    RANKS,
+    Request,
+    beats_in,
+    identity_of,
+    is_alive,
+    kill,
+    read_job,
+    request,
+)
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the processes."""
@@ -69,7 +79,7 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     if (state in FINAL_PHASES or state == DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
-    request(run, now=now)
+    request(run.path, now=now)
     seconds = NOW_SECONDS if now else _patience_seconds(run)
     tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
     if not _wait(remaining, seconds, tell):

@@ -52,9 +52,8 @@ from tunekit.recipe.sections.model import FullAdapter, ModelSection
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import Conflict
 from tunekit.runs.available_actions import prospects
-from tunekit.runs.names import called
 from tunekit.runs.prepared_data import FILES
-from tunekit.runs.run import Run, list_runs
+from tunekit.runs.run import Run, called, list_runs
 from tunekit.runs.small_files import damaged, read_list, read_object, read_text
 
 FINGERPRINTS = "fingerprints.json"

@@ -26,9 +26,8 @@ from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.device_queue import devices_of
 from tunekit.launching.stop import stop_run
 from tunekit.runs.events import FINAL_PHASES, Event
-from tunekit.runs.requests import COMMAND, EXIT_CODES, WHO, request
 from tunekit.runs.run import Run, set_tags
-from tunekit.runs.small_files import read_object
+from tunekit.runs.small_files import COMMAND, EXIT_CODES, WHO, read_object, request
 from tunekit.sweeps.folder import FAILED, RECIPE, STOP, TO_DO, WAITING, Outcome, Sweep, Trial, find_sweep
 from tunekit.sweeps.study import Study, check_installed
 from tunekit.sweeps.values import to_words
@@ -263,7 +262,7 @@ def _stop_runs(sweep: Sweep, *, now: bool, tell: Callable[[str], None]) -> None:
         run for trial in sweep.trials() if sweep.state_of(trial) not in (*OVER, WAITING) for run in _of(sweep, trial)
     ]
     for run in live:
-        request(run, now=now)
+        request(run.path, now=now)
     for run in live:
         stop_run(run, now=now, tell=tell)
 
@@ -339,4 +338,4 @@ class _Signals:
         for trial in self._sweep.trials():
             for run in _of(self._sweep, trial):
                 if run.state not in OVER:
-                    request(run, now=True)
+                    request(run.path, now=True)

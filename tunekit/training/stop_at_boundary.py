@@ -20,9 +20,8 @@ from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan
 from tunekit.process.collectives import same_everywhere
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
-from tunekit.runs.requests import COMMAND
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import COMMAND, Place
 from tunekit.training.checkpointing.save import Saver
 
 if TYPE_CHECKING:

@@ -32,9 +32,8 @@ from tunekit.runs.events import Listener, first_and_last
 from tunekit.runs.fingerprints import check_run_code
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.record import FULL, Record, disk_full, first_error_of, give_room, hold_room
-from tunekit.runs.requests import forget_request
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place, place_of
+from tunekit.runs.small_files import Place, forget_request, place_of
 from tunekit.tracking.trackers import Reporting
 from tunekit.training.build_trainer import (
     build_trainer,
@@ -440,7 +439,7 @@ def main() -> None:
     run, place = Run(sys.argv[1]), place_of()
     if not supervised and place.is_main:
         # Nobody else says that the run starts, or goes on.
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
     try:
         work(run, place=place, supervised=supervised)
