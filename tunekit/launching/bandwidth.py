@@ -167,23 +167,21 @@ class _Watch:
             self._measured.append(Measured(**message["measured"]))
 
     def _check(self) -> None:
+        """Refuse to go on without a rank that is silent or stuck."""
         now = time.monotonic()
         running = [rank for rank, doing in self._doing.items() if doing != "done"]
         silent = [rank for rank in running if rank in self._heard and now - self._heard[rank] > SILENT_SECONDS]
-        if silent:
-            self._raise(
-                silent, f"nothing heard for {SILENT_SECONDS} s", "it is stopped, or its host has no time for it"
-            )
-        stuck = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
-        if stuck:
-            self._raise(stuck, f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another")
-
-    def _raise(self, ranks: Sequence[int], why: str, hint: str) -> None:
-        rows = (
+        ranks, why = silent, f"nothing heard for {SILENT_SECONDS} s"
+        hint = "it is stopped, or its host has no time for it"
+        if not silent:
+            ranks = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
+            why, hint = f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another"
+        rows = [
             f"rank {rank} on {self._hosts.all[rank // self._of_a_node].name}: {why}, while {self._doing[rank]}"
             for rank in ranks
-        )
-        raise RunError("\n".join(rows), hint=hint)
+        ]
+        if rows:
+            raise RunError("\n".join(rows), hint=hint)
 
 
 class _Voice:

@@ -141,8 +141,8 @@ def write_script(run: Run, hardware: Hardware, wishes: Wishes) -> Path:
         RunError: The limit is shorter than a save takes.
     """
     path = run.path.resolve() / SCRIPT
-    options = [f"#SBATCH {_one_line(option)}" for option in _options(run, hardware, wishes)]
-    path.write_text("\n".join(["#!/bin/bash", *options, "", _body(run)]), encoding="utf-8")
+    options = [_one_line(option) for option in _options(run, hardware, wishes)]
+    path.write_text(_script(run, options), encoding="utf-8")
     run.update_status(phase="queued")
     return path
 
@@ -153,16 +153,14 @@ def _one_line(option: str) -> str:
     Raises:
         RunError: It would be more than that, or it holds a secret: the script stays in the run folder.
     """
-    name = option.partition("=")[0]
     if has_controls(option):
         raise RunError(f"sbatch: {option!r} would be more than one line of the job's script", hint="name it otherwise")
     if not option.startswith("-"):
         raise RunError(f"sbatch: {option!r} is no option", hint="write it as --NAME=VALUE")
     secret = secret_in(option)
     if secret is not None:
-        raise RunError(
-            f"sbatch: {redacted(name)} holds {secret}", hint="a job finds what is exported where it is submitted"
-        )
+        problem = f"sbatch: {redacted(option.partition('=')[0])} holds {secret}"
+        raise RunError(problem, hint="a job finds what is exported where it is submitted")
     return option
 
 
@@ -216,8 +214,7 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
     if plan.device.kind != "cpu":
         yield f"--gpus-per-node={num_local(plan)}"
     yield f"--cpus-per-task={num_cores(plan, hardware)}"
-    for name in ("time", "partition", "account"):
-        value = vars(wishes)[name]
+    for name, value in (("time", wishes.time), ("partition", wishes.partition), ("account", wishes.account)):
         if value is not None:
             yield f"--{name}={shlex.quote(value)}"
     yield f"--signal=B:USR1@{notice}"
@@ -247,37 +244,31 @@ def seconds_of(time: str) -> int | None:
     return int(days or 0) * 86400 + clock
 
 
-def _body(run: Run) -> str:
-    """The script below its options."""
+def _script(run: Run, options: Sequence[str]) -> str:
+    """The script of a job with options of sbatch."""
+    import jinja2
+
     plan, folder = run.plan, run.path.resolve()
     variables = {**plan.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
-    # Python leaves a signal ignored that was ignored when it started. What has no use for this one is started so.
-    on_each = f"trap '' USR1; exec {command_of(plan, sys.executable, str(folder), meeting=_meeting(plan))}"
-    return f"""\
-printf '{{"scheduler": "slurm", "id": "%s"}}\\n' "$SLURM_JOB_ID" > {shlex.quote(str(folder / "job.json"))}
-{exports}
-# srun does not take it over from sbatch since Slurm 22.05.
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-export TUNEKIT_MEET="$address:$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
-
-# Time is nearly up: the processes are told, again and again, since they do not listen while they load.
-tell() {{
-    while kill -USR1 "$step" 2>/dev/null; do sleep {REPEAT_SECONDS}; done &
-}}
-trap tell USR1
-srun --kill-on-bad-exit=1 bash -c {shlex.quote(on_each)} &
-step=$!
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done
-wait "$step"
-code=$?
-if [ "$code" = 0 ] && grep -q '"phase": "queued"' {shlex.quote(str(folder / "status.json"))}; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+    command = command_of(plan, sys.executable, str(folder), meeting=_meeting(plan))
+    template = jinja2.Template(
+        Path(__file__).with_name("job.sbatch.jinja").read_text(encoding="utf-8"),
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    script: str = template.render(
+        options=options,
+        variables=[(name, shlex.quote(value)) for name, value in variables.items()],
+        # Python leaves a signal ignored that was ignored when it started. What has no use for this one is started so.
+        on_each=shlex.quote(f"trap '' USR1; exec {command}"),
+        job=shlex.quote(str(folder / "job.json")),
+        status=shlex.quote(str(folder / "status.json")),
+        first_port=FIRST_PORT,
+        num_ports=NUM_PORTS,
+        repeat_seconds=REPEAT_SECONDS,
+    )
+    return script
 
 
 def _meeting(plan: Plan) -> str:
@@ -317,10 +308,10 @@ def write_task(run: Run, on: str) -> Path:
             "parallel.max_restarts: nodes of a cloud share no disk, so they have no checkpoint to start again from",
             hint="set it to 0, or train on one node",
         )
-    folder = str(run.path.resolve())
+    folder, accelerator = str(run.path.resolve()), find_machine(on).accelerator.name
     task: dict[str, Any] = {
         "name": _name(run),
-        "resources": {"accelerators": f"{_accelerator(on)}:{num_local(plan)}"},
+        "resources": {"accelerators": f"{NAMES.get(accelerator, accelerator.upper())}:{num_local(plan)}"},
         "num_nodes": plan.num_nodes,
         "file_mounts": {path: path for path in (folder, *_local_files(plan))},
         "envs": dict(plan.environment),
@@ -356,12 +347,6 @@ def launch_task(run: Run, task: Path) -> str:
 def _name(run: Run) -> str:
     """A name that SkyPilot allows for a cluster."""
     return f"tunekit-{re.sub('[^a-zA-Z0-9-]+', '-', run.name).strip('-')}"
-
-
-def _accelerator(on: str) -> str:
-    """SkyPilot's name of the accelerators of a machine."""
-    name = find_machine(on).accelerator.name
-    return NAMES.get(name, name.upper())
 
 
 def _local_files(plan: Plan) -> Iterator[str]:

@@ -10,11 +10,10 @@ there are none, the processor is the one device, and only runs that were put int
 
 import contextlib
 import json
-import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import platformdirs
@@ -28,7 +27,7 @@ from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import Listener
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place, Request
+from tunekit.runs.small_files import Place, Request, write_whole
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a waiting run at the queue."""
@@ -79,16 +78,12 @@ def devices_of(plan: Plan) -> tuple[str, ...]:
 def when_served(hardware: Hardware) -> Hardware:
     """A machine as a run finds it that waits for its turn: what other runs hold is free again."""
     busy = {device for ticket in tickets() for device in ticket.devices}
-    return hardware.model_copy(
-        update={
-            "accelerators": tuple(
-                device.model_copy(update={"memory_free_bytes": int(FREE_SHARE * device.memory_total_bytes)})
-                if device.visible_as in busy
-                else device
-                for device in hardware.accelerators
-            )
-        }
+    free = (
+        {"memory_free_bytes": int(FREE_SHARE * device.memory_total_bytes)} if device.visible_as in busy else {}
+        for device in hardware.accelerators
     )
+    devices = (device.model_copy(update=more) for device, more in zip(hardware.accelerators, free, strict=True))
+    return hardware.model_copy(update={"accelerators": tuple(devices)})
 
 
 @contextlib.contextmanager
@@ -183,7 +178,7 @@ def _served_or_ahead(ticket: Ticket) -> list[Ticket]:
             and (not other.waits or other.number < ticket.number)
         ]
         if not ahead:
-            _write(folder, Ticket(ticket.number, ticket.run, ticket.devices, waits=False))
+            _write(folder, replace(ticket, waits=False))
         return ahead
 
 
@@ -216,9 +211,7 @@ def _lock(folder: Path, number: int) -> FileLock:
 
 
 def _write(folder: Path, ticket: Ticket) -> None:
-    draft = folder / f".{ticket.number:08d}-{os.getpid()}"
-    draft.write_text(json.dumps(asdict(ticket)), encoding="utf-8")
-    draft.replace(folder / f"{ticket.number:08d}.json")
+    write_whole(folder / f"{ticket.number:08d}.json", json.dumps(asdict(ticket)))
 
 
 def _remove(folder: Path, number: int) -> None:

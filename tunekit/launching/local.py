@@ -135,51 +135,34 @@ class _Failure:
         return wishes.asked is not None and not self.is_the_users and type(self.error) is RunError
 
 
-class _Supervisor:
-    """Starts the processes of a run, and tells a listener what they write."""
+class Follower:
+    """Follows a run that other processes work on: hands on what they write, and minds requests to stop.
 
-    def __init__(
-        self,
-        run: Run,
-        start: Callable[[], contextlib.AbstractContextManager[Processes]],
-        listener: Listener | None,
-    ) -> None:
+    Args:
+        run: The run.
+        listener: Called with every event.
+
+    Attributes:
+        record: Its record, for events of this process. The listener hears of them with the others.
+        wishes: Requests to stop, by signal or from outside.
+    """
+
+    def __init__(self, run: Run, listener: Listener | None) -> None:
         self.run = run
-        self.start = start
         self.listener = listener
         self.record = Record(run, Place())
         self.wishes = Wishes(run, run.recipe.parallel.grace_seconds, signs=True)
         self._told: Request | None = None
         _, self.offset = read_events(run.path / "events.jsonl")
 
-    def supervise(self, max_restarts: int) -> None:
-        """Have the run done, with as many new starts."""
-        with self.wishes:
-            try:
-                failure = self._train(max_restarts)
-            except KeyboardInterrupt as error:
-                raise self._stopped() from error
-            finally:
-                self._hand_on()
-        if failure is None and self.run.status()["phase"] == "finished":
-            return
-        if failure is None or failure.is_due_to(self.wishes):
-            raise self._stopped()
-        self.record.end("failed", str(failure.error))
-        self._hand_on()
-        raise failure.error
+    def hand_on(self) -> None:
+        """Tell the listener what was written since."""
+        events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
+        if self.listener is not None:
+            for event in events:
+                self.listener(event)
 
-    def _stopped(self) -> Stopped:
-        """Return the error to raise once all processes are gone, after recording it if they have not."""
-        request = self.wishes.known or requested(self.run.path) or Request(True, "SIGINT", None, 0.0)
-        reason = self.run.status()["exit_reason"]
-        if reason is None:
-            reason = words_of(self.run, request, is_late=self.wishes.is_late)
-            self.record.end(phase_after(self.run, request), reason)
-            self._hand_on()
-        return stopped(self.run, request, reason)
-
-    def _mind_wishes(self) -> None:
+    def mind_wishes(self) -> None:
         """Wait for the processes to end that are to, but not for what is no step and has nothing to save.
 
         Raises:
@@ -192,6 +175,49 @@ class _Supervisor:
         if request is not None and self.run.status()["phase"] in ("starting", "loading"):
             raise KeyboardInterrupt
         self.wishes.check()
+
+    def stopped(self) -> Stopped:
+        """Return the error to raise once all processes are gone, after recording it if they have not."""
+        request = self.wishes.known or requested(self.run.path) or Request(True, "SIGINT", None, 0.0)
+        reason = self.run.status()["exit_reason"]
+        if reason is None:
+            reason = words_of(self.run, request, is_late=self.wishes.is_late)
+            self.end(phase_after(self.run, request), reason)
+        return stopped(self.run, request, reason)
+
+    def end(self, phase: str, reason: str) -> None:
+        """Say how the run ended."""
+        self.record.end(phase, reason)
+        self.hand_on()
+
+
+class _Supervisor(Follower):
+    """Starts the processes of a run, and tells a listener what they write."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: Callable[[], contextlib.AbstractContextManager[Processes]],
+        listener: Listener | None,
+    ) -> None:
+        super().__init__(run, listener)
+        self.start = start
+
+    def supervise(self, max_restarts: int) -> None:
+        """Have the run done, with as many new starts."""
+        with self.wishes:
+            try:
+                failure = self._train(max_restarts)
+            except KeyboardInterrupt as error:
+                raise self.stopped() from error
+            finally:
+                self.hand_on()
+        if failure is None and self.run.status()["phase"] == "finished":
+            return
+        if failure is None or failure.is_due_to(self.wishes):
+            raise self.stopped()
+        self.end("failed", str(failure.error))
+        raise failure.error
 
     def _train(self, max_restarts: int) -> _Failure | None:
         failure = self._train_once()
@@ -225,8 +251,8 @@ class _Supervisor:
         with self.start() as group, self.wishes.waiting():
             silent: list[Beat] = []
             while None in (codes := group.codes()).values() and not any(codes.values()) and not silent:
-                self._mind_wishes()
-                self._hand_on()
+                self.mind_wishes()
+                self.hand_on()
                 group.wait(POLL_SECONDS)
                 silent = pulse.silent([rank for rank, code in codes.items() if code is None])
             if silent:
@@ -242,13 +268,6 @@ class _Supervisor:
             ended += [rank for rank, code in codes.items() if code == 0]
         return self._why({rank: codes[rank] or 0 for rank in ended}, [r for r, code in codes.items() if code is None])
 
-    def _hand_on(self) -> None:
-        """Tell the listener what was written since."""
-        events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
-        if self.listener is not None:
-            for event in events:
-                self.listener(event)
-
     def _why(self, codes: dict[int, int], silent: list[int]) -> _Failure:
         """Return why a group failed.
 
@@ -256,7 +275,6 @@ class _Supervisor:
             codes: Exit codes of the ranks that ended, in the order in which they failed.
             silent: Ranks that were there to the last.
         """
-        log = self.run.path / LOG
         errors = errors_of(self.run)
         error = next(iter(errors), None)
         if error is not None and error["kind"] != ExchangeError.__name__:
@@ -265,8 +283,8 @@ class _Supervisor:
         have_told = {words["rank"] for words in errors}
         # One that was aborted often is one that saw another end.
         wordless = sorted((rank for rank in codes if rank not in have_told), key=lambda r: codes[r] == -signal.SIGABRT)
-        for rank in wordless:
-            return _Failure(_without_word(rank, codes[rank], f"see {log}"))
+        if wordless:
+            return _Failure(_without_word(wordless[0], codes[wordless[0]], f"see {self.run.path / LOG}"))
         assert error is not None
         not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
         return _Failure(RunError(error["problem"] + not_heard, hint=error["hint"]))

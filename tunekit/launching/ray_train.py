@@ -11,15 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
+from tunekit.launching.local import Follower, raised
 from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import check_may_go_back
 from tunekit.process.log_capture import send_nothing
-from tunekit.process.signals import Wishes, phase_after, stopped, told_of
-from tunekit.runs.available_actions import words_of
-from tunekit.runs.events import Listener, read_events
-from tunekit.runs.record import Record, errors_of, forget_errors
+from tunekit.runs.events import Listener
+from tunekit.runs.record import errors_of, forget_errors
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place, Request, forget_request
+from tunekit.runs.small_files import Place, forget_request
 
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig
@@ -48,7 +47,6 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
         from ray.train.torch import TorchConfig, TorchTrainer
     except ModuleNotFoundError as error:
         raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
-    from tunekit.launching.local import raised
     from tunekit.training.engines.engine import backend_of
 
     check_may_go_back(run.recipe, "Ray")
@@ -56,7 +54,6 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     run.begin()
     forget_errors(run)
     plan, folder = run.plan, run.path.resolve()
-    record = Record(run, Place(), listener)
     trainer = TorchTrainer(
         _work,
         train_loop_config={"folder": str(folder)},
@@ -70,7 +67,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             worker_runtime_env={"env_vars": dict(plan.environment)},
         ),
     )
-    wishes = Wishes(run, plan.recipe.parallel.grace_seconds, signs=True)
+    follower = Follower(run, listener)
     # In another thread, since Ray takes Ctrl-C to itself in this one and then ends the program. Where the driver goes,
     # Ray ends what it started.
     with ThreadPoolExecutor(1) as pool, ray.init(address, log_to_driver=False):
@@ -78,21 +75,17 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             # Ray has taken it, and ends the program without a word to the run.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            with wishes, wishes.waiting():
-                _follow(run, pool.submit(trainer.fit), listener, wishes)
+            with follower.wishes, follower.wishes.waiting():
+                _follow(pool.submit(trainer.fit), follower)
         except KeyboardInterrupt as error:
-            request = wishes.known or Request(True, "SIGINT", None, 0.0)
-            reason = words_of(run, request, is_late=wishes.is_late)
-            record.end(phase_after(run, request), reason)
-            raise stopped(run, request, reason) from error
+            raise follower.stopped() from error
         except TrainingFailedError as error:
             last_line = str(error).strip().splitlines()[-1]
             failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
-            record.end("failed", str(failure))
+            follower.end("failed", str(failure))
             raise failure from error
-    status = run.status()
-    if status["phase"] != "finished":
-        raise stopped(run, wishes.known or Request(False, "SIGINT", None, 0.0), status["exit_reason"])
+    if run.status()["phase"] != "finished":
+        raise follower.stopped()
 
 
 def _scaling(plan: Plan) -> "ScalingConfig":
@@ -128,24 +121,16 @@ def _work(config: dict[str, Any]) -> None:
     work(Run(config["folder"]), place=place, supervised=True)
 
 
-def _follow(run: Run, training: "Future[Result]", listener: Listener | None, wishes: Wishes) -> None:
+def _follow(training: "Future[Result]", follower: Follower) -> None:
     """Tell a listener what the processes write, until they are done.
 
     Raises:
         KeyboardInterrupt: They are to end at once, or before there is anything to save.
     """
-    offset, is_last, last_error = 0, False, None
+    is_last = False
     while not is_last:
-        if wishes.known not in (None, last_error):
-            last_error = wishes.known
-            Record(run, Place()).write("stop", **told_of(run, last_error))
-        if wishes.asked is not None and run.status()["phase"] in ("starting", "loading"):
-            raise KeyboardInterrupt
-        wishes.check()
+        follower.mind_wishes()
         # Asked before reading, so that what was written last is read.
         is_last = bool(wait([training], POLL_SECONDS).done)
-        events, offset = read_events(run.path / "events.jsonl", offset)
-        if listener is not None:
-            for event in events:
-                listener(event)
+        follower.hand_on()
     training.result()

@@ -228,7 +228,7 @@ class Hosts:
                 raise lost_error(self.silent)
             if time.monotonic() > until:
                 missing = {host: f"no answer for {ANSWER_SECONDS} s" for host in targets if host not in answers}
-                raise unusable(missing, "see what keeps it busy")
+                refuse(missing, "see what keeps it busy")
         return [answers[host] for host in targets]
 
     def meet(self) -> tuple[str, int, list[str | None]]:
@@ -237,34 +237,25 @@ class Hosts:
         Raises:
             RunError: A host does not reach the first one. It is named.
         """
-        first, rest_of_hosts = self.all[0], self.all[1:]
-        if not rest_of_hosts:
+        first, others = self.all[0], self.all[1:]
+        if not others:
             return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
         name = ssh_address(first.name)
-        ways = dict(zip(rest_of_hosts, self.ask("way", rest_of_hosts, towards=name), strict=True))
-        failures = {
-            host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]
-        }
-        if failures:
-            raise unusable(failures, f"all hosts must know {first.name} by that name")
+        ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
+        lost = {host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]}
+        refuse(lost, f"all hosts must know {first.name} by that name")
         # By its own name a host often finds its loopback, so the first is asked for its way to another one.
-        (ways[first],) = self.ask("way", [first], towards=ways[rest_of_hosts[0]]["address"])
+        (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
         address = ways[first]["address"]
-        same = {
-            host: f"it is {first.name} by another name" for host in rest_of_hosts if ways[host]["address"] == address
-        }
-        if same:
-            raise unusable(same, "name each host once, and the first as the others reach it")
-        (door,) = self.ask("open", [first], address=address)
-        reached = zip(rest_of_hosts, self.ask("reach", rest_of_hosts, address=address, port=door["port"]), strict=True)
-        failures = {
-            host: f"it does not reach {first.name} at {address}, port {door['port']}: {answer['problem']}"
-            for host, answer in reached
-            if answer["problem"]
-        }
-        if failures:
-            raise unusable(failures, "let the hosts reach one another on all ports")
-        return address, door["port"], [ways[host]["interface"] for host in self.all]
+        same = [host for host in others if ways[host]["address"] == address]
+        why = f"it is {first.name} by another name"
+        refuse(dict.fromkeys(same, why), "name each host once, and the first as the others reach it")
+        port = self.ask("open", [first], address=address)[0]["port"]
+        reached = zip(others, self.ask("reach", others, address=address, port=port), strict=True)
+        why = f"it does not reach {first.name} at {address}, port {port}"
+        failures = {host: f"{why}: {answer['problem']}" for host, answer in reached if answer["problem"]}
+        refuse(failures, "let the hosts reach one another on all ports")
+        return address, port, [ways[host]["interface"] for host in self.all]
 
     def start(self, words: Sequence[str], *, num_local: int, environment: Mapping[str, str]) -> None:
         """Start processes on all hosts, which find each other.
@@ -339,10 +330,9 @@ class Hosts:
 
     def _check_alike(self) -> None:
         """Refuse the hosts that are not as the first is."""
-        failures = {host: host.facts["problem"] for host in self.all if host.facts["problem"]}
-        if failures:
-            raise unusable(failures, "see what `tunekit doctor` says there")
-        first = self.all[0]
+        faulty = {host: host.facts["problem"] for host in self.all if host.facts["problem"]}
+        refuse(faulty, "see what `tunekit doctor` says there")
+        first, failures = self.all[0], {}
         for host in self.all:
             ours, theirs = first.facts["versions"], host.facts["versions"]
             differing = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
@@ -351,8 +341,7 @@ class Hosts:
                 failures[host] = f"it has {', '.join(differing)}, but {first.name} has {there}"
             elif _devices(host) != _devices(first):
                 failures[host] = f"it has {_devices(host)}, but {first.name} has {_devices(first)}"
-        if failures:
-            raise unusable(failures, "the hosts of a run must be alike")
+        refuse(failures, "the hosts of a run must be alike")
 
 
 def lost_error(lost: Sequence[Host]) -> HostLostError:
@@ -392,9 +381,14 @@ def _devices(host: Host) -> str:
     return f"{len(accelerators)} x {accelerators[0].name}" if accelerators else "no accelerator"
 
 
-def unusable(failures: Mapping[Host, str], hint: str) -> RunError:
-    """Return the error for hosts that cannot be used, each with the reason."""
-    return RunError(_each(failures), hint=hint)
+def refuse(failures: Mapping[Host, str], hint: str) -> None:
+    """Refuse hosts that cannot be used, each with the reason.
+
+    Raises:
+        RunError: There are some.
+    """
+    if failures:
+        raise RunError(_each(failures), hint=hint)
 
 
 def _each(failures: Mapping[Host, str]) -> str:
@@ -530,15 +524,8 @@ def _check_folder(run: Run, hosts: Hosts) -> None:
             time.sleep(RETRY_SECONDS)
     finally:
         proof.unlink()
-    failures = {host: "it does not see" for host, answer in answers.items() if answer["content"] != words}
-    failures |= {
-        host: "it cannot write to"
-        for host, answer in answers.items()
-        if host not in failures and not answer["writable"]
-    }
-    if failures:
-        folder = proof.parent
-        raise unusable(
-            {host: f"{why} {folder}" for host, why in failures.items()},
-            "set output.dir to a folder on a disk that all hosts share, at the same path",
-        )
+    folder = proof.parent
+    blind = [host for host, answer in answers.items() if answer["content"] != words]
+    closed = [host for host, answer in answers.items() if host not in blind and not answer["writable"]]
+    failures = dict.fromkeys(blind, f"it does not see {folder}") | dict.fromkeys(closed, f"it cannot write to {folder}")
+    refuse(failures, "set output.dir to a folder on a disk that all hosts share, at the same path")

@@ -173,15 +173,14 @@ class _Left:
     def words(self) -> str:
         """Describe the remaining processes: what each one does, and since when."""
         status = self._run.status()
+        beats = sorted(beats_in(self._run.path), key=lambda beat: int(beat["rank"]))
         descriptions = []
-        for beat in sorted(beats_in(self._run.path), key=lambda one: one["rank"]):
+        for beat in beats:
             where = f" on {beat['host']}" if beat in self._elsewhere else ""
             if where or beat["pid"] in self._seen:
-                seconds = max(0.0, beat["time"] - beat["since"])
-                descriptions.append(
-                    f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']} for {seconds:.0f} s"
-                )
-        ranks = {beat["pid"] for beat in beats_in(self._run.path)}
+                words = f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']}"
+                descriptions.append(f"{words} for {max(0.0, beat['time'] - beat['since']):.0f} s")
+        ranks = {beat["pid"] for beat in beats}
         unranked = [str(pid) for pid in self._seen if pid not in ranks]
         if unranked:
             descriptions.append(f"process{'es' * (len(unranked) > 1)} {', '.join(unranked)}")
@@ -292,19 +291,13 @@ def _check_alone(folder: Path) -> None:
 def _starts_from(run: Run, folder: Path) -> bool:
     """Return whether a run needs the model of the run in a folder."""
     try:
-        models = list(_models(run))
+        recipe = run.recipe
+        # What stands in the status tells whether the plan, which takes longer to read, has more to say.
+        origin = run.plan.origin if run.status().get("comes_from") else None
     except TunekitError:
         # It cannot be read any more, and so neither be gone on with.
         return False
+    models = [recipe.model.path]
+    models += [recipe.method.teacher.path] if has_teacher(recipe.method) else []
+    models += [origin.folder, origin.base.path] if origin is not None else []
     return any(Path(path).is_dir() and Path(path).resolve().is_relative_to(folder.resolve()) for path in models)
-
-
-def _models(run: Run) -> Iterator[str]:
-    recipe = run.recipe
-    yield recipe.model.path
-    if has_teacher(recipe.method):
-        yield recipe.method.teacher.path
-    # What stands in the status tells whether the plan, which takes longer to read, has more to say.
-    origin = run.plan.origin if run.status().get("comes_from") else None
-    if origin is not None:
-        yield from (origin.folder, origin.base.path)

@@ -128,11 +128,16 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     with stream:
         stream.seek(offset)
         whole, newline, _ = stream.read().rpartition(b"\n")
-    lines = whole.splitlines()
-    try:
-        events = [parse_event(line) for line in lines]
-    except ValueError as error:
-        raise _damaged(path, offset, lines) from error
+    events = []
+    for place, line in enumerate(whole.splitlines(), start=1):
+        try:
+            events.append(parse_event(line))
+        except ValueError as error:
+            with open_regular(path) as stream:
+                number = stream.read(offset).count(b"\n") + place
+            raise RunError(
+                f"{path}:{number}: the line is damaged: {error}", hint="delete it, or put the file back"
+            ) from error
     return events, offset + len(whole) + len(newline)
 
 
@@ -161,19 +166,6 @@ def is_event(event: object) -> bool:
     return isinstance(event.get("time"), int | float) and all(isinstance(event.get(key), kind) for key, kind in fields)
 
 
-def _damaged(path: Path, offset: int, lines: Sequence[bytes]) -> RunError:
-    """Return the error for lines behind a byte offset of which one at least is no JSON."""
-    with open_regular(path) as stream:
-        number = stream.read(offset).count(b"\n")
-    for line in lines:
-        number += 1
-        try:
-            parse_event(line)
-        except ValueError as error:
-            return RunError(f"{path}:{number}: the line is damaged: {error}", hint="delete it, or put the file back")
-    raise AssertionError("all lines are JSON")
-
-
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -200,8 +192,16 @@ class Measure:
 
     def label(self, name: str) -> str:
         """Its words for a name that it matches."""
+        return self.words.format(self.star(name))
+
+    def star(self, name: str) -> str:
+        """The part of a name that it matches for which its star stands."""
         before, _, behind = self.name.partition("*")
-        return self.words.format(name[len(before) : len(name) - len(behind)])
+        return name[len(before) : len(name) - len(behind)]
+
+    def spread_of(self, name: str) -> str | None:
+        """The name of how much the values of a name differ; None where there is none."""
+        return self.spread and self.spread.replace("*", self.star(name))
 
 
 MEASURES = (
@@ -237,8 +237,7 @@ def first_and_last(events: Sequence[Event]) -> dict[str, list[float]]:
     names = dict.fromkeys(name for log in logs for name in log)
     for measure in MEASURES:
         for name in (name for name in names if fnmatch(name, measure.name)):
-            spread = measure.spread and _same_star(measure.spread, measure.name, name)
-            for each in (name, spread) if spread else (name,):
+            for each in filter(None, (name, measure.spread_of(name))):
                 held_out = [event.get(f"eval_{each}") for event in evaluations] if measure.held_out else []
                 values = [value for value in held_out or [log.get(each) for log in logs] if value is not None]
                 if values:
@@ -309,25 +308,14 @@ def words_of(name: str) -> str:
     return next((measure.label(name) for measure in MEASURES if fnmatch(name, measure.name)), name)
 
 
-def _same_star(pattern: str, of: str, name: str) -> str:
-    before, _, behind = of.partition("*")
-    return pattern.replace("*", name[len(before) : len(name) - len(behind)])
-
-
 def _said(measure: Measure, name: str, values: Mapping[str, Any], *, spread: bool = True) -> str:
     """A value, and by how much values differ."""
-    if _is_tied(name, values):
-        return "none yet"
-    apart = values.get(_same_star(measure.spread, measure.name, name)) if measure.spread and spread else None
-    return number(values[name], measure.digits) + ("" if apart is None else f" ± {number(apart, measure.digits)}")
-
-
-def _is_tied(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether an accuracy on pairs carries no information: the model still equals its reference and prefers
-    neither answer.
-    """
     margin = values.get("rewards/margins")
-    return name == "rewards/accuracies" and margin is not None and abs(margin) < _TIED
+    if name == "rewards/accuracies" and margin is not None and abs(margin) < _TIED:
+        # The model still equals its reference: an accuracy on pairs carries no information.
+        return "none yet"
+    apart = values.get(measure.spread_of(name) or "") if spread else None
+    return number(values[name], measure.digits) + ("" if apart is None else f" ± {number(apart, measure.digits)}")
 
 
 def number(value: float, digits: str) -> str:

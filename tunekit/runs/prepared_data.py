@@ -1,7 +1,7 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, Sources
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward, Reward
+from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward
 from tunekit.redact import redacted, without_secrets
 
 NUM_SAMPLE_PROMPTS = 3
@@ -297,20 +297,27 @@ def _absolute_model(section: ModelSection) -> ModelSection:
     return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
 
 
-def _absolute_method(method: Method) -> Method:
+def with_models(method: Method, change: Callable[[ModelSection], ModelSection]) -> Method:
+    """A method whose teacher and reward models are changed."""
     if has_teacher(method):
-        return method.model_copy(update={"teacher": _absolute_model(method.teacher)})
+        return method.model_copy(update={"teacher": change(method.teacher)})
     if not is_rewarded(method):
         return method
-    rewards: list[Reward] = []
-    for reward in method.rewards:
-        match reward:
-            case JsonSchemaReward():
-                rewards.append(reward.model_copy(update={"path": _absolute(reward.path)}))
-            case ModelReward():
-                rewards.append(reward.model_copy(update={"model": _absolute_model(reward.model)}))
-            case _:
-                rewards.append(reward)
+    rewards = [
+        reward.model_copy(update={"model": change(reward.model)}) if isinstance(reward, ModelReward) else reward
+        for reward in method.rewards
+    ]
+    return method.model_copy(update={"rewards": rewards})
+
+
+def _absolute_method(method: Method) -> Method:
+    method = with_models(method, _absolute_model)
+    if not is_rewarded(method):
+        return method
+    rewards = [
+        reward.model_copy(update={"path": _absolute(reward.path)}) if isinstance(reward, JsonSchemaReward) else reward
+        for reward in method.rewards
+    ]
     return method.model_copy(update={"rewards": rewards})
 
 

@@ -28,12 +28,10 @@ names, in this order: the folder that is wholly so called; the folders whose NAM
 only look, the one folder that begins with it.
 """
 
-import html
 import json
 import os
 import re
 import shlex
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -60,6 +58,7 @@ from tunekit.runs.small_files import (
     read_plan,
     state_of,
     state_of_processes,
+    write_whole,
 )
 
 if TYPE_CHECKING:
@@ -163,11 +162,10 @@ class Run:
         path = _new_folder(plan.recipe)
         (path / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
         (path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
-        num_steps = plan.schedule.num_steps if plan.schedule else None
         status = {
             "phase": "starting",
             "step": 0,
-            "num_steps": num_steps,
+            "num_steps": plan.schedule.num_steps if plan.schedule else None,
             "started": time.time(),
             **_this_process(),
             "exit_reason": None,
@@ -330,23 +328,19 @@ class Run:
         return f"{self.name}: {self.state}, step {status['step']} of {status['num_steps']}, in {self.path}"
 
     def _repr_html_(self) -> str:
+        import jinja2
+
         result = self.result()
-        rows = [("state", self.state), ("folder", str(self.path))]
         measures = result.get("measures", {})
-        rows += [
+        losses = [
             (label, f"{result[key]:.4f}")
             for key, label in (("first_loss", "first loss"), ("last_loss", "last loss"), ("eval_loss", "eval loss"))
             if result.get(key) is not None and "reward" not in measures
         ]
-        rows += rows_of(measures)
-        cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
-        samples = "".join(
-            f"<tr><td>{html.escape(sample['prompt'])}</td><td>{html.escape(sample.get('before', ''))}</td>"
-            f"<td>{html.escape(sample.get('after', ''))}</td></tr>"
-            for sample in self.samples()
-        )
-        table = f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>" if samples else ""
-        return f"<table>{cells}</table>{table}"
+        rows = [("state", self.state), ("folder", str(self.path)), *losses, *rows_of(measures)]
+        template = Path(__file__).with_name("run.html.jinja").read_text(encoding="utf-8")
+        page: str = jinja2.Template(template, autoescape=True).render(rows=rows, samples=self.samples())
+        return page
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
@@ -438,10 +432,8 @@ def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
             raise RunError(
                 f"{word[:MAX_TAG_LETTERS]!r} is no tag", hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line"
             )
-    draft = run.path / f".{TAGS}-{os.getpid()}-{threading.get_ident()}"
     try:
-        draft.write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
-        draft.replace(run.path / TAGS)
+        write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
     except OSError as error:
         raise RunError(
             f"{run.path / TAGS} cannot be written: {error.strerror}", hint="let the folder be written"
@@ -519,9 +511,7 @@ def _make(path: Path, *, exist_ok: bool) -> None:
 
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
-    draft = path / f".status-{os.getpid()}-{threading.get_ident()}.json"
-    draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
-    draft.replace(path / "status.json")
+    write_whole(path / "status.json", json.dumps({**without_secrets(status), "updated": time.time()}, indent=2))
 
 
 def _this_process() -> dict[str, Any]:
