@@ -10,7 +10,9 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
@@ -95,33 +97,45 @@ class Worker:
     def serve(self) -> None:
         """Load what the first line names, and answer the others."""
         first = self.lines.get()
+        does_not_fit = f"{first['name']} does not fit the memory that is free"
+        if not self._tell_of(
+            partial(self._load_first, first),
+            does_not_fit,
+            "free some of it, choose a smaller model, or take --device cpu",
+        ):
+            return
+        while True:
+            answer = partial(self._answer, self.lines.get())
+            self._tell_of(answer, "memory ran out in the answer", "begin a shorter conversation")
+
+    def _tell_of(self, work: Callable[[], dict[str, Any]], out_of_memory: str, hint: str) -> bool:
+        """Do some work and tell what came of it, or what is wrong; whether nothing is."""
         try:
-            trained = find_trained(first["name"], first["checkpoint"])
-            self.vllm: VllmModel | None = None
-            if takes_vllm(first["backend"], trained, first["device"]):
-                self._load_vllm(trained, compare=first["compare"])
-            else:
-                self._load(trained, first["device"], compare=first["compare"])
+            self.tell(work())
         except TunekitError as error:
             self.tell({"problem": error.problem, "hint": error.hint})
-            return
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            hint = "free some of it, choose a smaller model, or take --device cpu"
-            self.tell({"problem": f"{first['name']} does not fit the memory that is free", "hint": hint})
-            return
-        self.tell(self._facts())
-        while True:
-            question = self.lines.get()
-            try:
-                self.tell(self._answer(question))
-            except TunekitError as error:
-                self.tell({"problem": error.problem, "hint": error.hint})
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.tell({"problem": "memory ran out in the answer", "hint": "begin a shorter conversation"})
+            self.tell({"problem": out_of_memory, "hint": hint})
+        else:
+            return True
+        return False
+
+    def _load_first(self, first: dict[str, Any]) -> dict[str, Any]:
+        """Load what the first line names, and return the facts about it."""
+        trained = find_trained(first["name"], first["checkpoint"])
+        self.vllm: VllmModel | None = None
+        if takes_vllm(first["backend"], trained, first["device"]):
+            self._load_vllm(trained, compare=first["compare"])
+        else:
+            self._load(trained, first["device"], compare=first["compare"])
+        on_gpu = self.device == "cuda"
+        return {
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "dtype": self.dtype,
+            "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
+        }
 
     def _load(self, found: Trained, device: Device, *, compare: bool) -> None:
         self.found = found
@@ -140,14 +154,6 @@ class Worker:
         self.tokenizer, self.longest = tokenizer_of(found), longest_of(found)
         self.model = self.before = None
         self.vllm = VllmModel(found, self.dtype)
-
-    def _facts(self) -> dict[str, Any]:
-        on_gpu = self.device == "cuda"
-        return {
-            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-            "dtype": self.dtype,
-            "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
-        }
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
@@ -203,10 +209,8 @@ class Worker:
         if self.longest is None:
             return asked
         if len(ids) >= self.longest:
-            raise RunError(
-                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}",
-                hint="clear it, and begin another one",
-            )
+            problem = f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}"
+            raise RunError(problem, hint="clear it, and begin another one")
         return min(asked, self.longest - len(ids))
 
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from tunekit.data.formats.row_formats import Row, counted
@@ -211,13 +210,11 @@ class _Answers(AbstractContextManager["_Answers"]):
         try:
             self._file: BinaryIO = self._part.open("x+b")
         except FileExistsError as error:
-            raise RunError(
-                f"{self._part} is there: answers of a time that ended early", hint="move or delete it"
-            ) from error
+            problem = f"{self._part} is there: answers of a time that ended early"
+            raise RunError(problem, hint="move or delete it") from error
         except OSError as error:
-            raise RunError(
-                f"cannot write '{out}': {error.strerror}", hint="name a file in a folder that exists"
-            ) from error
+            problem = f"cannot write '{out}': {error.strerror}"
+            raise RunError(problem, hint="name a file in a folder that exists") from error
 
     @property
     def num_prompts(self) -> int:
@@ -266,9 +263,7 @@ class _Answers(AbstractContextManager["_Answers"]):
     def _full(self, error: OSError) -> DiskError:
         return DiskError(f"cannot write '{self._part}': {error.strerror}", hint="what is answered so far stands there")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         if not self._places:
             self._part.unlink(missing_ok=True)

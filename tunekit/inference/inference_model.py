@@ -18,8 +18,8 @@ from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 from tunekit.runs.available_actions import check_readable, prospects
-from tunekit.runs.checkpoints.complete import fault_of
-from tunekit.runs.checkpoints.listing import named, steps_of
+from tunekit.runs.checkpoints.complete import whole_in
+from tunekit.runs.checkpoints.listing import named
 from tunekit.runs.fingerprints import check_run_code
 from tunekit.runs.run import Run, find_run
 from tunekit.runs.small_files import read_plan
@@ -156,10 +156,8 @@ def _checkpoint(run: Run, name: str) -> Trained:
     text = run.path if not (checkpoint.path / "plan.yaml").is_file() else checkpoint.path
     plan = read_plan(text / "plan.yaml", recipe)
     if not any(checkpoint.path.glob("*.safetensors")):
-        raise RunError(
-            f"{checkpoint.path.name} of {run.name} holds its weights in the parts of {plan.layout.name}",
-            hint="resume the run to its end: its result is whole",
-        )
+        problem = f"{checkpoint.path.name} of {run.name} holds its weights in the parts of {plan.layout.name}"
+        raise RunError(problem, hint="resume the run to its end: its result is whole")
     return _of_run(run, checkpoint.path, plan, checkpoint.step)
 
 
@@ -182,12 +180,7 @@ def _of_run(run: Run, folder: Path, plan: Plan, step: int | None) -> Trained:
 
 def checkpoints_of(run: Run) -> list[int]:
     """Steps of the checkpoints of a run that are there in full, by the sizes of their files."""
-    folders = (run.path / "checkpoints").glob("checkpoint-*")
-    return sorted(
-        steps_of(folder)
-        for folder in folders
-        if folder.suffix == "" and steps_of(folder) >= 0 and fault_of(folder, contents=False) is None
-    )
+    return sorted(step for step, _ in whole_in(run.path))
 
 
 def load_trained(
@@ -275,9 +268,8 @@ def stored_dtype(found: Trained) -> Dtype:
     text = config.get_text_config()
     name = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise TunekitError(
-            f"{model_folder(found.base)}: its weights are stored as {name}", hint="name a type with --dtype"
-        )
+        problem = f"{model_folder(found.base)}: its weights are stored as {name}"
+        raise TunekitError(problem, hint="name a type with --dtype")
     return cast(Dtype, name)
 
 
@@ -316,9 +308,8 @@ class Sampling:
                 hint="temperature is 0 or more, top_p above 0 and at most 1, and the others at least 1",
             )
         if self.num_samples > 1 and self.temperature == 0:
-            raise RunError(
-                f"{self.num_samples} answers to each prompt would be the same", hint="give a temperature above 0"
-            )
+            problem = f"{self.num_samples} answers to each prompt would be the same"
+            raise RunError(problem, hint="give a temperature above 0")
 
     @property
     def draws(self) -> dict[str, Any]:
@@ -387,10 +378,8 @@ def load(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["aut
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryShortError(
-            f"{found.name} does not fit the memory that is free",
-            hint="free some of it, choose a smaller model, or take --device cpu",
-        ) from error
+        problem = f"{found.name} does not fit the memory that is free"
+        raise MemoryShortError(problem, hint="free some of it, choose a smaller model, or take --device cpu") from error
     return Loaded(found, model, tokenizer, where, chosen)
 
 
@@ -475,10 +464,8 @@ def answer(
         batch = _alike([prompts[index] for index in waiting[start : start + batch_size]], sampling, longest)
         batch_answers = _answers(loaded, batch, sampling, longest)
         if batch_answers is None and len(batch) == 1:
-            raise MemoryShortError(
-                f"memory ran out in the answer to a prompt of {len(batch[0]):,} tokens",
-                hint="give fewer --max-new-tokens, leave long prompts out, or free some memory",
-            )
+            hint = "give fewer --max-new-tokens, leave long prompts out, or free some memory"
+            raise MemoryShortError(f"memory ran out in the answer to a prompt of {len(batch[0]):,} tokens", hint=hint)
         if batch_answers is None:
             batch_size = len(batch) // 2
             continue

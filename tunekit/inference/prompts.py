@@ -139,9 +139,7 @@ def prompt_ids(
                 tokenize=False,
             )
     except TemplateError as error:
-        raise RunError(
-            f"the chat template of {found.name} refuses this conversation: {error}",
-            hint="leave the system prompt out, and let user and assistant take turns",
-        ) from error
+        problem = f"the chat template of {found.name} refuses this conversation: {error}"
+        raise RunError(problem, hint="leave the system prompt out, and let user and assistant take turns") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

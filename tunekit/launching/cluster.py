@@ -174,9 +174,8 @@ def submit(run: Run, script: Path) -> str:
     try:
         answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise DependencyError(
-            "there is no sbatch here", hint=f"submit it where Slurm is: sbatch {shlex.quote(str(script))}"
-        ) from error
+        problem = "there is no sbatch here"
+        raise DependencyError(problem, hint=f"submit it where Slurm is: sbatch {shlex.quote(str(script))}") from error
     if answer.returncode != 0:
         words = answer.stderr.strip().replace("\n", "; ")
         run.update_status(phase="failed", exit_reason=words)

@@ -116,10 +116,8 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
     if place.num_local == place.num_processes:
         return "127.0.0.1"
     if "OMPI_COMM_WORLD_RANK" in environment:
-        raise RunError(
-            "mpirun does not say on which node the first process runs",
-            hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...",
-        )
+        problem = "mpirun does not say on which node the first process runs"
+        raise RunError(problem, hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     listing = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     return listing.stdout.split()[0]
@@ -165,10 +163,8 @@ def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
     answers = [hear(store, f"seen-{rank}") for rank in range(place.num_local, place.num_processes, place.num_local)]
     blind = [answer["node"] for answer in answers if not answer["seen"]]
     if blind:
-        raise RunError(
-            f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder",
-            hint="set output.dir to a place that all nodes share",
-        )
+        problem = f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder"
+        raise RunError(problem, hint="set output.dir to a place that all nodes share")
 
 
 def _learned(store: Any, place: Place) -> Run:

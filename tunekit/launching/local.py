@@ -52,25 +52,21 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         Stopped: The run was asked to end before it was done.
     """
     with told_if_gone(run):
-        _launch(run, listener)
+        begin(run)
+        recipe, plan = run.recipe, run.plan
+        forget_errors(run)
+        # DeepSpeed wants a process group for one process too.
+        alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
+        if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
+            # It takes the libraries in, which those who only ask for a plan do not need.
+            from tunekit.training.worker import work
 
-
-def _launch(run: Run, listener: Listener | None) -> None:
-    begin(run)
-    recipe, plan = run.recipe, run.plan
-    forget_errors(run)
-    # DeepSpeed wants a process group for one process too.
-    alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
-    if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
-        # It takes the libraries in, which those who only ask for a plan do not need.
-        from tunekit.training.worker import work
-
-        work(run, listener)
-        return
-    words = ["tunekit.training.worker", str(run.path)]
+            work(run, listener)
+            return
 
     @contextlib.contextmanager
     def start() -> Iterator[Group]:
+        words = ["tunekit.training.worker", str(run.path)]
         with (
             (run.path / LOG).open("ab") as log,
             redacting_pipe(log) as output,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.launching.local import Follower, raised
-from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import check_may_go_back
 from tunekit.process.log_capture import send_nothing
 from tunekit.runs.events import Listener
@@ -21,7 +20,7 @@ from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place, forget_request
 
 if TYPE_CHECKING:
-    from ray.train import Result, ScalingConfig
+    from ray.train import Result
 
 POLL_SECONDS = 0.2
 """Seconds between two looks at the events of the processes."""
@@ -43,7 +42,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     send_nothing()
     try:
         import ray
-        from ray.train import FailureConfig, RunConfig, TrainingFailedError
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchConfig, TorchTrainer
     except ModuleNotFoundError as error:
         raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
@@ -54,11 +53,18 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     run.begin()
     forget_errors(run)
     plan, folder = run.plan, run.path.resolve()
+    has_accelerators = plan.device.kind != "cpu"
     trainer = TorchTrainer(
         _work,
         train_loop_config={"folder": str(folder)},
         torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.exchange_timeout_seconds),
-        scaling_config=_scaling(plan),
+        scaling_config=ScalingConfig(
+            num_workers=plan.layout.num_processes,
+            use_gpu=has_accelerators,
+            resources_per_worker={"CPU": 1 + plan.dataloader_num_workers} | ({"GPU": 1} if has_accelerators else {}),
+            # As the plan counts the memory of a node: accelerators keep to it by their number, processors do not.
+            placement_strategy="PACK" if has_accelerators or plan.num_nodes == 1 else "SPREAD",
+        ),
         run_config=RunConfig(
             name="ray",
             storage_path=str(folder),
@@ -86,19 +92,6 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             raise failure from error
     if run.status()["phase"] != "finished":
         raise follower.stopped()
-
-
-def _scaling(plan: Plan) -> "ScalingConfig":
-    from ray.train import ScalingConfig
-
-    has_accelerators = plan.device.kind != "cpu"
-    return ScalingConfig(
-        num_workers=plan.layout.num_processes,
-        use_gpu=has_accelerators,
-        resources_per_worker={"CPU": 1 + plan.dataloader_num_workers} | ({"GPU": 1} if has_accelerators else {}),
-        # As the plan counts the memory of a node: accelerators keep to it by their number, processors do not.
-        placement_strategy="PACK" if has_accelerators or plan.num_nodes == 1 else "SPREAD",
-    )
 
 
 def _work(config: dict[str, Any]) -> None:

@@ -419,10 +419,8 @@ def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
     num_processes, has = recipe.parallel.num_processes, hardware.num_accelerators
     if num_processes is not None and (num_processes != has if has else num_processes % len(names)):
         needed = str(has) if has else f"a multiple of {len(names)}"
-        raise PlanError(
-            f"parallel.num_processes: {num_processes} processes cannot be spread evenly over {len(names)} hosts",
-            hint=f"leave it out, or ask for {needed}",
-        )
+        problem = f"parallel.num_processes: {num_processes} processes cannot be spread evenly over {len(names)} hosts"
+        raise PlanError(problem, hint=f"leave it out, or ask for {needed}")
     return load_recipe(recipe, [f"parallel.num_processes={num_processes or has or len(names)}"]), hardware
 
 

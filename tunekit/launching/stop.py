@@ -84,10 +84,8 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
     if not _wait(remaining, seconds, tell):
         if not now:
-            raise RunError(
-                f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}",
-                hint=f"it will when it can; end it at once: tunekit stop {run.path} --now",
-            )
+            problem = f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}"
+            raise RunError(problem, hint=f"it will when it can; end it at once: tunekit stop {run.path} --now")
         remaining.kill()
         if not _wait(remaining, NOW_SECONDS, tell):
             raise RunError(f"{run.name} cannot be ended from here: {remaining.words()}", hint="end it on its host")
@@ -252,16 +250,13 @@ def delete_run(run: Run) -> None:
         beside = [other for other in list_runs(folder.parent) if other.name != run.name]
         users = [other.name for other in beside if _starts_from(other, folder)]
         if users:
-            raise RunError(
-                f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model",
-                hint="delete what starts from it first",
-            )
+            problem = f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model"
+            raise RunError(problem, hint="delete what starts from it first")
         try:
             folder.rename(doomed)
         except OSError as error:
-            raise RunError(
-                f"{run.path} cannot be deleted: {error.strerror}", hint="let its folder be written"
-            ) from error
+            problem = f"{run.path} cannot be deleted: {error.strerror}"
+            raise RunError(problem, hint="let its folder be written") from error
     for leftover in folder.parent.glob(f"{GONE}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if doomed.exists():

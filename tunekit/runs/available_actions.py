@@ -49,9 +49,8 @@ def check_readable(run: Run) -> None:
         name = "plan.yaml"
         _ = run.plan
     except OSError as error:
-        raise RunError(
-            f"{run.path / name} cannot be read: {error.strerror}", hint="the run's folder is damaged"
-        ) from error
+        problem = f"{run.path / name} cannot be read: {error.strerror}"
+        raise RunError(problem, hint="the run's folder is damaged") from error
 
 
 ENDED_EARLY = ("failed", "interrupted", "died")

@@ -1,13 +1,13 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.packing.sequences import mix
-from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
+from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
@@ -134,10 +134,7 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_eval=splits[1].prepared.num_sequences if len(splits) > 1 else None,
         tokenized=True,
         format=splits[0].rows[0].format,
-        sources=tuple(
-            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens)
-            for share in train.shares
-        ),
+        sources=_sources_of(train.shares),
         num_train_tokens=train.num_tokens,
         num_trainable_tokens=train.num_trainable_tokens,
         longest_tokens=max(report.longest_tokens for report in reports),
@@ -146,6 +143,10 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_split=sum(report.num_split for report in reports),
         num_dropped=sum(report.num_dropped for report in reports),
     )
+
+
+def _sources_of(shares: Iterable[SourceShare]) -> tuple[SourceFacts, ...]:
+    return tuple(SourceFacts(name=one.source, num_rows=one.num_sequences, size=one.num_tokens) for one in shares)
 
 
 def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:
@@ -174,9 +175,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         num_eval=evaluated,
         tokenized=True,
         format=train.sources[0].rows.format,
-        sources=tuple(
-            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens) for share in shares
-        ),
+        sources=_sources_of(shares),
         num_train_tokens=sum(share.num_tokens for share in shares),
         num_trainable_tokens=sum(source.num_trainable_tokens for source in train.sources),
         longest_tokens=max(source.longest_tokens for source in train.sources),

@@ -76,24 +76,21 @@ def with_room(run: Run, write: Callable[[], None]) -> None:
 
     A checkpoint that is written meanwhile may take that room as well. It fails then, and gives back all that it took.
     """
-    try:
-        write()
-        return
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-    give_room(run)
-    until = time.monotonic() + DISK_SETTLE_SECONDS
+    may_get_room, until = True, None
     while True:
-        # Asked before, since the room may come right after.
-        may_get_room = is_being_made(run.path) and time.monotonic() < until
         try:
             write()
             return
         except OSError as error:
             if error.errno not in FULL or not may_get_room:
                 raise
-        time.sleep(0.05)
+        if until is None:
+            give_room(run)
+            until = time.monotonic() + DISK_SETTLE_SECONDS
+        else:
+            time.sleep(0.05)
+        # Asked before, since the room may come right after.
+        may_get_room = is_being_made(run.path) and time.monotonic() < until
 
 
 @contextlib.contextmanager
@@ -271,16 +268,13 @@ def claimed(run: Run) -> Iterator[None]:
     try:
         claim.acquire()
     except Timeout:
-        raise RunError(
-            f"another process is about to go on with {run.name}, or deletes it", hint="look again in a moment"
-        ) from None
+        problem = f"another process is about to go on with {run.name}, or deletes it"
+        raise RunError(problem, hint="look again in a moment") from None
     except OSError as error:
         # On a full disk nobody else can have it either, and runs are deleted to make room.
         if error.errno not in FULL:
-            raise RunError(
-                f"{run.path} cannot be written: {error.strerror}",
-                hint="let it be written, or copy the run to where it can be",
-            ) from error
+            problem = f"{run.path} cannot be written: {error.strerror}"
+            raise RunError(problem, hint="let it be written, or copy the run to where it can be") from error
     try:
         yield
     finally:

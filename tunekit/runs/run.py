@@ -301,9 +301,8 @@ class Run:
         try:
             from matplotlib import pyplot
         except ModuleNotFoundError as error:
-            raise DependencyError(
-                "plots need matplotlib", hint="install it with: pip install 'tunekit[notebook]'"
-            ) from error
+            problem = "plots need matplotlib"
+            raise DependencyError(problem, hint="install it with: pip install 'tunekit[notebook]'") from error
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -429,15 +428,13 @@ def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
     words = list(dict.fromkeys(tag.strip() for tag in tags))
     for word in words:
         if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
-            raise RunError(
-                f"{word[:MAX_TAG_LETTERS]!r} is no tag", hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line"
-            )
+            problem = f"{word[:MAX_TAG_LETTERS]!r} is no tag"
+            raise RunError(problem, hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line")
     try:
         write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
     except OSError as error:
-        raise RunError(
-            f"{run.path / TAGS} cannot be written: {error.strerror}", hint="let the folder be written"
-        ) from error
+        problem = f"{run.path / TAGS} cannot be written: {error.strerror}"
+        raise RunError(problem, hint="let the folder be written") from error
     return words
 
 

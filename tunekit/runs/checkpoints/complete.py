@@ -220,10 +220,8 @@ def take_newest(run_folder: Path) -> Newest:
     clear_drafts(run_folder)
     newest = _newest(run_folder, contents=True)
     if newest.path is None and newest.skipped:
-        raise RunError(
-            f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}",
-            hint=f"begin anew: {command_anew(run_folder)}",
-        )
+        problem = f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}"
+        raise RunError(problem, hint=f"begin anew: {command_anew(run_folder)}")
     return newest
 
 
@@ -232,9 +230,14 @@ def manifest_of(folder: Path) -> Manifest:
     return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
 
 
+def whole_in(run_folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the checkpoints that are there in full, by the sizes of their files; the newest first."""
+    return [(step, folder) for step, folder in _found(run_folder) if fault_of(folder, contents=False) is None]
+
+
 def superseded(run_folder: Path, limit: int, best: Best | None) -> list[Path]:
     """Checkpoints that are not kept: whole ones beyond the newest `limit`, but for the best."""
-    whole = [(step, folder) for step, folder in _found(run_folder) if fault_of(folder, contents=False) is None]
+    whole = whole_in(run_folder)
     return [folder for step, folder in whole[limit:] if best is None or step != best.step]
 
 
