@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-IN_PARTS = "pytorch_model_fsdp_0"
-"""Folder of a checkpoint whose weights lie in parts."""
-
-
 @dataclass(frozen=True)
 class Trained:
     """A model that can be loaded.

@@ -7,7 +7,7 @@ nothing from a group in which all got the same.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,38 +146,30 @@ class RewardTrial:
 
     def warnings(self) -> list[str]:
         """Return warnings against training with these rewards, a sentence each."""
-        bare = [BARE_PROMPTS] if self.is_bare else []
-        return [*bare, *self._about_signal(), *self._about_length(), *self._about_rewards()]
+        return list(self._warnings())
 
-    def _about_signal(self) -> list[str]:
-        if self.no_signal_share < _NO_SIGNAL_SHARE:
-            return []
-        silent = sum(not group.has_signal for group in self.groups)
-        what = f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: "
-        if silent == len(self.groups):
-            return [what + "there is nothing to learn from; train on such answers first, or take easier prompts"]
-        return [what + "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"]
-
-    def _about_length(self) -> list[str]:
-        if self.truncated_share < _TRUNCATED_SHARE:
-            return []
-        what = f"{self.truncated_share:.0%} of the answers reach {self.max_completion_length:,} tokens without an end"
-        if self.masks_truncated:
-            return [f"{what}, and are left out of the loss; raise method.max_completion_length"]
-        return [f"{what}; raise method.max_completion_length, or add a stop text"]
-
-    def _about_rewards(self) -> list[str]:
-        warnings = []
+    def _warnings(self) -> Iterator[str]:
+        if self.is_bare:
+            yield BARE_PROMPTS
+        if self.no_signal_share >= _NO_SIGNAL_SHARE:
+            silent = sum(not group.has_signal for group in self.groups)
+            what = "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"
+            if silent == len(self.groups):
+                what = "there is nothing to learn from; train on such answers first, or take easier prompts"
+            yield f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: {what}"
+        if self.truncated_share >= _TRUNCATED_SHARE:
+            what = "; raise method.max_completion_length, or add a stop text"
+            if self.masks_truncated:
+                what = ", and are left out of the loss; raise method.max_completion_length"
+            most = f"{self.max_completion_length:,} tokens"
+            yield f"{self.truncated_share:.0%} of the answers reach {most} without an end{what}"
         for reward in self.rewards:
             if reward.mean is None:
-                warnings.append(f"{reward.name} has nothing to say of any answer")
+                yield f"{reward.name} has nothing to say of any answer"
             elif reward.spread == 0:
-                warnings.append(f"{reward.name} gives {reward.mean:g} to every answer")
+                yield f"{reward.name} gives {reward.mean:g} to every answer"
             if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
-                warnings.append(
-                    f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
-                )
-        return warnings
+                yield f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""

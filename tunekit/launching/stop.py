@@ -97,12 +97,6 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
 
 
-def words_of_what_lives(run: Run) -> str | None:
-    """Describe the living processes of a run; None where there are none."""
-    remaining = _Left(run)
-    return remaining.words() if remaining.look() else None
-
-
 def _past(state: str) -> str:
     return {"interrupted": "was interrupted", "finished": "finished", "failed": "failed"}.get(state, state)
 
@@ -267,9 +261,11 @@ def _check_over(run: Run) -> None:
     state = run.state
     if state not in (*FINAL_PHASES, DIED):
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
-    alive = words_of_what_lives(run)
-    if alive is not None:
-        raise RunError(f"{run.name} is {state}, and {alive} lives", hint=f"end it first: tunekit stop {run.path}")
+    remaining = _Left(run)
+    if remaining.look():
+        raise RunError(
+            f"{run.name} is {state}, and {remaining.words()} lives", hint=f"end it first: tunekit stop {run.path}"
+        )
 
 
 def _check_alone(folder: Path) -> None:

@@ -6,7 +6,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 
 - `phase`: `phase`, one of PHASES
 - `queue`: `place`, counted from 1, among the runs that wait for the same devices, `behind`, the names of those that
-  come first or have them now, and `devices`, by UUID (see `tunekit.launching.device_queue`)
+  come first or have them now, and `devices`, by UUID (see `tunekit.launching.local`)
 - `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.launching.ssh_hosts`)
 - `engine`: what trains, as it was found when training began (see `tunekit.training.verify`)
 - `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as

@@ -246,10 +246,11 @@ class MadeWith(Facts):
 
 def record_versions(run: Run) -> None:
     """Write down what a run is made with."""
+    num_threads = run.plan.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     made_with_now = MadeWith(
         versions={"python": platform.python_version(), **versions()},
         commit=_commit(),
-        num_threads=_num_threads(run),
+        num_threads=int(num_threads) if num_threads.isdecimal() else num_cores(),
         digests={name: _digest(run.path / name) for name in TEXTS},
     )
     (run.path / MADE_WITH).write_text(json.dumps(made_with_now.model_dump(mode="json"), indent=2), encoding="utf-8")
@@ -301,11 +302,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + "+" * bool(changes)
-
-
-def _num_threads(run: Run) -> int:
-    planned = run.plan.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
-    return int(planned) if planned.isdecimal() else num_cores()
 
 
 CODE = "code.json"

@@ -23,7 +23,7 @@ from filelock import Timeout
 from tunekit.api.background import start
 from tunekit.api.devices import devices
 from tunekit.errors import RunError, Stopped, TunekitError
-from tunekit.launching.device_queue import devices_of
+from tunekit.launching.local import devices_of
 from tunekit.launching.stop import stop_run
 from tunekit.runs.events import FINAL_PHASES, Event
 from tunekit.runs.run import Run, set_tags
