@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.inference.inference_model import (
-    Device,
     Sampling,
-    Trained,
     dtype_on,
     end_tokens,
     find_trained,
@@ -125,35 +123,30 @@ class Worker:
     def _load_first(self, first: dict[str, Any]) -> dict[str, Any]:
         """Load what the first line names, and return the facts about it."""
         trained = find_trained(first["name"], first["checkpoint"])
+        compare = first["compare"]
+        self.found = trained
         self.vllm: VllmModel | None = None
+        self.model: Any = None
+        self.before: Any = None
         if takes_vllm(first["backend"], trained, first["device"]):
-            self._load_vllm(trained, compare=first["compare"])
+            if compare and trained.adapter is None:
+                what = "vLLM holds one model, and before this run was another"
+                raise RunError(what, hint="take --backend transformers")
+            self.device, self.dtype, self.tokenizer = "cuda", dtype_on(trained, "cuda"), tokenizer_of(trained)
+            self.vllm = VllmModel(trained, self.dtype)
         else:
-            self._load(trained, first["device"], compare=first["compare"])
+            loaded = load(trained, device=first["device"])
+            self.device, self.dtype, self.tokenizer = loaded.device, loaded.dtype, loaded.tokenizer
+            self.model = loaded.model
+            if compare and trained.adapter is None and trained.before is not None:
+                self.before = load_trained(trained.before, dtype=self.dtype, device=self.device)
+        self.longest = longest_of(trained)
         on_gpu = self.device == "cuda"
         return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": self.dtype,
             "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
         }
-
-    def _load(self, found: Trained, device: Device, *, compare: bool) -> None:
-        self.found = found
-        loaded = load(found, device=device)
-        self.device, self.dtype = loaded.device, loaded.dtype
-        self.tokenizer, self.model = loaded.tokenizer, cast(Any, loaded.model)
-        self.longest = longest_of(found)
-        self.before: Any = None
-        if compare and found.adapter is None and found.before is not None:
-            self.before = load_trained(found.before, dtype=self.dtype, device=self.device)
-
-    def _load_vllm(self, found: Trained, *, compare: bool) -> None:
-        if compare and found.adapter is None:
-            raise RunError("vLLM holds one model, and before this run was another", hint="take --backend transformers")
-        self.found, self.device, self.dtype = found, "cuda", dtype_on(found, "cuda")
-        self.tokenizer, self.longest = tokenizer_of(found), longest_of(found)
-        self.model = self.before = None
-        self.vllm = VllmModel(found, self.dtype)
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()

@@ -128,10 +128,10 @@ def generate(
     refuse_judges(trained)
     name = column or ("answer" if num_samples == 1 else "answers")
     with_vllm = takes_vllm(backend, trained, device)
-    prompt_rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
+    file_prompts, rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
     send_nothing_at_all()
-    with _Answers(Path(out), name, prompt_rows.rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
-        ids = _encoded(trained, prompt_rows.prompts)
+    with _Answers(Path(out), name, rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
+        ids = _encoded(trained, file_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = device_for(device)
         chosen = dtype_on(trained, where) if dtype == "auto" else dtype

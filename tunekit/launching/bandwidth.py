@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from tunekit.errors import RunError
@@ -243,11 +244,8 @@ def _time(collective: Collective, size_bytes: int, device: Any) -> Measured:
     part = torch.ones(size_bytes // 4 // num, device=device)
     whole = torch.ones(part.numel() * num, device=device)
 
-    def call() -> None:
-        if collective == "all-reduce":
-            distributed.all_reduce(whole)
-        else:
-            distributed.all_gather_into_tensor(whole, part)
+    reduce, gather = partial(distributed.all_reduce, whole), partial(distributed.all_gather_into_tensor, whole, part)
+    call = reduce if collective == "all-reduce" else gather
 
     def wait() -> None:
         if device.type == "cuda":
