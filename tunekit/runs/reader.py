@@ -67,13 +67,10 @@ class Series:
 
     A stretch is the steps with the same `step // width`. Of one that has more than two points, the least and the
     greatest are kept; of the newest ones all. Once there are too many, stretches become twice as wide.
-
-    Attributes:
-        width: Steps that a stretch has; 1 while no point was left out.
     """
 
     def __init__(self) -> None:
-        self.width = 1
+        self._width = 1
         # Points as plain tuples, which are made in half of the time.
         self._points: list[tuple[int, float, float]] = []
         # Of these only extremes are left.
@@ -89,6 +86,11 @@ class Series:
     def last(self) -> Point:
         """The newest point, as it was logged."""
         return Point(*self._points[-1]) if self._points else Point(-1, 0.0, 0.0)
+
+    @property
+    def width(self) -> int:
+        """Steps that a stretch has; 1 while no point was left out."""
+        return self._width
 
     def add(self, step: int, time: float, value: float) -> None:
         """Add a point. Those of this step and later ones, which were told before, no longer count."""
@@ -120,7 +122,7 @@ class Series:
         last = self._points.pop()
         self._points[self._num_thin :] = self._extremes(self._num_thin)
         while len(self._points) > MAX_POINTS // 2:
-            self.width *= 2
+            self._width *= 2
             self._points = self._extremes(0)
         # The newest stretch goes on.
         self._num_thin = max(0, len(self._points) - 2)
@@ -130,8 +132,8 @@ class Series:
         """The least and the greatest point of each stretch, from a point on."""
         extremes: list[tuple[int, float, float]] = []
         while start < len(self._points):
-            stretch = self._points[start][0] // self.width
-            end = bisect_left(self._points, ((stretch + 1) * self.width,), start)
+            stretch = self._points[start][0] // self._width
+            end = bisect_left(self._points, ((stretch + 1) * self._width,), start)
             some = self._points[start:end]
             extremes += sorted({choose(some, key=itemgetter(2)) for choose in (min, max)})
             start = end
