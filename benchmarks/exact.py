@@ -218,8 +218,8 @@ def attempt(folder: str, cut: Cut | None) -> None:
 
 def played(case: Case, folder: Path) -> list[str]:
     """Train a case in one go and in several; what differs between the two, in words."""
-    from tunekit.runs.requests import forget_request
     from tunekit.runs.run import Run
+    from tunekit.runs.small_files import forget_request
 
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
@@ -228,7 +228,7 @@ def played(case: Case, folder: Path) -> list[str]:
         run = Run(made(recipe_of(case, folder, f"{name}-{kind}-{os.getpid()}")))
         force(run.path / "plan.yaml", case.plan)
         for cut in (*cuts, None):
-            forget_request(run)
+            forget_request(run.path)
             if case.apart:
                 in_processes(case.num_processes, attempt, str(run.path), cut)
             else:

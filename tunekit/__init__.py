@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from tunekit.reporting.comparison import Comparison, compare
     from tunekit.reporting.diagnosis import Diagnosis, diagnose_run
     from tunekit.reporting.report import report
+    from tunekit.runs.available_actions import stop_wish
     from tunekit.runs.checkpoints.listing import Checkpoint, checkpoints
     from tunekit.runs.evaluation_result import Estimate, Evaluation, Score, evaluations_of
     from tunekit.runs.events import Event, direction_of, judged_by
     from tunekit.runs.fingerprints import check_text
     from tunekit.runs.reader import EventReader, Series, last_events
-    from tunekit.runs.requests import stop_wish
     from tunekit.runs.run import Run, find_run, list_runs, set_tags
     from tunekit.sweeps.begin import sweep
     from tunekit.sweeps.conduct import resume_sweep, stop_sweep
@@ -262,7 +262,7 @@ _HOMES = {
     "start_resume": "tunekit.api.background",
     "stop": "tunekit.api.verbs",
     "stop_sweep": "tunekit.sweeps.conduct",
-    "stop_wish": "tunekit.runs.requests",
+    "stop_wish": "tunekit.runs.available_actions",
     "sweep": "tunekit.sweeps.begin",
     "sweep_plans": "tunekit.api.verbs",
     "train": "tunekit.api.verbs",

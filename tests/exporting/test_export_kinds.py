@@ -18,7 +18,7 @@ import tunekit
 from tests.tiny import save_chats, save_tiny_model_like
 from tunekit.exporting.export import merged
 from tunekit.exporting.verify import Subject, check
-from tunekit.inference.find_model import find_trained, tokenizer_of
+from tunekit.inference.inference_model import find_trained, tokenizer_of
 from tunekit.probe.model import PICO
 
 LARGE = {"learning_rate": 2e-2, "max_steps": 2, "global_batch_size": 4}

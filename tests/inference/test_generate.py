@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 import tunekit
 from tests.tiny import save_chats
 from tunekit.cli.app import app
-from tunekit.inference.find_model import find_trained
-from tunekit.inference.inference_model import Sampling, answer, load
+from tunekit.inference.inference_model import Sampling, answer, find_trained, load
 from tunekit.probe.model import PICO
 
 ROWS = [

@@ -163,7 +163,7 @@ def test_with_a_key_only_those_who_know_it_are_answered():
 
 
 def test_vllm_would_serve_the_adapter_under_the_name_of_the_run(run):
-    from tunekit.inference.find_model import find_trained
+    from tunekit.inference.inference_model import find_trained
     from tunekit.inference.vllm import serve_command
 
     words = serve_command(find_trained(run), run.name, host="127.0.0.1", port=8000, dtype="auto")

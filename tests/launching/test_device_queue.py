@@ -13,7 +13,7 @@ import tunekit
 from tests.tiny import save_chats
 from tests.waiting import LIMIT_SECONDS, until
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.launching.device_queue import Ticket, tickets, turn, when_served
+from tunekit.launching.local import Ticket, tickets, turn, when_served
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
 

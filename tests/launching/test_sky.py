@@ -10,8 +10,7 @@ import yaml
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.errors import DependencyError, RunError
-from tunekit.launching.cluster import nodes_of
-from tunekit.launching.sky import launch_task, write_task
+from tunekit.launching.cluster import launch_task, nodes_of, write_task
 
 FIELDS = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "file_mounts", "setup", "run"}
 """Of a task, by https://docs.skypilot.co/en/latest/reference/yaml-spec.html (2026-11)."""

@@ -17,12 +17,10 @@ from tests.training.watching import Hold
 from tests.waiting import LIMIT_SECONDS, until
 from tunekit.api import verbs
 from tunekit.errors import PlanError, RunError
-from tunekit.launching.cluster import nodes_of, with_all_nodes
-from tunekit.launching.slurm import Wishes, notice_seconds, seconds_of, submit, write_script
+from tunekit.launching.cluster import Wishes, nodes_of, notice_seconds, seconds_of, submit, with_all_nodes, write_script
 from tunekit.recipe.load import load_recipe
-from tunekit.runs.requests import requested
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import place_of
+from tunekit.runs.small_files import place_of, requested
 from tunekit.training.worker import work
 
 DAEMONS = "/usr/sbin"
@@ -160,7 +158,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again_and_ends_as_if_nothing
     subprocess.run([*nodes_are, "State=DRAIN", "Reason=test"], check=True)
     # What Slurm does some time before the limit.
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
-    until(lambda: requested(run), words)
+    until(lambda: requested(run.path), words)
     hold.go_on()
     until(lambda: _told(run, "queued"), words)
     until(lambda: run.state == "queued", words)

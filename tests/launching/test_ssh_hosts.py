@@ -230,7 +230,7 @@ def test_hosts_with_other_versions_or_another_disk_are_refused_by_name(hosts, wo
         hosts,
         workspace,
         *("launch", "recipe.yaml", f"output.dir={workspace / 'other' / 'run'}", "--nodes", "10.77.0.1,10.77.0.2:2202"),
-        before="from tunekit.launching import ssh; ssh.SEEN_SECONDS = 0",
+        before="from tunekit.launching import ssh_hosts; ssh_hosts.SEEN_SECONDS = 0",
     )
     code, words = old.end()
     assert code == 2, words

@@ -20,8 +20,7 @@ from tests.training.watching import own_signals
 from tunekit.errors import RunError
 from tunekit.runs.record import Record
 from tunekit.runs.run import set_tags
-from tunekit.runs.scheduler_job import write_job
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, write_job
 
 PLANS = (
     ("plan", "mine.yaml", "--on", "h100", "--json"),

@@ -7,7 +7,7 @@ import pytest
 
 from tests.training.folders import made_run
 from tunekit.process.signals import Wishes
-from tunekit.runs.requests import EXIT_CODES
+from tunekit.runs.small_files import EXIT_CODES
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from tunekit.cli.app import app
 from tunekit.errors import RunError
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.fingerprints import settled
-from tunekit.runs.names import matching
-from tunekit.runs.run import Run, find_run
+from tunekit.runs.run import Run, find_run, matching
 from tunekit.sweeps.conduct import resume_sweep, stop_sweep
 from tunekit.sweeps.folder import SPEC, TRIALS, find_sweep
 

@@ -9,8 +9,8 @@ from tunekit.api import verbs
 from tunekit.errors import RunError
 from tunekit.process.signals import stopped
 from tunekit.runs.available_actions import begin_anew, prospects
-from tunekit.runs.requests import Request
 from tunekit.runs.run import Run, check_free
+from tunekit.runs.small_files import Request
 
 ASKED = Request(now=False, by="SIGINT", grace_seconds=None, time=0.0)
 

@@ -26,9 +26,8 @@ from tunekit.api import verbs
 from tunekit.errors import RunError, Stopped
 from tunekit.process.watchdog import Beat, beats_of
 from tunekit.runs.checkpoints.complete import newest_complete
-from tunekit.runs.requests import EXIT_CODES, forget_request, request, requested
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import identity_of, place_of
+from tunekit.runs.small_files import EXIT_CODES, forget_request, identity_of, place_of, request, requested
 from tunekit.training.worker import work
 
 NUM_STEPS = 20
@@ -57,9 +56,9 @@ def made(folder, *, num=1, grace_seconds=LIMIT_SECONDS, **train):
 
 def test_who_asks_once_more_takes_nothing_back(tmp_path):
     run = made_run(tmp_path / "run", phase="training")
-    request(run, now=True, by="SIGTERM", grace_seconds=30)
-    request(run, now=False)
-    asked = requested(run)
+    request(run.path, now=True, by="SIGTERM", grace_seconds=30)
+    request(run.path, now=False)
+    asked = requested(run.path)
     assert (asked.now, asked.by, asked.grace_seconds) == (True, "SIGTERM", 30)
 
 
@@ -113,7 +112,7 @@ def _work(environment, path, held, same_seconds):
         tunekit.process.signals.SAME_SECONDS = same_seconds
     run, place = Run(path), place_of()
     if place.is_main:
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
     try:
         work(run, place=place)
@@ -371,7 +370,7 @@ def test_a_process_that_does_not_react_is_named_and_killed(folder, tmp_path, mon
         working.send(signal.SIGSTOP, 0)
         with pytest.raises(RunError, match=r"did not end in \d+ s: rank 0 in \w+ of step \d+ for .*--now"):
             verbs.stop(run)
-        assert requested(run) is not None and not requested(run).now
+        assert requested(run.path) is not None and not requested(run.path).now
 
         def give_it_time_to_be_killed(words):
             told.append(words)

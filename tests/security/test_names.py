@@ -14,8 +14,8 @@ from tests.waiting import LIMIT_SECONDS
 from tunekit.api import clusters, verbs
 from tunekit.errors import RecipeError, RunError, TunekitError
 from tunekit.files import has_controls, is_inside
-from tunekit.launching import sky, ssh_hosts
-from tunekit.launching.slurm import Wishes
+from tunekit.launching import cluster, ssh_hosts
+from tunekit.launching.cluster import Wishes
 from tunekit.recipe.load import load_recipe
 from tunekit.runs.run import Run, find_run, list_runs
 
@@ -123,7 +123,7 @@ def test_a_run_of_any_name_is_a_task_of_a_cloud(name, workspace, here, monkeypat
     made = clusters.launch_sky(recipe_for(workspace, here / "runs" / name), on="h100")
     given = (here / "bin" / "sky.given").read_text().splitlines()
     assert re.fullmatch(r"tunekit-[A-Za-z0-9-]*", given[2]) and given[-1] == str(made.script)
-    command = sky.yaml.safe_load(made.script.read_text())["run"]
+    command = cluster.yaml.safe_load(made.script.read_text())["run"]
     assert shlex.split(command)[-1] == str(made.run.path.resolve())
 
 

@@ -17,7 +17,7 @@ from tests.waiting import LIMIT_SECONDS, until
 from tunekit.cli.app import app
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.stop import stop_run
-from tunekit.runs.requests import requested
+from tunekit.runs.small_files import requested
 from tunekit.sweeps.folder import known_sweep
 from tunekit.sweeps.page import page
 
@@ -70,7 +70,7 @@ def stopped(workspace, tmp_path_factory):
         second = made.trials()[1]
         until(lambda: (run := made.run_of(second)) and any(event["event"] == "log" for event in run.events()))
         os.kill(os.getpid(), signal.SIGINT)
-        until(lambda: requested(made.run_of(second)))
+        until(lambda: requested(made.run_of(second).path))
         hold.go_on()
 
     values = {"train.save_total_limit": [2, 3], "train.learning_rate": [1e30, 3e-3]}

@@ -12,7 +12,7 @@ import tunekit.training.engines.engine
 from tests.tiny import save_chats
 from tests.training.equality import SUBJECTS, recipe_of, train
 from tunekit.errors import RunError
-from tunekit.inference.find_model import Trained, load_trained
+from tunekit.inference.inference_model import Trained, load_trained
 from tunekit.runs.run import Run
 from tunekit.training.check_saved import logit_error
 

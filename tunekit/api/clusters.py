@@ -8,9 +8,8 @@ from pathlib import Path
 from tunekit.api.verbs import Source, make_run
 from tunekit.errors import TunekitError
 from tunekit.estimates.facts import Hardware
-from tunekit.launching import sky, slurm
-from tunekit.launching.cluster import nodes_of, with_all_nodes
-from tunekit.launching.slurm import Wishes
+from tunekit.launching import cluster
+from tunekit.launching.cluster import Wishes, nodes_of, with_all_nodes
 from tunekit.runs.events import Event
 from tunekit.runs.fingerprints import read_recipe
 from tunekit.runs.run import Run
@@ -57,8 +56,8 @@ def launch_slurm(
     """
     run, hardware = _make_run_on(source, overrides, on, num_nodes, on_event)
     with _failed_unless_given(run):
-        script = slurm.write_script(run, hardware, wishes or slurm.Wishes())
-        words = f"job {slurm.submit(run, script)}; `tunekit runs` shows it" if submit else "written, not submitted"
+        script = cluster.write_script(run, hardware, wishes or cluster.Wishes())
+        words = f"job {cluster.submit(run, script)}; `tunekit runs` shows it" if submit else "written, not submitted"
     return Submitted(run, script, words)
 
 
@@ -115,10 +114,10 @@ def launch_sky(
     """
     run, _ = _make_run_on(source, overrides, on, num_nodes, on_event, shares_disk=False)
     with _failed_unless_given(run):
-        task = sky.write_task(run, on)
-        words = (
-            f"started; its results are fetched by: {sky.launch_task(run, task)}" if submit else "written, not started"
-        )
+        task = cluster.write_task(run, on)
+        words = "written, not started"
+        if submit:
+            words = f"started; its results are fetched by: {cluster.launch_task(run, task)}"
     return Submitted(run, task, words)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device
-from tunekit.launching.device_queue import PROCESSOR, Ticket, tickets
+from tunekit.launching.local import PROCESSOR, Ticket, tickets
 from tunekit.probe.hardware import probe_node
 
 

@@ -197,8 +197,7 @@ def rerun(
         TunekitError: It cannot be repeated: it has not finished, it was gone on with otherwise, somebody has changed
             its recipe, plan, rows or model since, or this machine has not the devices of its plan.
     """
-    from tunekit.launching.device_queue import turn
-    from tunekit.launching.local import begin, launch
+    from tunekit.launching.local import begin, launch, turn
 
     story = story_of(run)
     for problem, hint in _obstacles(story):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tunekit.api.plan_inputs import Lookup, as_stored, is_same
 from tunekit.errors import PlanError, RunError
-from tunekit.launching.ssh import for_hosts
+from tunekit.launching.ssh_hosts import for_hosts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model

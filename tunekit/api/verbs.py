@@ -17,8 +17,8 @@ from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.inference.preview import preview_data
 from tunekit.launching.bandwidth import Exchange, measure
-from tunekit.launching.device_queue import turn, when_served
-from tunekit.launching.ssh import for_hosts, launch_on
+from tunekit.launching.local import turn, when_served
+from tunekit.launching.ssh_hosts import for_hosts, launch_on
 from tunekit.methods.rewards.load import check_rows
 from tunekit.planner.decisions.reasons import check_disk
 from tunekit.planner.plan import Plan

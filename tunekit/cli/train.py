@@ -94,7 +94,7 @@ def launch(
         go = partial(clusters.launch_ray, recipe, words, address=address, on=on, num_nodes=num_nodes)
         _watch(go, "the data")
     elif slurm:
-        from tunekit.launching.slurm import Wishes
+        from tunekit.launching.cluster import Wishes
 
         wishes = Wishes(time, partition, account, tuple(sbatch_arg or ()))
         give = partial(clusters.launch_slurm, recipe, words, wishes=wishes, on=on, num_nodes=num_nodes)

@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import continued_adapter
 from tunekit.estimates.memory.states import Dtype
-from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
-from tunekit.inference.inference_model import BATCH_SIZE, Device, Loaded, device_for, dtype_on, refuse_judges
+from tunekit.inference.inference_model import (
+    BATCH_SIZE,
+    Device,
+    Loaded,
+    Trained,
+    device_for,
+    dtype_on,
+    find_trained,
+    load_trained,
+    refuse_judges,
+    tokenizer_of,
+)
 from tunekit.probe.model import model_folder
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.evaluation_result import Evaluation, save_evaluation

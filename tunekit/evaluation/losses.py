@@ -23,7 +23,7 @@ from tunekit.inference.inference_model import Loaded
 from tunekit.recipe.methods import Method, compares_with_reference, has_margins
 from tunekit.recipe.methods.comparing import MarginMethod
 from tunekit.runs.evaluation_result import Score
-from tunekit.runs.events import MEASURES
+from tunekit.runs.events import measures
 from tunekit.training.measured_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def _mean(figure: Figure, of: str, after: np.ndarray, before: np.ndarray | None)
 
 def _figure(name: str, *, higher: bool | None = None) -> Figure:
     """Something that trainers log too, by its words there."""
-    measure = next(measure for measure in MEASURES if measure.name == name)
+    measure = next(measure for measure in measures() if measure.name == name)
     digits = ".1%" if measure.digits.endswith("%") else measure.digits
     return Figure(name, measure.words, digits, higher)
 

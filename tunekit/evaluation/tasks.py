@@ -19,8 +19,7 @@ from tunekit.data.tokenization.alignment import ANSWERS, read_rows
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.generative import Questions, questions_in
 from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
-from tunekit.inference.find_model import Trained
-from tunekit.inference.inference_model import Sampling, longest_of, refuse_judges
+from tunekit.inference.inference_model import Sampling, Trained, longest_of, refuse_judges
 from tunekit.inference.prompts import prompt_ids
 from tunekit.methods.rewards.load import check_rows, load_rewards
 from tunekit.recipe.functions import find_function

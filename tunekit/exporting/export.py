@@ -26,7 +26,7 @@ from tunekit.exporting.hub import push as send
 from tunekit.exporting.ollama import MODELFILE, modelfile
 from tunekit.exporting.verify import Check, Subject
 from tunekit.files import has_controls
-from tunekit.inference.find_model import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.inference.inference_model import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.model import QloraAdapter

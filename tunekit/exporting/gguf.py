@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunekit.errors import DependencyError, ModelError
-from tunekit.inference.find_model import Trained, config_of, tokenizer_of
+from tunekit.inference.inference_model import Trained, config_of, tokenizer_of
 from tunekit.redact import redacted
 
 GgufType = Literal["f16", "bf16", "q8_0"]

@@ -21,7 +21,7 @@ from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError, TunekitError
 from tunekit.estimates.memory.states import Dtype
-from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
+from tunekit.inference.inference_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run

@@ -12,12 +12,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tunekit.errors import RunError
-from tunekit.inference.find_model import find_trained
-from tunekit.inference.inference_model import Device
+from tunekit.inference.inference_model import Device, find_trained
 from tunekit.inference.vllm import Backend, missing
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
@@ -150,23 +148,18 @@ class Talk:
             RunError: The conversation is too long or of another shape, or the process is gone.
         """
         if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
-            raise RunError(
-                f"an answer cannot have temperature {temperature:g}, top_p {top_p:g} and {max_new_tokens} tokens",
-                hint="temperature is 0 or more, top_p above 0 and at most 1, and tokens at least 1",
-            )
+            problem = f"an answer cannot have temperature {temperature:g}, top_p {top_p:g} and {max_new_tokens} tokens"
+            raise RunError(problem, hint="temperature is 0 or more, top_p above 0 and at most 1, and tokens at least 1")
         options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
         with self._turn:
             self.last = None
             self._tell({"say": [dict(message) for message in messages], "base": base, **options})
             is_over = False
             try:
-                while not is_over:
-                    reply = self._read()
-                    is_over = "piece" not in reply
-                    if is_over:
-                        self.last = Said(**self._checked(reply))
-                    else:
-                        yield reply["piece"]
+                while "piece" in (reply := self._read()):
+                    yield reply["piece"]
+                is_over = True
+                self.last = Said(**self._checked(reply))
             finally:
                 if not is_over and self.is_open:
                     self._leave()
@@ -195,9 +188,7 @@ class Talk:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _leave(self) -> None:

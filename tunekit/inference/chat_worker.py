@@ -10,15 +10,25 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
-from tunekit.inference.inference_model import Device, Sampling, dtype_on, end_tokens, load, longest_of
+from tunekit.inference.inference_model import (
+    Sampling,
+    dtype_on,
+    end_tokens,
+    find_trained,
+    load,
+    load_trained,
+    longest_of,
+    tokenizer_of,
+)
 from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
@@ -85,53 +95,52 @@ class Worker:
     def serve(self) -> None:
         """Load what the first line names, and answer the others."""
         first = self.lines.get()
+        does_not_fit = f"{first['name']} does not fit the memory that is free"
+        if not self._tell_of(
+            partial(self._load_first, first),
+            does_not_fit,
+            "free some of it, choose a smaller model, or take --device cpu",
+        ):
+            return
+        while True:
+            answer = partial(self._answer, self.lines.get())
+            self._tell_of(answer, "memory ran out in the answer", "begin a shorter conversation")
+
+    def _tell_of(self, work: Callable[[], dict[str, Any]], out_of_memory: str, hint: str) -> bool:
+        """Do some work and tell what came of it, or what is wrong; whether nothing is."""
         try:
-            trained = find_trained(first["name"], first["checkpoint"])
-            self.vllm: VllmModel | None = None
-            if takes_vllm(first["backend"], trained, first["device"]):
-                self._load_vllm(trained, compare=first["compare"])
-            else:
-                self._load(trained, first["device"], compare=first["compare"])
+            self.tell(work())
         except TunekitError as error:
             self.tell({"problem": error.problem, "hint": error.hint})
-            return
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            hint = "free some of it, choose a smaller model, or take --device cpu"
-            self.tell({"problem": f"{first['name']} does not fit the memory that is free", "hint": hint})
-            return
-        self.tell(self._facts())
-        while True:
-            question = self.lines.get()
-            try:
-                self.tell(self._answer(question))
-            except TunekitError as error:
-                self.tell({"problem": error.problem, "hint": error.hint})
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.tell({"problem": "memory ran out in the answer", "hint": "begin a shorter conversation"})
+            self.tell({"problem": out_of_memory, "hint": hint})
+        else:
+            return True
+        return False
 
-    def _load(self, found: Trained, device: Device, *, compare: bool) -> None:
-        self.found = found
-        loaded = load(found, device=device)
-        self.device, self.dtype = loaded.device, loaded.dtype
-        self.tokenizer, self.model = loaded.tokenizer, cast(Any, loaded.model)
-        self.longest = longest_of(found)
+    def _load_first(self, first: dict[str, Any]) -> dict[str, Any]:
+        """Load what the first line names, and return the facts about it."""
+        trained = find_trained(first["name"], first["checkpoint"])
+        compare = first["compare"]
+        self.found = trained
+        self.vllm: VllmModel | None = None
+        self.model: Any = None
         self.before: Any = None
-        if compare and found.adapter is None and found.before is not None:
-            self.before = load_trained(found.before, dtype=self.dtype, device=self.device)
-
-    def _load_vllm(self, found: Trained, *, compare: bool) -> None:
-        if compare and found.adapter is None:
-            raise RunError("vLLM holds one model, and before this run was another", hint="take --backend transformers")
-        self.found, self.device, self.dtype = found, "cuda", dtype_on(found, "cuda")
-        self.tokenizer, self.longest = tokenizer_of(found), longest_of(found)
-        self.model = self.before = None
-        self.vllm = VllmModel(found, self.dtype)
-
-    def _facts(self) -> dict[str, Any]:
+        if takes_vllm(first["backend"], trained, first["device"]):
+            if compare and trained.adapter is None:
+                what = "vLLM holds one model, and before this run was another"
+                raise RunError(what, hint="take --backend transformers")
+            self.device, self.dtype, self.tokenizer = "cuda", dtype_on(trained, "cuda"), tokenizer_of(trained)
+            self.vllm = VllmModel(trained, self.dtype)
+        else:
+            loaded = load(trained, device=first["device"])
+            self.device, self.dtype, self.tokenizer = loaded.device, loaded.dtype, loaded.tokenizer
+            self.model = loaded.model
+            if compare and trained.adapter is None and trained.before is not None:
+                self.before = load_trained(trained.before, dtype=self.dtype, device=self.device)
+        self.longest = longest_of(trained)
         on_gpu = self.device == "cuda"
         return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -193,10 +202,8 @@ class Worker:
         if self.longest is None:
             return asked
         if len(ids) >= self.longest:
-            raise RunError(
-                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}",
-                hint="clear it, and begin another one",
-            )
+            problem = f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}"
+            raise RunError(problem, hint="clear it, and begin another one")
         return min(asked, self.longest - len(ids))
 
 

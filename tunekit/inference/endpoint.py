@@ -192,11 +192,8 @@ class Gate:
     def _refusal(self, headers: Headers) -> JSONResponse | None:
         if self._key is not None:
             credentials = headers.get("authorization", "").removeprefix("Bearer ")
-            return (
-                None
-                if hmac.compare_digest(credentials.encode(), self._key.encode())
-                else _error(401, "no such API key")
-            )
+            is_key = hmac.compare_digest(credentials.encode(), self._key.encode())
+            return None if is_key else _error(401, "no such API key")
         host, origin = headers.get("host", ""), headers.get("origin")
         if urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
             return _error(421, f"this server is not called {host!r}; ask http://127.0.0.1")

@@ -13,23 +13,24 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.errors import DataError, DiskError, RunError
-from tunekit.inference.find_model import Trained, find_trained, tokenizer_of
 from tunekit.inference.inference_model import (
     BATCH_SIZE,
     Answer,
     Device,
     Sampling,
+    Trained,
     answer,
     device_for,
     dtype_on,
+    find_trained,
     load,
     longest_of,
     refuse_judges,
+    tokenizer_of,
 )
 from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
@@ -127,10 +128,10 @@ def generate(
     refuse_judges(trained)
     name = column or ("answer" if num_samples == 1 else "answers")
     with_vllm = takes_vllm(backend, trained, device)
-    prompt_rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
+    file_prompts, rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
     send_nothing_at_all()
-    with _Answers(Path(out), name, prompt_rows.rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
-        ids = _encoded(trained, prompt_rows.prompts)
+    with _Answers(Path(out), name, rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
+        ids = _encoded(trained, file_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = device_for(device)
         chosen = dtype_on(trained, where) if dtype == "auto" else dtype
@@ -209,13 +210,11 @@ class _Answers(AbstractContextManager["_Answers"]):
         try:
             self._file: BinaryIO = self._part.open("x+b")
         except FileExistsError as error:
-            raise RunError(
-                f"{self._part} is there: answers of a time that ended early", hint="move or delete it"
-            ) from error
+            problem = f"{self._part} is there: answers of a time that ended early"
+            raise RunError(problem, hint="move or delete it") from error
         except OSError as error:
-            raise RunError(
-                f"cannot write '{out}': {error.strerror}", hint="name a file in a folder that exists"
-            ) from error
+            problem = f"cannot write '{out}': {error.strerror}"
+            raise RunError(problem, hint="name a file in a folder that exists") from error
 
     @property
     def num_prompts(self) -> int:
@@ -264,9 +263,7 @@ class _Answers(AbstractContextManager["_Answers"]):
     def _full(self, error: OSError) -> DiskError:
         return DiskError(f"cannot write '{self._part}': {error.strerror}", hint="what is answered so far stands there")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         if not self._places:
             self._part.unlink(missing_ok=True)

@@ -73,10 +73,7 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
             )
     return DataPreview(
         key=source.key,
-        sources=tuple(
-            (source_section.key, shown(source_section.path))
-            for source_section in (*section.sources, *section.eval_sources)
-        ),
+        sources=tuple((each.key, shown(each.path)) for each in (*section.sources, *section.eval_sources)),
         method=recipe.method.type,
         max_length=section.max_length,
         format=look.format,

@@ -22,7 +22,7 @@ from tunekit.recipe.sections.data import DataSource
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tunekit.inference.find_model import Trained
+    from tunekit.inference.inference_model import Trained
 
 FAULTS_SHOWN = 5
 
@@ -42,16 +42,10 @@ class Prompt:
     tools: Sequence[Row] | None = None
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The prompts of a file, and the rows that they stand in."""
-
-    prompts: tuple[Prompt, ...]
-    rows: RowStore
-
-
-def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence[str] = ()) -> Prompts:
-    """Read the prompts of a file.
+def read_prompts(
+    path: str | Path, *, system: str | None = None, taken: Sequence[str] = ()
+) -> tuple[list[Prompt], RowStore]:
+    """Read the prompts of a file, and the rows that they stand in.
 
     Args:
         path: A file of rows of any kind that can be trained on.
@@ -64,7 +58,8 @@ def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence
     files = find_files(DataSource(path=str(path)), key="prompts")
     if files is None:
         raise DataError(f"'{path}' is no file of prompts", hint="name a file, such as prompts.jsonl")
-    prompt_list, rows, faults = [], RowStore(), []
+    prompts: list[Prompt] = []
+    rows, faults = RowStore(), []
     for file in files.found:
         table = OPENERS[files.kind](file)
         for record in table.read(table.columns or ()):
@@ -73,16 +68,16 @@ def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence
                 if isinstance(record.value, Fault):
                     where += f":{record.value.column}" if record.value.column else ""
                     raise BadRow(record.value.what)
-                prompt_list.append(_prompt(record.value, where, system, taken))
+                prompts.append(_prompt(record.value, where, system, taken))
                 assert isinstance(record.value, dict)
                 rows.append(record.value)
             except (BadRow, RecursionError) as error:
                 faults.append(f"{where}: {error if isinstance(error, BadRow) else 'nested too deeply'}")
     if faults:
         raise DataError(told(faults, "bad row"))
-    if not prompt_list:
+    if not prompts:
         raise DataError(f"{path}: there are no rows in it")
-    return Prompts(tuple(prompt_list), rows)
+    return prompts, rows
 
 
 def told(faults: Sequence[str], noun: str) -> str:
@@ -139,9 +134,7 @@ def prompt_ids(
                 tokenize=False,
             )
     except TemplateError as error:
-        raise RunError(
-            f"the chat template of {found.name} refuses this conversation: {error}",
-            hint="leave the system prompt out, and let user and assistant take turns",
-        ) from error
+        problem = f"the chat template of {found.name} refuses this conversation: {error}"
+        raise RunError(problem, hint="leave the system prompt out, and let user and assistant take turns") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

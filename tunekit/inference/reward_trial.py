@@ -7,7 +7,7 @@ nothing from a group in which all got the same.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
-from tunekit.methods.rewards.load import RewardFunction, load_rewards
+from tunekit.methods.rewards.load import load_rewards
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
@@ -146,38 +146,30 @@ class RewardTrial:
 
     def warnings(self) -> list[str]:
         """Return warnings against training with these rewards, a sentence each."""
-        bare = [BARE_PROMPTS] if self.is_bare else []
-        return [*bare, *self._about_signal(), *self._about_length(), *self._about_rewards()]
+        return list(self._warnings())
 
-    def _about_signal(self) -> list[str]:
-        if self.no_signal_share < _NO_SIGNAL_SHARE:
-            return []
-        silent = sum(not group.has_signal for group in self.groups)
-        what = f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: "
-        if silent == len(self.groups):
-            return [what + "there is nothing to learn from; train on such answers first, or take easier prompts"]
-        return [what + "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"]
-
-    def _about_length(self) -> list[str]:
-        if self.truncated_share < _TRUNCATED_SHARE:
-            return []
-        what = f"{self.truncated_share:.0%} of the answers reach {self.max_completion_length:,} tokens without an end"
-        if self.masks_truncated:
-            return [f"{what}, and are left out of the loss; raise method.max_completion_length"]
-        return [f"{what}; raise method.max_completion_length, or add a stop text"]
-
-    def _about_rewards(self) -> list[str]:
-        warnings = []
+    def _warnings(self) -> Iterator[str]:
+        if self.is_bare:
+            yield BARE_PROMPTS
+        if self.no_signal_share >= _NO_SIGNAL_SHARE:
+            silent = sum(not group.has_signal for group in self.groups)
+            what = "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"
+            if silent == len(self.groups):
+                what = "there is nothing to learn from; train on such answers first, or take easier prompts"
+            yield f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: {what}"
+        if self.truncated_share >= _TRUNCATED_SHARE:
+            what = "; raise method.max_completion_length, or add a stop text"
+            if self.masks_truncated:
+                what = ", and are left out of the loss; raise method.max_completion_length"
+            most = f"{self.max_completion_length:,} tokens"
+            yield f"{self.truncated_share:.0%} of the answers reach {most} without an end{what}"
         for reward in self.rewards:
             if reward.mean is None:
-                warnings.append(f"{reward.name} has nothing to say of any answer")
+                yield f"{reward.name} has nothing to say of any answer"
             elif reward.spread == 0:
-                warnings.append(f"{reward.name} gives {reward.mean:g} to every answer")
+                yield f"{reward.name} gives {reward.mean:g} to every answer"
             if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
-                warnings.append(
-                    f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
-                )
-        return warnings
+                yield f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -238,21 +230,21 @@ def run_trial(
     per_step = recipe.train.global_batch_size / num_answers
     generation_seconds = time.perf_counter() - started
     batch = _batch(prompts, answered, tokenizer)
-    judged = [_judge(function, batch) for function in functions]
-    weights = [reward.weight for reward in method.rewards]
-    groups = _groups(prompts, answered, batch, [values for values, _ in judged], method, tokenizer.eos_token_id)
-    names = [function.__name__ for function in functions]
+    values, seconds = [], []
+    for function in functions:
+        started = time.perf_counter()
+        values.append(function(**batch))
+        seconds.append(time.perf_counter() - started)
+    groups = _groups(prompts, batch, values, method, tokenizer.eos_token_id)
     rewards = [
-        _summed_up(name, weight, values, seconds * per_step, method.num_generations)
-        for name, weight, (values, seconds) in zip(names, weights, judged, strict=True)
+        _summed_up(function.__name__, reward.weight, given, took * per_step, method.num_generations)
+        for function, reward, given, took in zip(functions, method.rewards, values, seconds, strict=True)
     ]
     totals: list[float | None] = [answer.total for group in groups for answer in group.answers]
     return RewardTrial(
         groups=tuple(groups),
         rewards=tuple(rewards),
-        total=_summed_up(
-            "sum", 1.0, totals, sum(judged_reward.seconds_per_step for judged_reward in rewards), method.num_generations
-        ),
+        total=_summed_up("sum", 1.0, totals, sum(seconds) * per_step, method.num_generations),
         max_completion_length=method.max_completion_length,
         generation_seconds_per_step=generation_seconds * per_step,
         masks_truncated=method.mask_truncated_completions,
@@ -272,10 +264,8 @@ def _prompts(
             if len(ids) <= room:
                 prompts.append(_Prompt(rows.place(index), row, ids))
     if not prompts:
-        raise DataError(
-            f"none of the prompts leaves room for an answer: they may have {room:,} tokens",
-            hint="raise data.max_length",
-        )
+        problem = f"none of the prompts leaves room for an answer: they may have {room:,} tokens"
+        raise DataError(problem, hint="raise data.max_length")
     return prompts
 
 
@@ -297,19 +287,14 @@ def _answer(
     import torch
     from transformers import GenerationConfig
 
-    sampling = method.generation
     end = tokenizer.eos_token_id
     inputs = torch.tensor([ids], device=model.device)
     config = GenerationConfig(
+        **method.generation.model_dump(include={"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}),
         max_new_tokens=method.max_completion_length,
         do_sample=True,
         num_return_sequences=method.num_generations,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        stop_strings=sampling.stop or None,
+        stop_strings=method.generation.stop or None,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=end,
         use_cache=True,
@@ -318,16 +303,13 @@ def _answer(
         output = model.generate(
             input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=config, tokenizer=tokenizer
         )
-    answers = [answer.tolist() for answer in output[:, len(ids) :]]
+    answers: list[list[int]] = output[:, len(ids) :].tolist()
     answers = [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
-    return [_without_padding(answer, tokenizer) for answer in answers]
-
-
-def _without_padding(answer: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """An answer that a stop text ended before others, without what fills it up behind."""
-    while answer and answer[-1] == tokenizer.pad_token_id != tokenizer.eos_token_id:
-        answer = answer[:-1]
-    return answer
+    for answer in answers:
+        # A stop text may have ended it before others; what fills it up behind is no part of it.
+        while answer and answer[-1] == tokenizer.pad_token_id != end:
+            answer.pop()
+    return answers
 
 
 def _batch(
@@ -353,33 +335,23 @@ def _batch(
     }
 
 
-def _judge(function: RewardFunction, batch: dict[str, Any]) -> tuple[list[float | None], float]:
-    started = time.perf_counter()
-    return function(**batch), time.perf_counter() - started
-
-
 def _groups(
     prompts: list[_Prompt],
-    answered: list[list[list[int]]],
     batch: dict[str, Any],
     judged: list[list[float | None]],
     method: RewardedMethod,
     end: int | None,
 ) -> list[Group]:
-    weights = [reward.weight for reward in method.rewards]
-    groups, first = [], 0
-    for prompt, answers_of_prompt in zip(prompts, answered, strict=True):
-        answers = []
-        for index, ids in enumerate(answers_of_prompt, start=first):
-            values = tuple(judgement[index] for judgement in judged)
-            weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-            is_truncated = len(ids) == method.max_completion_length and ids[-1] != end
-            answers.append(
-                Answer(text_of(batch["completions"][index]), len(ids), is_truncated, values, math.fsum(weighted))
-            )
-        groups.append(Group(prompt.place, text_of(prompt.row["prompt"]), tuple(answers)))
-        first += len(answers_of_prompt)
-    return groups
+    weights, size = [reward.weight for reward in method.rewards], method.num_generations
+    answers = []
+    for text, ids, values in zip(batch["completions"], batch["completion_ids"], zip(*judged, strict=True), strict=True):
+        weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        is_truncated = len(ids) == method.max_completion_length and ids[-1] != end
+        answers.append(Answer(text_of(text), len(ids), is_truncated, values, math.fsum(weighted)))
+    return [
+        Group(prompt.place, text_of(prompt.row["prompt"]), tuple(answers[place * size : (place + 1) * size]))
+        for place, prompt in enumerate(prompts)
+    ]
 
 
 def _summed_up(

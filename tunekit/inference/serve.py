@@ -18,8 +18,7 @@ from types import FrameType
 from typing import Literal
 
 from tunekit.errors import DependencyError, RunError
-from tunekit.inference.find_model import Trained, find_trained
-from tunekit.inference.inference_model import Device, Loaded, load, refuse_judges
+from tunekit.inference.inference_model import Device, Loaded, Trained, find_trained, load, refuse_judges
 from tunekit.inference.vllm import Backend, run_server, serve_command, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event
@@ -77,9 +76,8 @@ def serve(
         return
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise DependencyError(
-            f"serving needs {', '.join(missing)}", hint="install it with: pip install 'tunekit[serve]'"
-        )
+        problem = f"serving needs {', '.join(missing)}"
+        raise DependencyError(problem, hint="install it with: pip install 'tunekit[serve]'")
     send_nothing_at_all()
     with listen(host, port) as listener:
         tell({"event": "serve", "phase": "loading", "name": trained.name})
@@ -106,10 +104,8 @@ def check_address(host: str, api_key: str | None) -> None:
     except ValueError:
         is_loopback = host == "localhost"
     if not is_loopback and not api_key:
-        raise RunError(
-            f"--host {host}: others could use this model, as there is no API key",
-            hint=f"set {KEY_VARIABLE} or --api-key-file; or leave --host out, and use `ssh -L` from elsewhere",
-        )
+        hint = f"set {KEY_VARIABLE} or --api-key-file; or leave --host out, and use `ssh -L` from elsewhere"
+        raise RunError(f"--host {host}: others could use this model, as there is no API key", hint=hint)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -122,9 +118,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise RunError(
-            f"cannot listen at {host}:{port}: {error.strerror}", hint="choose another with --port; 0 takes a free one"
-        ) from error
+        problem = f"cannot listen at {host}:{port}: {error.strerror}"
+        raise RunError(problem, hint="choose another with --port; 0 takes a free one") from error
 
 
 def _answer(

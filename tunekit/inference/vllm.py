@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from tunekit.errors import DependencyError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
-from tunekit.inference.find_model import Trained, tokenizer_of
-from tunekit.inference.inference_model import Answer, Device, Sampling, longest_of, room_of
+from tunekit.inference.inference_model import Answer, Device, Sampling, Trained, longest_of, room_of, tokenizer_of
 from tunekit.probe.model import model_folder
 from tunekit.recipe.sections.model import QloraAdapter
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from tunekit.errors import RunError
@@ -167,23 +168,21 @@ class _Watch:
             self._measured.append(Measured(**message["measured"]))
 
     def _check(self) -> None:
+        """Refuse to go on without a rank that is silent or stuck."""
         now = time.monotonic()
         running = [rank for rank, doing in self._doing.items() if doing != "done"]
         silent = [rank for rank in running if rank in self._heard and now - self._heard[rank] > SILENT_SECONDS]
-        if silent:
-            self._raise(
-                silent, f"nothing heard for {SILENT_SECONDS} s", "it is stopped, or its host has no time for it"
-            )
-        stuck = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
-        if stuck:
-            self._raise(stuck, f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another")
-
-    def _raise(self, ranks: Sequence[int], why: str, hint: str) -> None:
-        rows = (
+        ranks, why = silent, f"nothing heard for {SILENT_SECONDS} s"
+        hint = "it is stopped, or its host has no time for it"
+        if not silent:
+            ranks = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
+            why, hint = f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another"
+        rows = [
             f"rank {rank} on {self._hosts.all[rank // self._of_a_node].name}: {why}, while {self._doing[rank]}"
             for rank in ranks
-        )
-        raise RunError("\n".join(rows), hint=hint)
+        ]
+        if rows:
+            raise RunError("\n".join(rows), hint=hint)
 
 
 class _Voice:
@@ -245,11 +244,8 @@ def _time(collective: Collective, size_bytes: int, device: Any) -> Measured:
     part = torch.ones(size_bytes // 4 // num, device=device)
     whole = torch.ones(part.numel() * num, device=device)
 
-    def call() -> None:
-        if collective == "all-reduce":
-            distributed.all_reduce(whole)
-        else:
-            distributed.all_gather_into_tensor(whole, part)
+    reduce, gather = partial(distributed.all_reduce, whole), partial(distributed.all_gather_into_tensor, whole, part)
+    call = reduce if collective == "all-reduce" else gather
 
     def wait() -> None:
         if device.type == "cuda":

@@ -35,9 +35,8 @@ from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener
 from tunekit.runs.record import Record, errors_of, forget_errors, goes_back, told_if_gone
-from tunekit.runs.requests import forget_request
 from tunekit.runs.run import SEEN_SECONDS, Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, forget_request
 from tunekit.training.worker import work
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
@@ -64,14 +63,13 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
     """
     os.environ.update(meeting_point(place, os.environ))
     agents = torch.distributed.PrefixStore("tunekit", _store(place))  # type: ignore[attr-defined]
-    if outlives_attempts(dict(os.environ)):
-        store = open_for_attempt(agents, place)
-        before = run_of_launch(agents) if place.is_main else None
-    else:
-        store, before = agents, None
+    store = open_for_attempt(agents, place) if _has_agent() else agents
 
     def make_or_go_on() -> Run:
-        return make() if before is None else go_on_with(before, listener)
+        # An agent's store may tell which run an earlier attempt has made.
+        if _has_agent() and agents.check([OF_LAUNCH]):
+            return go_on_with(Run(json.loads(agents.get(OF_LAUNCH))["path"]), listener)
+        return make()
 
     run = _made(store, agents, place, make_or_go_on) if place.is_main else _learned(store, place)
     threads = run.plan.environment.get("OMP_NUM_THREADS")
@@ -118,10 +116,8 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
     if place.num_local == place.num_processes:
         return "127.0.0.1"
     if "OMPI_COMM_WORLD_RANK" in environment:
-        raise RunError(
-            "mpirun does not say on which node the first process runs",
-            hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...",
-        )
+        problem = "mpirun does not say on which node the first process runs"
+        raise RunError(problem, hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     listing = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     return listing.stdout.split()[0]
@@ -129,11 +125,10 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
 
 def _store(place: Place) -> Any:
     """The launcher's store, or the one that the first process opens, and later the process group shares."""
-    owns = place.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return torch.distributed.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=owns,
+        is_master=place.is_main and not _has_agent(),
         wait_for_workers=False,
         multi_tenant=True,
     )
@@ -143,13 +138,12 @@ def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run
     """Make the run, tell the others and later attempts, and see that they see it."""
     try:
         run = make()
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
         forget_errors(run)
         forget_beats(run)
         path = Path.cwd() / run.path
-        nonce = uuid.uuid4().hex
-        mark = path / f".seen-{nonce}"
+        mark = path / f".seen-{uuid.uuid4().hex}"
         mark.touch()
         _say(store, "run", {"path": str(path), "mark": str(mark)})
         _see_that_all_see(store, place, path)
@@ -159,23 +153,18 @@ def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run
             _say(store, key, {"code": _code(error)})
         _leave(store, place)
         raise
-    keep_for_next(agents, path)
+    _say(agents, OF_LAUNCH, {"path": str(path)})
     _say(store, "go", {})
     return run
 
 
 def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
     """Refuse to begin where a node does not see the run folder."""
-    blind = []
-    for rank in range(place.num_local, place.num_processes, place.num_local):
-        answer = hear(store, f"seen-{rank}")
-        if not answer["seen"]:
-            blind.append(answer["node"])
+    answers = [hear(store, f"seen-{rank}") for rank in range(place.num_local, place.num_processes, place.num_local)]
+    blind = [answer["node"] for answer in answers if not answer["seen"]]
     if blind:
-        raise RunError(
-            f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder",
-            hint="set output.dir to a place that all nodes share",
-        )
+        problem = f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder"
+        raise RunError(problem, hint="set output.dir to a place that all nodes share")
 
 
 def _learned(store: Any, place: Place) -> Run:
@@ -229,9 +218,9 @@ OF_LAUNCH = "run-of-launch"
 """Key in the agent's store of the folder of the run that its attempts work on."""
 
 
-def outlives_attempts(environment: dict[str, str]) -> bool:
+def _has_agent() -> bool:
     """Return whether the store by which processes meet is an agent's, and may be from an earlier attempt."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def open_for_attempt(agents: Any, place: Place) -> Any:
@@ -250,10 +239,9 @@ def open_for_attempt(agents: Any, place: Place) -> Any:
     name = uuid.uuid4().hex
     agents.set(f"hello-{place.rank}", name)
     answer = hear(agents, f"answer-{name}")
-    port = answer["port"]
-    agents.set(f"heard-{answer['attempt']}-{place.rank}", "{}")
-    os.environ["MASTER_PORT"] = str(port)
-    return torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    _say(agents, f"heard-{answer['attempt']}-{place.rank}", {})
+    os.environ["MASTER_PORT"] = str(answer["port"])
+    return torch.distributed.TCPStore(address, answer["port"], is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _tell_all(agents: Any, place: Place, port: int) -> None:
@@ -271,7 +259,7 @@ def _tell_all(agents: Any, place: Place, port: int) -> None:
             name = agents.get(f"hello-{rank}").decode()
             if names.get(rank) != name:
                 names[rank] = name
-                agents.set(f"answer-{name}", json.dumps({"port": port, "attempt": attempt}))
+                _say(agents, f"answer-{name}", {"port": port, "attempt": attempt})
             elif agents.check([f"heard-{attempt}-{rank}"]):
                 waiting.remove(rank)
         time.sleep(ASK_SECONDS)
@@ -290,16 +278,6 @@ def hear(store: Any, key: str) -> dict[str, Any]:
     except torch.distributed.DistError:
         raise SystemExit(1) from None
     return words
-
-
-def run_of_launch(agents: Any) -> Run | None:
-    """The run that an earlier attempt has made."""
-    return Run(json.loads(agents.get(OF_LAUNCH))["path"]) if agents.check([OF_LAUNCH]) else None
-
-
-def keep_for_next(agents: Any, path: Path) -> None:
-    """Have later attempts go on with a run."""
-    agents.set(OF_LAUNCH, json.dumps({"path": str(path)}))
 
 
 def go_on_with(run: Run, listener: Listener | None) -> Run:

@@ -1,16 +1,31 @@
-"""From a run folder to processes that work on it, and an eye on them until they are gone.
+"""From a run folder to processes of this machine that work on it, with a queue for its devices before.
 
 A run of one process is done in this one, unless this is the kernel of a notebook, which is to stay free, or the run is
 to survive its process. Otherwise this process supervises: it hands on what the others write, says how the run ended,
 and starts them anew where the recipe allows it.
+
+Runs of this machine wait for devices in one queue: first come, first served, whoever started them and where. Each run
+that holds devices, or waits for some, has a ticket: a file in the user's state folder, with a lock that its process
+holds for as long as it lives. So a run that crashes, or is killed, gives back what it had, and nobody has to
+clean up after it. A run is served once no other holds any of its devices, and none that came earlier waits for one.
+
+On accelerators every run has a ticket, and those that do not wait for their turn are there at once, as ever. Where
+there are none, the processor is the one device, and only runs that were put into the line count.
 """
 
 import contextlib
+import json
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
+
+import platformdirs
+from filelock import FileLock, Timeout
 
 from tunekit.errors import (
     DataWorkerError,
@@ -22,16 +37,18 @@ from tunekit.errors import (
     TunekitError,
     from_words,
 )
+from tunekit.estimates.facts import Hardware
+from tunekit.planner.plan import Plan
 from tunekit.process.processes import LOG, Group
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
 from tunekit.process.watchdog import Beat, Pulse, forget_beats
 from tunekit.redact import redacting_pipe
+from tunekit.runs.available_actions import words_of
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener, read_events
 from tunekit.runs.record import SETTLE_SECONDS, Record, errors_of, forget_errors, goes_back, may_go_back, told_if_gone
-from tunekit.runs.requests import Request, forget_request, requested, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, Request, forget_request, requested, write_whole
 
 POLL_SECONDS = 0.1
 """Seconds between two looks at the other processes and their events."""
@@ -52,25 +69,21 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         Stopped: The run was asked to end before it was done.
     """
     with told_if_gone(run):
-        _launch(run, listener)
+        begin(run)
+        recipe, plan = run.recipe, run.plan
+        forget_errors(run)
+        # DeepSpeed wants a process group for one process too.
+        alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
+        if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
+            # It takes the libraries in, which those who only ask for a plan do not need.
+            from tunekit.training.worker import work
 
-
-def _launch(run: Run, listener: Listener | None) -> None:
-    begin(run)
-    recipe, plan = run.recipe, run.plan
-    forget_errors(run)
-    # DeepSpeed wants a process group for one process too.
-    alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
-    if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
-        # It takes the libraries in, which those who only ask for a plan do not need.
-        from tunekit.training.worker import work
-
-        work(run, listener)
-        return
-    words = ["tunekit.training.worker", str(run.path)]
+            work(run, listener)
+            return
 
     @contextlib.contextmanager
     def start() -> Iterator[Group]:
+        words = ["tunekit.training.worker", str(run.path)]
         with (
             (run.path / LOG).open("ab") as log,
             redacting_pipe(log) as output,
@@ -84,7 +97,7 @@ def _launch(run: Run, listener: Listener | None) -> None:
 def begin(run: Run) -> None:
     """Say that this process works on a run from now on. What an earlier attempt was asked does not count."""
     if not run.is_begun:
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
 
 
@@ -135,51 +148,34 @@ class _Failure:
         return wishes.asked is not None and not self.is_the_users and type(self.error) is RunError
 
 
-class _Supervisor:
-    """Starts the processes of a run, and tells a listener what they write."""
+class Follower:
+    """Follows a run that other processes work on: hands on what they write, and minds requests to stop.
 
-    def __init__(
-        self,
-        run: Run,
-        start: Callable[[], contextlib.AbstractContextManager[Processes]],
-        listener: Listener | None,
-    ) -> None:
+    Args:
+        run: The run.
+        listener: Called with every event.
+
+    Attributes:
+        record: Its record, for events of this process. The listener hears of them with the others.
+        wishes: Requests to stop, by signal or from outside.
+    """
+
+    def __init__(self, run: Run, listener: Listener | None) -> None:
         self.run = run
-        self.start = start
         self.listener = listener
         self.record = Record(run, Place())
         self.wishes = Wishes(run, run.recipe.parallel.grace_seconds, signs=True)
         self._told: Request | None = None
         _, self.offset = read_events(run.path / "events.jsonl")
 
-    def supervise(self, max_restarts: int) -> None:
-        """Have the run done, with as many new starts."""
-        with self.wishes:
-            try:
-                failure = self._train(max_restarts)
-            except KeyboardInterrupt as error:
-                raise self._stopped() from error
-            finally:
-                self._hand_on()
-        if failure is None and self.run.status()["phase"] == "finished":
-            return
-        if failure is None or failure.is_due_to(self.wishes):
-            raise self._stopped()
-        self.record.end("failed", str(failure.error))
-        self._hand_on()
-        raise failure.error
+    def hand_on(self) -> None:
+        """Tell the listener what was written since."""
+        events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
+        if self.listener is not None:
+            for event in events:
+                self.listener(event)
 
-    def _stopped(self) -> Stopped:
-        """Return the error to raise once all processes are gone, after recording it if they have not."""
-        request = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
-        reason = self.run.status()["exit_reason"]
-        if reason is None:
-            reason = words_of(self.run, request, is_late=self.wishes.is_late)
-            self.record.end(phase_after(self.run, request), reason)
-            self._hand_on()
-        return stopped(self.run, request, reason)
-
-    def _mind_wishes(self) -> None:
+    def mind_wishes(self) -> None:
         """Wait for the processes to end that are to, but not for what is no step and has nothing to save.
 
         Raises:
@@ -192,6 +188,49 @@ class _Supervisor:
         if request is not None and self.run.status()["phase"] in ("starting", "loading"):
             raise KeyboardInterrupt
         self.wishes.check()
+
+    def stopped(self) -> Stopped:
+        """Return the error to raise once all processes are gone, after recording it if they have not."""
+        request = self.wishes.known or requested(self.run.path) or Request(True, "SIGINT", None, 0.0)
+        reason = self.run.status()["exit_reason"]
+        if reason is None:
+            reason = words_of(self.run, request, is_late=self.wishes.is_late)
+            self.end(phase_after(self.run, request), reason)
+        return stopped(self.run, request, reason)
+
+    def end(self, phase: str, reason: str) -> None:
+        """Say how the run ended."""
+        self.record.end(phase, reason)
+        self.hand_on()
+
+
+class _Supervisor(Follower):
+    """Starts the processes of a run, and tells a listener what they write."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: Callable[[], contextlib.AbstractContextManager[Processes]],
+        listener: Listener | None,
+    ) -> None:
+        super().__init__(run, listener)
+        self.start = start
+
+    def supervise(self, max_restarts: int) -> None:
+        """Have the run done, with as many new starts."""
+        with self.wishes:
+            try:
+                failure = self._train(max_restarts)
+            except KeyboardInterrupt as error:
+                raise self.stopped() from error
+            finally:
+                self.hand_on()
+        if failure is None and self.run.status()["phase"] == "finished":
+            return
+        if failure is None or failure.is_due_to(self.wishes):
+            raise self.stopped()
+        self.end("failed", str(failure.error))
+        raise failure.error
 
     def _train(self, max_restarts: int) -> _Failure | None:
         failure = self._train_once()
@@ -225,8 +264,8 @@ class _Supervisor:
         with self.start() as group, self.wishes.waiting():
             silent: list[Beat] = []
             while None in (codes := group.codes()).values() and not any(codes.values()) and not silent:
-                self._mind_wishes()
-                self._hand_on()
+                self.mind_wishes()
+                self.hand_on()
                 group.wait(POLL_SECONDS)
                 silent = pulse.silent([rank for rank, code in codes.items() if code is None])
             if silent:
@@ -242,13 +281,6 @@ class _Supervisor:
             ended += [rank for rank, code in codes.items() if code == 0]
         return self._why({rank: codes[rank] or 0 for rank in ended}, [r for r, code in codes.items() if code is None])
 
-    def _hand_on(self) -> None:
-        """Tell the listener what was written since."""
-        events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
-        if self.listener is not None:
-            for event in events:
-                self.listener(event)
-
     def _why(self, codes: dict[int, int], silent: list[int]) -> _Failure:
         """Return why a group failed.
 
@@ -256,7 +288,6 @@ class _Supervisor:
             codes: Exit codes of the ranks that ended, in the order in which they failed.
             silent: Ranks that were there to the last.
         """
-        log = self.run.path / LOG
         errors = errors_of(self.run)
         error = next(iter(errors), None)
         if error is not None and error["kind"] != ExchangeError.__name__:
@@ -265,8 +296,8 @@ class _Supervisor:
         have_told = {words["rank"] for words in errors}
         # One that was aborted often is one that saw another end.
         wordless = sorted((rank for rank in codes if rank not in have_told), key=lambda r: codes[r] == -signal.SIGABRT)
-        for rank in wordless:
-            return _Failure(_without_word(rank, codes[rank], f"see {log}"))
+        if wordless:
+            return _Failure(_without_word(wordless[0], codes[wordless[0]], f"see {self.run.path / LOG}"))
         assert error is not None
         not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
         return _Failure(RunError(error["problem"] + not_heard, hint=error["hint"]))
@@ -301,3 +332,193 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks of a waiting run at the queue."""
+
+FREE_SHARE = 0.97
+"""Of a device that another run gives back: a little less than one has free that nobody uses, which is taken first."""
+
+PROCESSOR = "cpu"
+"""The device of a machine that has no other."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A run in the line.
+
+    Attributes:
+        number: The smaller, the earlier it came.
+        run: Its folder.
+        devices: What it holds or waits for, by UUID.
+        waits: Whether it waits.
+    """
+
+    number: int
+    run: str
+    devices: tuple[str, ...]
+    waits: bool
+
+    def shares(self, other: "Ticket") -> bool:
+        """Return whether both have a device in common."""
+        return not set(self.devices).isdisjoint(other.devices)
+
+
+def tickets() -> list[Ticket]:
+    """All runs of this machine that hold devices or wait for some, the earliest first."""
+    folder = _folder()
+    if not folder.is_dir():
+        return []
+    with _line(folder):
+        return _tickets(folder)
+
+
+def devices_of(plan: Plan) -> tuple[str, ...]:
+    """The devices of this machine that a plan uses, by UUID."""
+    named = plan.environment.get("CUDA_VISIBLE_DEVICES", plan.environment.get("HIP_VISIBLE_DEVICES"))
+    return tuple(named.split(",")) if named else (plan.device.kind,)
+
+
+def when_served(hardware: Hardware) -> Hardware:
+    """A machine as a run finds it that waits for its turn: what other runs hold is free again."""
+    busy = {device for ticket in tickets() for device in ticket.devices}
+    free = (
+        {"memory_free_bytes": int(FREE_SHARE * device.memory_total_bytes)} if device.visible_as in busy else {}
+        for device in hardware.accelerators
+    )
+    devices = (device.model_copy(update=more) for device, more in zip(hardware.accelerators, free, strict=True))
+    return hardware.model_copy(update={"accelerators": tuple(devices)})
+
+
+@contextlib.contextmanager
+def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
+    """Within it, a run has its devices. Where it waits for them, it says so in its status and its events.
+
+    Args:
+        run: A run that has begun, and has not started to work.
+        waits: Whether it waits until no other run has any of them.
+        listener: Called with every event; with `begun` when all can see the run and what it is at.
+
+    Raises:
+        Stopped: It was asked to end while it waited.
+    """
+    devices = devices_of(run.plan)
+    with contextlib.ExitStack() as stack:
+        if waits or devices != (PROCESSOR,):
+            ticket = stack.enter_context(_ticket(run, devices, waits=waits))
+            if waits:
+                _wait(run, ticket, listener)
+        if not waits and listener is not None:
+            listener({"event": "begun", "run": run})
+        yield
+
+
+def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
+    """Wait until a ticket is served."""
+    record = Record(run, Place(), listener)
+    reported: list[Ticket] | None = None
+    with Wishes(run, run.recipe.parallel.grace_seconds, signs=True) as wishes:
+        try:
+            while ahead := _served_or_ahead(ticket):
+                if ahead != reported:
+                    _tell(record, ticket, ahead)
+                if reported is None and listener is not None:
+                    listener({"event": "begun", "run": run})
+                reported = ahead
+                wishes.check()
+                time.sleep(LOOK_SECONDS)
+            wishes.check()
+        except KeyboardInterrupt as error:
+            request = wishes.known or Request(True, "SIGINT", None, 0.0)
+            run.update_status(place_in_line=None)
+            record.end("interrupted", f"{words_of(run, request)}: it waited for {', '.join(ticket.devices)}")
+            raise stopped(run, request, str(run.status()["exit_reason"])) from error
+    run.update_status(phase="starting", place_in_line=None)
+    if reported is None and listener is not None:
+        listener({"event": "begun", "run": run})
+
+
+def _tell(record: Record, ticket: Ticket, ahead: Sequence[Ticket]) -> None:
+    """Say which place a run has, and what it waits for."""
+    place = 1 + sum(other.waits for other in ahead)
+    behind = [Path(other.run).name for other in ahead]
+    if record.run.status()["phase"] != "queued":
+        record.write("phase", phase="queued")
+    record.update_status(phase="queued", place_in_line=place)
+    record.write("queue", place=place, behind=behind, devices=list(ticket.devices))
+
+
+@contextlib.contextmanager
+def _ticket(run: Run, devices: tuple[str, ...], *, waits: bool) -> Iterator[Ticket]:
+    """A ticket for as long as this process lives, and at most until the block ends."""
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}", hint="set XDG_STATE_HOME") from error
+    with _line(folder):
+        number = max((int(file.stem) for file in folder.glob("*.json")), default=0) + 1
+        ticket = Ticket(number, str(run.path.resolve()), devices, waits)
+        lock = _lock(folder, number)
+        lock.acquire()
+        _write(folder, ticket)
+    try:
+        yield ticket
+    finally:
+        with _line(folder):
+            _remove(folder, number)
+            lock.release()
+
+
+def _served_or_ahead(ticket: Ticket) -> list[Ticket]:
+    """Serve a ticket if no other has its devices and none that came earlier waits for one; else return those."""
+    folder = _folder()
+    with _line(folder):
+        ahead = [
+            other
+            for other in _tickets(folder)
+            if other.number != ticket.number
+            and other.shares(ticket)
+            and (not other.waits or other.number < ticket.number)
+        ]
+        if not ahead:
+            _write(folder, replace(ticket, waits=False))
+        return ahead
+
+
+def _tickets(folder: Path) -> list[Ticket]:
+    """The tickets of processes that live, while nobody else looks; those of others are thrown away."""
+    tickets_found = []
+    for file in sorted(folder.glob("*.json")):
+        number = int(file.stem)
+        try:
+            with _lock(folder, number).acquire(blocking=False):
+                _remove(folder, number)
+        except Timeout:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            tickets_found.append(Ticket(**{**values, "devices": tuple(values["devices"])}))
+    return tickets_found
+
+
+def _folder() -> Path:
+    """Return the folder of this machine's tickets; homes may be shared by several machines."""
+    return platformdirs.user_state_path("tunekit") / "line" / socket.gethostname()
+
+
+def _line(folder: Path) -> FileLock:
+    """Return the lock for reading or changing tickets."""
+    return FileLock(folder / "line.lock")
+
+
+def _lock(folder: Path, number: int) -> FileLock:
+    return FileLock(folder / f"{number:08d}.lock", thread_local=False)
+
+
+def _write(folder: Path, ticket: Ticket) -> None:
+    write_whole(folder / f"{ticket.number:08d}.json", json.dumps(asdict(ticket)))
+
+
+def _remove(folder: Path, number: int) -> None:
+    for suffix in (".json", ".lock"):
+        (folder / f"{number:08d}{suffix}").unlink(missing_ok=True)

@@ -11,18 +11,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
-from tunekit.planner.plan import Plan
+from tunekit.launching.local import Follower, raised
 from tunekit.probe.nodes import check_may_go_back
 from tunekit.process.log_capture import send_nothing
-from tunekit.process.signals import Wishes, phase_after, stopped, told_of
-from tunekit.runs.events import Listener, read_events
-from tunekit.runs.record import Record, errors_of, forget_errors
-from tunekit.runs.requests import Request, forget_request, words_of
+from tunekit.runs.events import Listener
+from tunekit.runs.record import errors_of, forget_errors
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, forget_request
 
 if TYPE_CHECKING:
-    from ray.train import Result, ScalingConfig
+    from ray.train import Result
 
 POLL_SECONDS = 0.2
 """Seconds between two looks at the events of the processes."""
@@ -44,24 +42,29 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     send_nothing()
     try:
         import ray
-        from ray.train import FailureConfig, RunConfig, TrainingFailedError
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchConfig, TorchTrainer
     except ModuleNotFoundError as error:
         raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
-    from tunekit.launching.local import raised
     from tunekit.training.engines.engine import backend_of
 
     check_may_go_back(run.recipe, "Ray")
-    forget_request(run)
+    forget_request(run.path)
     run.begin()
     forget_errors(run)
     plan, folder = run.plan, run.path.resolve()
-    record = Record(run, Place(), listener)
+    has_accelerators = plan.device.kind != "cpu"
     trainer = TorchTrainer(
         _work,
         train_loop_config={"folder": str(folder)},
         torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.exchange_timeout_seconds),
-        scaling_config=_scaling(plan),
+        scaling_config=ScalingConfig(
+            num_workers=plan.layout.num_processes,
+            use_gpu=has_accelerators,
+            resources_per_worker={"CPU": 1 + plan.dataloader_num_workers} | ({"GPU": 1} if has_accelerators else {}),
+            # As the plan counts the memory of a node: accelerators keep to it by their number, processors do not.
+            placement_strategy="PACK" if has_accelerators or plan.num_nodes == 1 else "SPREAD",
+        ),
         run_config=RunConfig(
             name="ray",
             storage_path=str(folder),
@@ -70,7 +73,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             worker_runtime_env={"env_vars": dict(plan.environment)},
         ),
     )
-    wishes = Wishes(run, plan.recipe.parallel.grace_seconds, signs=True)
+    follower = Follower(run, listener)
     # In another thread, since Ray takes Ctrl-C to itself in this one and then ends the program. Where the driver goes,
     # Ray ends what it started.
     with ThreadPoolExecutor(1) as pool, ray.init(address, log_to_driver=False):
@@ -78,34 +81,17 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             # Ray has taken it, and ends the program without a word to the run.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            with wishes, wishes.waiting():
-                _follow(run, pool.submit(trainer.fit), listener, wishes)
+            with follower.wishes, follower.wishes.waiting():
+                _follow(pool.submit(trainer.fit), follower)
         except KeyboardInterrupt as error:
-            request = wishes.known or Request(True, "SIGINT", None, 0.0)
-            reason = words_of(run, request, is_late=wishes.is_late)
-            record.end(phase_after(run, request), reason)
-            raise stopped(run, request, reason) from error
+            raise follower.stopped() from error
         except TrainingFailedError as error:
             last_line = str(error).strip().splitlines()[-1]
             failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
-            record.end("failed", str(failure))
+            follower.end("failed", str(failure))
             raise failure from error
-    status = run.status()
-    if status["phase"] != "finished":
-        raise stopped(run, wishes.known or Request(False, "SIGINT", None, 0.0), status["exit_reason"])
-
-
-def _scaling(plan: Plan) -> "ScalingConfig":
-    from ray.train import ScalingConfig
-
-    has_accelerators = plan.device.kind != "cpu"
-    return ScalingConfig(
-        num_workers=plan.layout.num_processes,
-        use_gpu=has_accelerators,
-        resources_per_worker={"CPU": 1 + plan.dataloader_num_workers} | ({"GPU": 1} if has_accelerators else {}),
-        # As the plan counts the memory of a node: accelerators keep to it by their number, processors do not.
-        placement_strategy="PACK" if has_accelerators or plan.num_nodes == 1 else "SPREAD",
-    )
+    if run.status()["phase"] != "finished":
+        raise follower.stopped()
 
 
 def _work(config: dict[str, Any]) -> None:
@@ -128,24 +114,16 @@ def _work(config: dict[str, Any]) -> None:
     work(Run(config["folder"]), place=place, supervised=True)
 
 
-def _follow(run: Run, training: "Future[Result]", listener: Listener | None, wishes: Wishes) -> None:
+def _follow(training: "Future[Result]", follower: Follower) -> None:
     """Tell a listener what the processes write, until they are done.
 
     Raises:
         KeyboardInterrupt: They are to end at once, or before there is anything to save.
     """
-    offset, is_last, last_error = 0, False, None
+    is_last = False
     while not is_last:
-        if wishes.known not in (None, last_error):
-            last_error = wishes.known
-            Record(run, Place()).write("stop", **told_of(run, last_error))
-        if wishes.asked is not None and run.status()["phase"] in ("starting", "loading"):
-            raise KeyboardInterrupt
-        wishes.check()
+        follower.mind_wishes()
         # Asked before reading, so that what was written last is read.
         is_last = bool(wait([training], POLL_SECONDS).done)
-        events, offset = read_events(run.path / "events.jsonl", offset)
-        if listener is not None:
-            for event in events:
-                listener(event)
+        follower.hand_on()
     training.result()

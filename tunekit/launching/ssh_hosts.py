@@ -1,4 +1,4 @@
-"""Several machines, reached by ssh: looked at before anything starts, watched while it runs, ended together.
+"""A run on several hosts that see its folder, reached by ssh: checked before the start, watched, ended together.
 
 On each host runs `tunekit.launching.ssh_node`, from the same interpreter and in the same working directory as here, and
 it starts the host's processes. The two sides say every `BEAT_SECONDS` that they are there. A host that is silent for
@@ -7,25 +7,35 @@ runs anywhere. How a host is reached, and with which key, is OpenSSH's configura
 """
 
 import contextlib
+import itertools
 import json
 import os
 import queue
 import re
+import secrets
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TextIO
 
-from tunekit.errors import HostLostError, RunError
+from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.estimates.facts import Hardware
+from tunekit.launching.local import supervise
 from tunekit.launching.ssh_node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
 from tunekit.process.network import name_interface
-from tunekit.redact import is_secret
+from tunekit.process.processes import LOG
+from tunekit.recipe.load import load_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.redact import is_secret, redacted
+from tunekit.runs.events import Listener
+from tunekit.runs.record import Record
+from tunekit.runs.run import SEEN_SECONDS, Run
+from tunekit.runs.small_files import Place, forget_request
 
 CONNECT_SECONDS = 10
 """Seconds for ssh to reach a host."""
@@ -218,7 +228,7 @@ class Hosts:
                 raise lost_error(self.silent)
             if time.monotonic() > until:
                 missing = {host: f"no answer for {ANSWER_SECONDS} s" for host in targets if host not in answers}
-                raise unusable(missing, "see what keeps it busy")
+                refuse(missing, "see what keeps it busy")
         return [answers[host] for host in targets]
 
     def meet(self) -> tuple[str, int, list[str | None]]:
@@ -227,34 +237,25 @@ class Hosts:
         Raises:
             RunError: A host does not reach the first one. It is named.
         """
-        first, rest_of_hosts = self.all[0], self.all[1:]
-        if not rest_of_hosts:
+        first, others = self.all[0], self.all[1:]
+        if not others:
             return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
         name = ssh_address(first.name)
-        ways = dict(zip(rest_of_hosts, self.ask("way", rest_of_hosts, towards=name), strict=True))
-        failures = {
-            host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]
-        }
-        if failures:
-            raise unusable(failures, f"all hosts must know {first.name} by that name")
+        ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
+        lost = {host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]}
+        refuse(lost, f"all hosts must know {first.name} by that name")
         # By its own name a host often finds its loopback, so the first is asked for its way to another one.
-        (ways[first],) = self.ask("way", [first], towards=ways[rest_of_hosts[0]]["address"])
+        (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
         address = ways[first]["address"]
-        same = {
-            host: f"it is {first.name} by another name" for host in rest_of_hosts if ways[host]["address"] == address
-        }
-        if same:
-            raise unusable(same, "name each host once, and the first as the others reach it")
-        (door,) = self.ask("open", [first], address=address)
-        reached = zip(rest_of_hosts, self.ask("reach", rest_of_hosts, address=address, port=door["port"]), strict=True)
-        failures = {
-            host: f"it does not reach {first.name} at {address}, port {door['port']}: {answer['problem']}"
-            for host, answer in reached
-            if answer["problem"]
-        }
-        if failures:
-            raise unusable(failures, "let the hosts reach one another on all ports")
-        return address, door["port"], [ways[host]["interface"] for host in self.all]
+        same = [host for host in others if ways[host]["address"] == address]
+        why = f"it is {first.name} by another name"
+        refuse(dict.fromkeys(same, why), "name each host once, and the first as the others reach it")
+        port = self.ask("open", [first], address=address)[0]["port"]
+        reached = zip(others, self.ask("reach", others, address=address, port=port), strict=True)
+        why = f"it does not reach {first.name} at {address}, port {port}"
+        failures = {host: f"{why}: {answer['problem']}" for host, answer in reached if answer["problem"]}
+        refuse(failures, "let the hosts reach one another on all ports")
+        return address, port, [ways[host]["interface"] for host in self.all]
 
     def start(self, words: Sequence[str], *, num_local: int, environment: Mapping[str, str]) -> None:
         """Start processes on all hosts, which find each other.
@@ -329,10 +330,9 @@ class Hosts:
 
     def _check_alike(self) -> None:
         """Refuse the hosts that are not as the first is."""
-        failures = {host: host.facts["problem"] for host in self.all if host.facts["problem"]}
-        if failures:
-            raise unusable(failures, "see what `tunekit doctor` says there")
-        first = self.all[0]
+        faulty = {host: host.facts["problem"] for host in self.all if host.facts["problem"]}
+        refuse(faulty, "see what `tunekit doctor` says there")
+        first, failures = self.all[0], {}
         for host in self.all:
             ours, theirs = first.facts["versions"], host.facts["versions"]
             differing = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
@@ -341,8 +341,7 @@ class Hosts:
                 failures[host] = f"it has {', '.join(differing)}, but {first.name} has {there}"
             elif _devices(host) != _devices(first):
                 failures[host] = f"it has {_devices(host)}, but {first.name} has {_devices(first)}"
-        if failures:
-            raise unusable(failures, "the hosts of a run must be alike")
+        refuse(failures, "the hosts of a run must be alike")
 
 
 def lost_error(lost: Sequence[Host]) -> HostLostError:
@@ -382,10 +381,149 @@ def _devices(host: Host) -> str:
     return f"{len(accelerators)} x {accelerators[0].name}" if accelerators else "no accelerator"
 
 
-def unusable(failures: Mapping[Host, str], hint: str) -> RunError:
-    """Return the error for hosts that cannot be used, each with the reason."""
-    return RunError(_each(failures), hint=hint)
+def refuse(failures: Mapping[Host, str], hint: str) -> None:
+    """Refuse hosts that cannot be used, each with the reason.
+
+    Raises:
+        RunError: There are some.
+    """
+    if failures:
+        raise RunError(_each(failures), hint=hint)
 
 
 def _each(failures: Mapping[Host, str]) -> str:
     return "\n".join(f"{host.name}: {why}" for host, why in failures.items())
+
+
+RETURN_SECONDS = 600
+"""Seconds that a run that may restart waits for a lost host."""
+
+RETRY_SECONDS = 2
+
+
+def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
+    """A recipe with the processes that hosts give it, and what the hosts have. They are looked at.
+
+    Args:
+        recipe: The recipe. Where it names no number of processes there is one for each accelerator, and one for each
+            host without any.
+        names: The hosts.
+
+    Raises:
+        RunError: A host cannot be used. It is named.
+        PlanError: The processes that the recipe asks for cannot be spread evenly over the hosts.
+    """
+    with Hosts(names) as hosts:
+        hosts.meet()
+        hardware = hosts.hardware
+    num_processes, has = recipe.parallel.num_processes, hardware.num_accelerators
+    if num_processes is not None and (num_processes != has if has else num_processes % len(names)):
+        needed = str(has) if has else f"a multiple of {len(names)}"
+        problem = f"parallel.num_processes: {num_processes} processes cannot be spread evenly over {len(names)} hosts"
+        raise PlanError(problem, hint=f"leave it out, or ask for {needed}")
+    return load_recipe(recipe, [f"parallel.num_processes={num_processes or has or len(names)}"]), hardware
+
+
+def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) -> None:
+    """Train as a run folder says on hosts that see it, and come back when nothing runs on any of them.
+
+    Args:
+        run: The run; it goes on from its newest complete checkpoint, if it has one.
+        names: The hosts, as many as its plan has nodes.
+        listener: Called with every event.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, on any of the hosts.
+    """
+    if run.plan.num_nodes != len(names):
+        raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="name as many")
+    forget_request(run.path)
+    run.begin()
+    patience = itertools.chain([0], itertools.repeat(RETURN_SECONDS))
+    supervise(run, lambda: _started(run, names, next(patience)), listener)
+
+
+@contextlib.contextmanager
+def _started(run: Run, names: Sequence[str], patience_seconds: float) -> Iterator["_Everywhere"]:
+    """The processes of a run on its hosts."""
+    plan = run.plan
+    with _connected(names, patience_seconds) as hosts, (run.path / LOG).open("a", encoding="utf-8") as log:
+        _check_folder(run, hosts)
+        words = ["tunekit.training.worker", str(run.path.resolve())]
+        hosts.start(words, num_local=plan.layout.num_processes // plan.num_nodes, environment=plan.environment)
+        Record(run, Place()).write("hosts", hosts=hosts.describe())
+        everywhere = _Everywhere(hosts, log)
+        try:
+            yield everywhere
+        except KeyboardInterrupt:
+            hosts.end()
+            raise
+        # What is said by a process whose peer is gone is not what went wrong, so the hosts come first.
+        lost = hosts.end()
+        if lost:
+            raise lost_error(lost)
+
+
+def _connected(names: Sequence[str], patience_seconds: float) -> Hosts:
+    """The hosts, as soon as all of them answer; to be left as a context."""
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return Hosts(names)
+        except HostLostError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_SECONDS)
+
+
+class _Everywhere:
+    """The processes of a run on all its hosts.
+
+    Args:
+        hosts: The hosts, on which they were started.
+        log: Where what they say is written to.
+    """
+
+    def __init__(self, hosts: Hosts, log: TextIO) -> None:
+        self._hosts = hosts
+        self._log = log
+
+    def codes(self) -> dict[int, int | None]:
+        """Exit code of each process by rank: minus the signal that ended it, None while it is there.
+
+        Raises:
+            HostLostError: A host is lost. It is named.
+        """
+        lost = self._hosts.silent
+        if lost:
+            raise lost_error([*lost, *(host for host in self._hosts.end() if host not in lost)])
+        return dict(enumerate(code for host in self._hosts.all for code in host.codes))
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all are gone or a host is lost, at most so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(host.has_ended or host.is_silent for host in self._hosts.all):
+            for host, message in self._hosts.poll():
+                if message["said"] == "line":
+                    print(f"{host.name}: {redacted(message['text'])}", file=self._log, flush=True)
+
+
+def _check_folder(run: Run, hosts: Hosts) -> None:
+    """Refuse hosts that do not see the run's folder, by a file with words that cannot be guessed."""
+    words = secrets.token_hex(16)
+    proof = run.path.resolve() / f".seen-{words[:8]}"
+    proof.write_text(words, encoding="utf-8")
+    until = time.monotonic() + SEEN_SECONDS
+    try:
+        while True:
+            answers = dict(zip(hosts.all, hosts.ask("read", file=str(proof)), strict=True))
+            if all(answer["content"] == words for answer in answers.values()) or time.monotonic() > until:
+                break
+            time.sleep(RETRY_SECONDS)
+    finally:
+        proof.unlink()
+    folder = proof.parent
+    blind = [host for host, answer in answers.items() if answer["content"] != words]
+    closed = [host for host, answer in answers.items() if host not in blind and not answer["writable"]]
+    failures = dict.fromkeys(blind, f"it does not see {folder}") | dict.fromkeys(closed, f"it cannot write to {folder}")
+    refuse(failures, "set output.dir to a folder on a disk that all hosts share, at the same path")

@@ -25,13 +25,23 @@ import psutil
 from tunekit.errors import RunError, TunekitError
 from tunekit.process.processes import SUPERVISOR
 from tunekit.recipe.methods import has_teacher
+from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.reader import last_events
 from tunekit.runs.record import claimed
-from tunekit.runs.requests import COMMAND, Request, request, words_of
 from tunekit.runs.run import Run, list_runs
-from tunekit.runs.scheduler_job import read_job
-from tunekit.runs.small_files import DIED, RANKS, beats_in, identity_of, is_alive, kill
+from tunekit.runs.small_files import (
+    COMMAND,
+    DIED,
+    RANKS,
+    Request,
+    beats_in,
+    identity_of,
+    is_alive,
+    kill,
+    read_job,
+    request,
+)
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the processes."""
@@ -69,15 +79,13 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     if (state in FINAL_PHASES or state == DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
-    request(run, now=now)
+    request(run.path, now=now)
     seconds = NOW_SECONDS if now else _patience_seconds(run)
     tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
     if not _wait(remaining, seconds, tell):
         if not now:
-            raise RunError(
-                f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}",
-                hint=f"it will when it can; end it at once: tunekit stop {run.path} --now",
-            )
+            problem = f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}"
+            raise RunError(problem, hint=f"it will when it can; end it at once: tunekit stop {run.path} --now")
         remaining.kill()
         if not _wait(remaining, NOW_SECONDS, tell):
             raise RunError(f"{run.name} cannot be ended from here: {remaining.words()}", hint="end it on its host")
@@ -87,12 +95,6 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
         status["exit_reason"] = words_of(run, Request(True, COMMAND, None, time.time()))
         run.update_status(phase="interrupted", exit_reason=status["exit_reason"])
     return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
-
-
-def words_of_what_lives(run: Run) -> str | None:
-    """Describe the living processes of a run; None where there are none."""
-    remaining = _Left(run)
-    return remaining.words() if remaining.look() else None
 
 
 def _past(state: str) -> str:
@@ -163,15 +165,14 @@ class _Left:
     def words(self) -> str:
         """Describe the remaining processes: what each one does, and since when."""
         status = self._run.status()
+        beats = sorted(beats_in(self._run.path), key=lambda beat: int(beat["rank"]))
         descriptions = []
-        for beat in sorted(beats_in(self._run.path), key=lambda one: one["rank"]):
+        for beat in beats:
             where = f" on {beat['host']}" if beat in self._elsewhere else ""
             if where or beat["pid"] in self._seen:
-                seconds = max(0.0, beat["time"] - beat["since"])
-                descriptions.append(
-                    f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']} for {seconds:.0f} s"
-                )
-        ranks = {beat["pid"] for beat in beats_in(self._run.path)}
+                words = f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']}"
+                descriptions.append(f"{words} for {max(0.0, beat['time'] - beat['since']):.0f} s")
+        ranks = {beat["pid"] for beat in beats}
         unranked = [str(pid) for pid in self._seen if pid not in ranks]
         if unranked:
             descriptions.append(f"process{'es' * (len(unranked) > 1)} {', '.join(unranked)}")
@@ -243,16 +244,13 @@ def delete_run(run: Run) -> None:
         beside = [other for other in list_runs(folder.parent) if other.name != run.name]
         users = [other.name for other in beside if _starts_from(other, folder)]
         if users:
-            raise RunError(
-                f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model",
-                hint="delete what starts from it first",
-            )
+            problem = f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model"
+            raise RunError(problem, hint="delete what starts from it first")
         try:
             folder.rename(doomed)
         except OSError as error:
-            raise RunError(
-                f"{run.path} cannot be deleted: {error.strerror}", hint="let its folder be written"
-            ) from error
+            problem = f"{run.path} cannot be deleted: {error.strerror}"
+            raise RunError(problem, hint="let its folder be written") from error
     for leftover in folder.parent.glob(f"{GONE}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if doomed.exists():
@@ -263,9 +261,11 @@ def _check_over(run: Run) -> None:
     state = run.state
     if state not in (*FINAL_PHASES, DIED):
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
-    alive = words_of_what_lives(run)
-    if alive is not None:
-        raise RunError(f"{run.name} is {state}, and {alive} lives", hint=f"end it first: tunekit stop {run.path}")
+    remaining = _Left(run)
+    if remaining.look():
+        raise RunError(
+            f"{run.name} is {state}, and {remaining.words()} lives", hint=f"end it first: tunekit stop {run.path}"
+        )
 
 
 def _check_alone(folder: Path) -> None:
@@ -282,19 +282,13 @@ def _check_alone(folder: Path) -> None:
 def _starts_from(run: Run, folder: Path) -> bool:
     """Return whether a run needs the model of the run in a folder."""
     try:
-        models = list(_models(run))
+        recipe = run.recipe
+        # What stands in the status tells whether the plan, which takes longer to read, has more to say.
+        origin = run.plan.origin if run.status().get("comes_from") else None
     except TunekitError:
         # It cannot be read any more, and so neither be gone on with.
         return False
+    models = [recipe.model.path]
+    models += [recipe.method.teacher.path] if has_teacher(recipe.method) else []
+    models += [origin.folder, origin.base.path] if origin is not None else []
     return any(Path(path).is_dir() and Path(path).resolve().is_relative_to(folder.resolve()) for path in models)
-
-
-def _models(run: Run) -> Iterator[str]:
-    recipe = run.recipe
-    yield recipe.model.path
-    if has_teacher(recipe.method):
-        yield recipe.method.teacher.path
-    # What stands in the status tells whether the plan, which takes longer to read, has more to say.
-    origin = run.plan.origin if run.status().get("comes_from") else None
-    if origin is not None:
-        yield from (origin.folder, origin.base.path)

@@ -26,12 +26,10 @@ from types import FrameType
 from typing import Any, Self
 
 from tunekit.errors import ExchangeError, Stopped
-from tunekit.runs.available_actions import next_command
+from tunekit.runs.available_actions import next_command, words_of
 from tunekit.runs.record import Record, errors_of
-from tunekit.runs.requests import EXIT_CODES, Request, request, requested, words_of
 from tunekit.runs.run import Run
-from tunekit.runs.scheduler_job import read_job
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import EXIT_CODES, Place, Request, read_job, request, requested
 
 LISTEN_SECONDS = 0.5
 """Seconds between two looks at the run folder for a stop request."""
@@ -156,7 +154,7 @@ class Wishes:
                     self._previous[sign] = signal.signal(sign, self._on_signal)
         _follow_forks()
         # The main process of a scheduler's takes it away, while others may begin.
-        self._earlier = requested(self._run) if self._give_up is not None else None
+        self._earlier = requested(self._run.path) if self._give_up is not None else None
         self._forks = _Forks(self._grace_seconds)
         _forks.append(self._forks)
         self._thread.start()
@@ -222,7 +220,7 @@ class Wishes:
             self._drain()
             self._give_sign()
             known_request = self.known
-            heard = requested(self._run)
+            heard = requested(self._run.path)
             if heard is not None and heard != self._earlier:
                 self._take(heard)
             self._mind_time()
@@ -231,7 +229,7 @@ class Wishes:
                 continue
             if heard is None or (wish.now and not heard.now) or (heard.grace_seconds is None and self._is_timed):
                 seconds = self.seconds_left if self._is_timed else None
-                request(self._run, now=wish.now, by=wish.by, grace_seconds=seconds)
+                request(self._run.path, now=wish.now, by=wish.by, grace_seconds=seconds)
             if wish != self._told and self._tell is not None:
                 self._told = wish
                 self._tell(wish)

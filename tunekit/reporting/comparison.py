@@ -21,7 +21,7 @@ from tunekit.recipe.methods import is_rewarded
 from tunekit.reporting.page import CURVES, Line, draw, page_of
 from tunekit.reporting.summary import Story, story_of
 from tunekit.runs.evaluation_result import evaluations_of, newest_scores
-from tunekit.runs.events import MEASURES, direction_of, judged_by, number, words_of
+from tunekit.runs.events import direction_of, judged_by, measures, number, words_of
 from tunekit.runs.reader import EventReader, Point
 from tunekit.runs.run import Run
 
@@ -241,7 +241,7 @@ def _figures(pages: Sequence[_Page]) -> Iterator[Figure]:
     yield from _figures_of("eval_loss", "evaluation loss", ".4f", pages, ranked=why_not["eval"] is None)
     logged = {name for page in pages for name in page.reader.series}
     learned = {judged_by(sorted(page.reader.series)) for page in pages} - {"loss"}
-    for measure in MEASURES:
+    for measure in measures():
         for name in sorted(name for name in logged if fnmatch(name, measure.name)):
             held_out = measure.held_out and any(f"eval_{name}" in page.reader.series for page in pages)
             key, split = (f"eval_{name}", "eval") if held_out else (name, "train")

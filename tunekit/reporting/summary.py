@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.sources.rows import shown
-from tunekit.inference.find_model import checkpoints_of
+from tunekit.inference.inference_model import checkpoints_of
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
+from tunekit.runs.available_actions import check_readable
 from tunekit.runs.checkpoints.complete import manifest_of
 from tunekit.runs.fingerprints import MadeWith, fingerprints_of, made_with
-from tunekit.runs.requests import check_readable
 from tunekit.runs.run import Run, find_run
 
 

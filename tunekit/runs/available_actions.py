@@ -1,11 +1,57 @@
-"""Available actions for a run that has ended. Nothing heavy is loaded."""
+"""Descriptions of a run for people: how it was stopped, and what can be done next. Nothing heavy is loaded."""
 
 import shlex
 from collections.abc import Sequence
+from typing import Literal
 
+from tunekit.errors import RunError
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, command_anew, newest_complete
-from tunekit.runs.requests import read_continuation
+from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import WHO, Request, read_continuation, read_text, requested
+
+
+def stop_wish(run: Run) -> Literal["after the step", "now"] | None:
+    """Return how a run that is not over was asked to stop; None where it was not."""
+    request = None if run.state in FINAL_PHASES else requested(run.path)
+    return None if request is None else "now" if request.now else "after the step"
+
+
+def words_of(run: Run, asked: Request, *, is_late: bool = False) -> str:
+    """Describe where and by whom a run was stopped, and from where it can resume.
+
+    Args:
+        run: The run, whose processes have ended or end now.
+        asked: What it was asked.
+        is_late: Whether there was no time left for a checkpoint.
+    """
+    step, saved = run.status()["step"], newest_complete(run.path).step
+    no_layout = run.plan.layout.why_not_resumed is not None
+    checkpoint = f"checkpoint of step {saved}" if saved else "no checkpoint"
+    if not saved and no_layout:
+        checkpoint = "this layout has no checkpoints"
+    elif saved < step and is_late:
+        checkpoint = f"no time left for another checkpoint; {checkpoint}"
+    return f"stopped by {WHO.get(asked.by, asked.by)} at step {step}, {checkpoint}"
+
+
+def check_readable(run: Run) -> None:
+    """See that status, recipe and plan of a run can be read.
+
+    Raises:
+        RunError: One of them is gone or damaged.
+    """
+    name = "status.json"
+    try:
+        run.status()
+        name = "recipe.yaml"
+        read_text(run.path / name)
+        name = "plan.yaml"
+        _ = run.plan
+    except OSError as error:
+        problem = f"{run.path / name} cannot be read: {error.strerror}"
+        raise RunError(problem, hint="the run's folder is damaged") from error
+
 
 ENDED_EARLY = ("failed", "interrupted", "died")
 """States of a run that is over and did not train to its end."""
@@ -13,7 +59,7 @@ ENDED_EARLY = ("failed", "interrupted", "died")
 
 def has_checkpoints(run: Run) -> bool:
     """Return whether a run has saved anything, complete or not."""
-    began = read_continuation(run).weights is not None
+    began = read_continuation(run.path).weights is not None
     return began or any((run.path / CHECKPOINTS).glob("checkpoint-*"))
 
 
@@ -24,7 +70,7 @@ def can_go_on(run: Run) -> bool:
 
 def begins_with_weights(run: Run) -> bool:
     """Return whether a run began with the weights of a checkpoint that still exists."""
-    weights = read_continuation(run).weights
+    weights = read_continuation(run.path).weights
     return weights is not None and (run.path / weights).is_dir()
 
 

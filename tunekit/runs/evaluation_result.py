@@ -4,7 +4,6 @@ A run folder holds a file for each in `evaluations/`. Nothing here loads a model
 """
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -12,11 +11,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tunekit.errors import RunError
 from tunekit.redact import without_secrets
 from tunekit.runs.events import number
 from tunekit.runs.run import Run, find_run
-from tunekit.runs.small_files import read_object
+from tunekit.runs.small_files import read_object, write_whole
 
 FOLDER = "evaluations"
 """Folder of a run that holds them."""
@@ -32,11 +33,11 @@ class Estimate:
 
     def words(self, digits: str, *, sign: bool = False) -> str:
         """It as people read it: `0.53 [0.41, 0.64]`."""
-        plus = "+" if sign else ""
-        text = number(self.value, plus + digits)
+        digits = "+" * sign + digits
+        text = number(self.value, digits)
         if self.low is None or self.high is None:
             return text
-        return f"{text} [{number(self.low, plus + digits)}, {number(self.high, plus + digits)}]"
+        return f"{text} [{number(self.low, digits)}, {number(self.high, digits)}]"
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,12 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, held: dict[str, Any]) -> "Evaluation":
-        """An evaluation from what `to_dict` made of it."""
-        scores = [
-            {
-                **item,
-                **{name: Estimate(**item[name]) if item[name] else None for name in ("after", "before", "difference")},
-            }
-            for item in held["scores"]
-        ]
-        return cls(**{**held, "scores": tuple(Score(**item) for item in scores), "notes": tuple(held["notes"])})
+        """An evaluation from what `to_dict` made of it.
+
+        Raises:
+            ValueError: It is none.
+        """
+        return TypeAdapter(cls).validate_python(held, extra="forbid")
 
 
 def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
@@ -139,26 +137,18 @@ def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
         RunError: The folder cannot be written.
     """
     folder = run.path / FOLDER
-    stem = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', made.what).strip('-.')[:60]}-{_stamp(made.began)}"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(made.began))
+    stem = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', made.what).strip('-.')[:60]}-{stamp}"
     try:
         folder.mkdir(exist_ok=True)
-        path = next(
-            path
-            for path in (folder / f"{stem}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 1000))
-            if not path.exists()
-        )
+        paths = (folder / f"{stem}{number}.json" for number in ("", *(f"-{number}" for number in range(2, 1000))))
+        path = next(path for path in paths if not path.exists())
         stored = replace(made, path=str(path))
-        draft = folder / f".{path.name}-{os.getpid()}"
         content = {**without_secrets(stored.to_dict()), "path": path.name}
-        draft.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, json.dumps(content, indent=2, ensure_ascii=False))
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}", hint="let the folder be written") from error
     return stored
-
-
-def _stamp(seconds: float) -> str:
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
 
 
 def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
@@ -170,9 +160,9 @@ def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
     Raises:
         RunError: There is no such run, or a file in `evaluations/` is none of an evaluation.
     """
-    run_found = run if isinstance(run, Run) else find_run(str(run))
+    folder = (run if isinstance(run, Run) else find_run(str(run))).path / FOLDER
     read = []
-    for path in (run_found.path / FOLDER).glob("[!.]*.json"):
+    for path in folder.glob("[!.]*.json"):
         try:
             evaluation = Evaluation.from_dict(read_object(path))
         except (RunError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,7 +6,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 
 - `phase`: `phase`, one of PHASES
 - `queue`: `place`, counted from 1, among the runs that wait for the same devices, `behind`, the names of those that
-  come first or have them now, and `devices`, by UUID (see `tunekit.launching.device_queue`)
+  come first or have them now, and `devices`, by UUID (see `tunekit.launching.local`)
 - `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.launching.ssh_hosts`)
 - `engine`: what trains, as it was found when training began (see `tunekit.training.engines.engine`)
 - `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as
@@ -44,7 +44,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 
 A step is told of twice where a run went on from a checkpoint before it: the later word counts.
 
-Metrics that tell whether a method works besides its loss: TRL's names, with their labels and formats.
+Metrics besides the loss, which tell whether a method works, have TRL's names; `measures.yaml` has labels and formats.
 """
 
 import errno
@@ -55,11 +55,15 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from tunekit.errors import RunError
 from tunekit.files import open_regular, parse_json
+from tunekit.planner.plan import LOADER
 from tunekit.redact import without_secrets
 
 Event = dict[str, Any]
@@ -128,11 +132,15 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     with stream:
         stream.seek(offset)
         whole, newline, _ = stream.read().rpartition(b"\n")
-    lines = whole.splitlines()
-    try:
-        events = [parse_event(line) for line in lines]
-    except ValueError as error:
-        raise _damaged(path, offset, lines) from error
+    events = []
+    for place, line in enumerate(whole.splitlines(), start=1):
+        try:
+            events.append(parse_event(line))
+        except ValueError as error:
+            with open_regular(path) as stream:
+                number = stream.read(offset).count(b"\n") + place
+            problem = f"{path}:{number}: the line is damaged: {error}"
+            raise RunError(problem, hint="delete it, or put the file back") from error
     return events, offset + len(whole) + len(newline)
 
 
@@ -161,19 +169,6 @@ def is_event(event: object) -> bool:
     return isinstance(event.get("time"), int | float) and all(isinstance(event.get(key), kind) for key, kind in fields)
 
 
-def _damaged(path: Path, offset: int, lines: Sequence[bytes]) -> RunError:
-    """Return the error for lines behind a byte offset of which one at least is no JSON."""
-    with open_regular(path) as stream:
-        number = stream.read(offset).count(b"\n")
-    for line in lines:
-        number += 1
-        try:
-            parse_event(line)
-        except ValueError as error:
-            return RunError(f"{path}:{number}: the line is damaged: {error}", hint="delete it, or put the file back")
-    raise AssertionError("all lines are JSON")
-
-
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -189,6 +184,7 @@ class Measure:
         brief: What it is called while a run goes on; None where it is not told then.
         spread: TRL's name for how much its values differ; None where there is none.
         held_out: Whether an evaluation says something of it.
+        better: Direction in which it improves; None where it has none.
     """
 
     name: str
@@ -197,34 +193,28 @@ class Measure:
     brief: str | None = None
     spread: str | None = None
     held_out: bool = True
+    better: Literal["more", "less"] | None = None
 
     def label(self, name: str) -> str:
         """Its words for a name that it matches."""
+        return self.words.format(self.star(name))
+
+    def star(self, name: str) -> str:
+        """The part of a name that it matches for which its star stands."""
         before, _, behind = self.name.partition("*")
-        return self.words.format(name[len(before) : len(name) - len(behind)])
+        return name[len(before) : len(name) - len(behind)]
+
+    def spread_of(self, name: str) -> str | None:
+        """The name of how much the values of a name differ; None where there is none."""
+        return self.spread and self.spread.replace("*", self.star(name))
 
 
-MEASURES = (
-    Measure("reward", "reward", ".3f", "reward", "reward_std"),
-    Measure("rewards/accuracies", "pairs told apart", ".0%", "accuracy"),
-    Measure("accuracy", "pairs told apart", ".0%", "accuracy"),
-    Measure("rewards/margins", "margin of rewards", ".3f", "margin"),
-    Measure("margin", "margin of scores", ".3f", "margin"),
-    Measure("rewards/*/mean", "reward {}", ".3f", spread="rewards/*/std"),
-    Measure("completions/mean_length", "tokens of an answer", ".1f", "tokens"),
-    Measure("completions/clipped_ratio", "answers cut off", ".0%", "cut off"),
-    Measure("frac_reward_zero_std", "groups without signal", ".0%", "no signal", held_out=False),
-    Measure("kl", "KL from the reference", ".3g", "KL"),
-    Measure("clip_ratio/region_mean", "tokens clipped in training", ".1%", held_out=False),
-    Measure("entropy", "entropy", ".3g"),
-    Measure("rewards/chosen", "reward of the better", ".3f"),
-    Measure("rewards/rejected", "reward of the worse", ".3f"),
-    Measure("logps/chosen", "log-probability of the better", ".1f"),
-    Measure("logps/rejected", "log-probability of the worse", ".1f"),
-    Measure("nll_loss", "loss on the better", ".4f"),
-    Measure("log_odds_chosen", "log odds of the better", ".3f"),
-)
-"""In the order in which they are told; what a method does not log, it has not."""
+@cache
+def measures() -> tuple[Measure, ...]:
+    """Return the measures of `measures.yaml`, in the order in which they are told."""
+    rows = yaml.load(Path(__file__).with_name("measures.yaml").read_bytes(), LOADER)
+    return tuple(Measure(**row) for row in rows)
+
 
 _TIED = 1e-5
 """Margin below which a model prefers nothing: two passes of the same float32 weights differ by less."""
@@ -235,10 +225,9 @@ def first_and_last(events: Sequence[Event]) -> dict[str, list[float]]:
     values_by_name: dict[str, list[float]] = {}
     logs, evaluations = ([event for event in events if event["event"] == kind] for kind in ("log", "eval"))
     names = dict.fromkeys(name for log in logs for name in log)
-    for measure in MEASURES:
+    for measure in measures():
         for name in (name for name in names if fnmatch(name, measure.name)):
-            spread = measure.spread and _same_star(measure.spread, measure.name, name)
-            for each in (name, spread) if spread else (name,):
+            for each in filter(None, (name, measure.spread_of(name))):
                 held_out = [event.get(f"eval_{each}") for event in evaluations] if measure.held_out else []
                 values = [value for value in held_out or [log.get(each) for log in logs] if value is not None]
                 if values:
@@ -246,27 +235,13 @@ def first_and_last(events: Sequence[Event]) -> dict[str, list[float]]:
     return values_by_name
 
 
-BETTER: Mapping[str, Literal["more", "less"]] = {
-    "loss": "less",
-    "reward": "more",
-    "rewards/accuracies": "more",
-    "accuracy": "more",
-    "rewards/*/mean": "more",
-    "completions/clipped_ratio": "less",
-    "frac_reward_zero_std": "less",
-    "nll_loss": "less",
-}
-"""Direction in which metrics of methods improve. The rest have none: a margin grows also where both answers get
-unlikely, and KL and entropy measure how far a model moved and how sure it is."""
-
-
-def rows_of(measures: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
+def rows_of(values: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
     """Describe the first and last values that `first_and_last` returned."""
-    ends = [{name: values[place] for name, values in measures.items()} for place in (0, -1)]
+    ends = [{name: pair[place] for name, pair in values.items()} for place in (0, -1)]
     return [
         (measure.label(name), " → ".join(_said(measure, name, end) for end in ends))
-        for measure in MEASURES
-        for name in measures
+        for measure in measures()
+        for name in values
         if fnmatch(name, measure.name)
     ]
 
@@ -281,7 +256,7 @@ def brief(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
     own = {name.removeprefix(prefix): value for name, value in logs.items() if name.startswith(prefix)}
     return [
         f"{measure.brief} {_said(measure, measure.name, own, spread=False)}"
-        for measure in MEASURES
+        for measure in measures()
         if measure.brief is not None and own.get(measure.name) is not None and (measure.held_out or not prefix)
     ]
 
@@ -299,35 +274,24 @@ def direction_of(name: str, logged: Container[str]) -> Literal["more", "less"] |
         logged: All that the run logs. Where answers earn rewards, the loss is what the gradient comes from: its value
             says nothing of the answers.
     """
-    if name == "loss" and "reward" in logged:
-        return None
-    return next((way for pattern, way in BETTER.items() if fnmatch(name, pattern)), None)
+    if name == "loss":
+        return None if "reward" in logged else "less"
+    return next((measure.better for measure in measures() if fnmatch(name, measure.name)), None)
 
 
 def words_of(name: str) -> str:
     """Return the label of a logged metric."""
-    return next((measure.label(name) for measure in MEASURES if fnmatch(name, measure.name)), name)
-
-
-def _same_star(pattern: str, of: str, name: str) -> str:
-    before, _, behind = of.partition("*")
-    return pattern.replace("*", name[len(before) : len(name) - len(behind)])
+    return next((measure.label(name) for measure in measures() if fnmatch(name, measure.name)), name)
 
 
 def _said(measure: Measure, name: str, values: Mapping[str, Any], *, spread: bool = True) -> str:
     """A value, and by how much values differ."""
-    if _is_tied(name, values):
-        return "none yet"
-    apart = values.get(_same_star(measure.spread, measure.name, name)) if measure.spread and spread else None
-    return number(values[name], measure.digits) + ("" if apart is None else f" ± {number(apart, measure.digits)}")
-
-
-def _is_tied(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether an accuracy on pairs carries no information: the model still equals its reference and prefers
-    neither answer.
-    """
     margin = values.get("rewards/margins")
-    return name == "rewards/accuracies" and margin is not None and abs(margin) < _TIED
+    if name == "rewards/accuracies" and margin is not None and abs(margin) < _TIED:
+        # The model still equals its reference: an accuracy on pairs carries no information.
+        return "none yet"
+    apart = values.get(measure.spread_of(name) or "") if spread else None
+    return number(values[name], measure.digits) + ("" if apart is None else f" ± {number(apart, measure.digits)}")
 
 
 def number(value: float, digits: str) -> str:

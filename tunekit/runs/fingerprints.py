@@ -43,7 +43,7 @@ from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, w
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
 from tunekit.recipe import load
 from tunekit.recipe.load import load_recipe_with_notes
-from tunekit.recipe.methods import METHODS, Method, has_teacher, is_rewarded
+from tunekit.recipe.methods import METHODS, has_teacher, is_rewarded
 from tunekit.recipe.reading.parse import Fault, Key, dotted
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.schema import Recipe
@@ -52,9 +52,8 @@ from tunekit.recipe.sections.model import FullAdapter, ModelSection
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import Conflict
 from tunekit.runs.available_actions import prospects
-from tunekit.runs.names import called
-from tunekit.runs.prepared_data import FILES
-from tunekit.runs.run import Run, list_runs
+from tunekit.runs.prepared_data import FILES, with_models
+from tunekit.runs.run import Run, called, list_runs
 from tunekit.runs.small_files import damaged, read_list, read_object, read_text
 
 FINGERPRINTS = "fingerprints.json"
@@ -109,23 +108,19 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
 def changes(run: Run, recipe: Recipe) -> list[str]:
     """Return the changes since a run was made by this recipe, a line each; none for a run without fingerprints."""
     recorded = fingerprints_of(run)
-    if not recorded:
-        return []
-    now = {
-        (fingerprint.what, fingerprint.path): fingerprint.digest
-        for fingerprint in (*_of_hub(recipe), *_of_listings(recipe.data))
-    }
+    prints = (*_of_hub(recipe), *_of_listings(recipe.data)) if recorded else ()
+    now = {(fingerprint.what, fingerprint.path): fingerprint.digest for fingerprint in prints}
     return [words for fingerprint in recorded if (words := _change(run, fingerprint, now)) is not None]
 
 
 def _change(run: Run, recorded: Fingerprint, now: dict[tuple[str, str], str]) -> str | None:
-    what, path = recorded.what, recorded.path
-    if recorded.digest.startswith("commit "):
-        commit = now.get((what, path), recorded.digest)
-        return None if commit == recorded.digest else f"{what}: {path} was {recorded.digest}, and is {commit} now"
-    if recorded.digest.startswith("names "):
-        names = now.get((what, path), recorded.digest)
-        return None if names == recorded.digest else f"{what}: {path} names other files than it did"
+    what, path, kind = recorded.what, recorded.path, recorded.digest.partition(" ")[0]
+    if kind in ("commit", "names"):
+        digest = now.get((what, path), recorded.digest)
+        if digest == recorded.digest:
+            return None
+        news = f"was {recorded.digest}, and is {digest} now" if kind == "commit" else "names other files than it did"
+        return f"{what}: {path} {news}"
     file = run.path / path
     if not file.is_file():
         # The run has its own copy of the rows, but for a stream, which says itself what it does not find.
@@ -196,10 +191,8 @@ def _files_of_tokenizer(section: ModelSection) -> Iterator[Path]:
 def _of_hub(recipe: Recipe) -> Iterator[Fingerprint]:
     """The commits of models of the hub, by what was fetched of them."""
     for what, section in _models(recipe):
-        if not Path(model_folder(section)).is_dir():
-            fetched = fetched_folder(section)
-            if fetched is not None:
-                yield Fingerprint(what=what, path=section.path, digest=f"commit {fetched.name}")
+        if not Path(model_folder(section)).is_dir() and (fetched := fetched_folder(section)) is not None:
+            yield Fingerprint(what=what, path=section.path, digest=f"commit {fetched.name}")
 
 
 def _files_of_source(source: CompleteSource) -> list[Path]:
@@ -253,10 +246,11 @@ class MadeWith(Facts):
 
 def record_versions(run: Run) -> None:
     """Write down what a run is made with."""
+    num_threads = run.plan.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     made_with_now = MadeWith(
         versions={"python": platform.python_version(), **versions()},
         commit=_commit(),
-        num_threads=_num_threads(run),
+        num_threads=int(num_threads) if num_threads.isdecimal() else num_cores(),
         digests={name: _digest(run.path / name) for name in TEXTS},
     )
     (run.path / MADE_WITH).write_text(json.dumps(made_with_now.model_dump(mode="json"), indent=2), encoding="utf-8")
@@ -301,20 +295,13 @@ def _commit() -> str | None:
     if not (folder / ".git").exists():
         return None
     try:
-        commit = _git(folder, "rev-parse", "HEAD")
-        return commit + "+" * bool(_git(folder, "status", "--porcelain", "--untracked-files=no", "--", "tunekit"))
+        commit, changes = (
+            subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "tunekit"))
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    completed = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return completed.stdout.strip()
-
-
-def _num_threads(run: Run) -> int:
-    planned = run.plan.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
-    return int(planned) if planned.isdecimal() else num_cores()
+    return commit + "+" * bool(changes)
 
 
 CODE = "code.json"
@@ -432,11 +419,7 @@ def check_run_code(run: Run) -> None:
         PlanError: The recipe of the run does not allow it.
         ModelError: It is not.
     """
-    problems = [
-        f"{dotted(conflict.key)}: {conflict.what}; {conflict.hint}" for conflict in _conflicts_of_code(run.recipe)
-    ]
-    if problems:
-        raise PlanError("\n".join(problems))
+    _refuse(_conflicts_of_code(run.recipe))
     origin, base = origin_of(run.recipe.model), run.plan.base
     base_section = run.recipe.model if origin is None else origin.base
     if base.trust_remote_code and (base.path, base.revision) != (base_section.path, base_section.revision):
@@ -444,10 +427,16 @@ def check_run_code(run: Run) -> None:
     file = run.path / CODE
     recorded = read_object(file) if file.exists() else {}
     for key, section in _trusted(run):
-        of_one = recorded.get(key, {})
-        if not isinstance(of_one, dict):
-            raise damaged(file, f"{key} is {of_one!r}")
-        check_code(section, of_one)
+        digests = recorded.get(key, {})
+        if not isinstance(digests, dict):
+            raise damaged(file, f"{key} is {digests!r}")
+        check_code(section, digests)
+
+
+def _refuse(conflicts: Iterable[Conflict]) -> None:
+    problems = [f"{dotted(conflict.key)}: {conflict.what}; {conflict.hint}" for conflict in conflicts]
+    if problems:
+        raise PlanError("\n".join(problems))
 
 
 def _trusted(run: Run) -> Iterator[tuple[str, ModelSection]]:
@@ -465,33 +454,16 @@ def continued(recipe: Recipe) -> Recipe:
         PlanError: It contradicts the run.
         TunekitError: The run cannot be started from.
     """
-    recipe = recipe.model_copy(update={"method": _with_settled(recipe.method)})
+    recipe = recipe.model_copy(update={"method": with_models(recipe.method, settled)})
     section = settled(recipe.model)
     origin = origin_of(section)
     if origin is None:
         return recipe
-    problems = [
-        f"{'.'.join(map(str, conflict.key))}: {conflict.what}; {conflict.hint}" for conflict in _conflicts(recipe)
-    ]
-    if problems:
-        raise PlanError("\n".join(problems))
+    _refuse(_conflicts(recipe))
     is_type_asked = "type" in recipe.adapter.model_fields_set
     adapter = taken_over(origin, recipe.adapter, is_type_asked=is_type_asked)
     section = section.model_copy(update={"trust_remote_code": origin.base.trust_remote_code})
     return recipe.model_copy(update={"model": section, "adapter": adapter})
-
-
-def _with_settled(method: Method) -> Method:
-    """A method whose teacher and reward models are found, where runs are named."""
-    if has_teacher(method):
-        return method.model_copy(update={"teacher": settled(method.teacher)})
-    if not is_rewarded(method):
-        return method
-    rewards = [
-        reward.model_copy(update={"model": settled(reward.model)}) if isinstance(reward, ModelReward) else reward
-        for reward in method.rewards
-    ]
-    return method.model_copy(update={"rewards": rewards})
 
 
 def settled(section: ModelSection) -> ModelSection:
@@ -505,7 +477,10 @@ def settled(section: ModelSection) -> ModelSection:
     run = _run_of(section.path)
     if run is None:
         return section
-    _check_finished(run)
+    state, status = run.state, run.status()
+    if state != "finished":
+        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
+        raise RunError(f"model.path: {where}", hint=prospects(run) or "wait for its end")
     return section.model_copy(update={"path": str(run.model_path.resolve())})
 
 
@@ -520,11 +495,3 @@ def _run_of(path: str) -> Run | None:
         return Run(folder.resolve().parent) if is_result(folder.resolve()) else None
     runs = {run.name: run for run in list_runs()}
     return None if "/" in path else next((runs[candidate] for candidate in called(path, list(runs))), None)
-
-
-def _check_finished(run: Run) -> None:
-    state, status = run.state, run.status()
-    if state == "finished":
-        return
-    where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-    raise RunError(f"model.path: {where}", hint=prospects(run) or "wait for its end")

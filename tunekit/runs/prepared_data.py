@@ -1,13 +1,13 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.packing.sequences import mix
-from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
+from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
@@ -20,7 +20,7 @@ from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, Sources
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward, Reward
+from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward
 from tunekit.redact import redacted, without_secrets
 
 NUM_SAMPLE_PROMPTS = 3
@@ -133,10 +133,7 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_eval=splits[1].prepared.num_sequences if len(splits) > 1 else None,
         tokenized=True,
         format=splits[0].rows[0].format,
-        sources=tuple(
-            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens)
-            for share in train.shares
-        ),
+        sources=_sources_of(train.shares),
         num_train_tokens=train.num_tokens,
         num_trainable_tokens=train.num_trainable_tokens,
         longest_tokens=max(report.longest_tokens for report in reports),
@@ -145,6 +142,10 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_split=sum(report.num_split for report in reports),
         num_dropped=sum(report.num_dropped for report in reports),
     )
+
+
+def _sources_of(shares: Iterable[SourceShare]) -> tuple[SourceFacts, ...]:
+    return tuple(SourceFacts(name=one.source, num_rows=one.num_sequences, size=one.num_tokens) for one in shares)
 
 
 def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:
@@ -173,9 +174,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         num_eval=evaluated,
         tokenized=True,
         format=train.sources[0].rows.format,
-        sources=tuple(
-            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens) for share in shares
-        ),
+        sources=_sources_of(shares),
         num_train_tokens=sum(share.num_tokens for share in shares),
         num_trainable_tokens=sum(source.num_trainable_tokens for source in train.sources),
         longest_tokens=max(source.longest_tokens for source in train.sources),
@@ -296,20 +295,27 @@ def _absolute_model(section: ModelSection) -> ModelSection:
     return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
 
 
-def _absolute_method(method: Method) -> Method:
+def with_models(method: Method, change: Callable[[ModelSection], ModelSection]) -> Method:
+    """A method whose teacher and reward models are changed."""
     if has_teacher(method):
-        return method.model_copy(update={"teacher": _absolute_model(method.teacher)})
+        return method.model_copy(update={"teacher": change(method.teacher)})
     if not is_rewarded(method):
         return method
-    rewards: list[Reward] = []
-    for reward in method.rewards:
-        match reward:
-            case JsonSchemaReward():
-                rewards.append(reward.model_copy(update={"path": _absolute(reward.path)}))
-            case ModelReward():
-                rewards.append(reward.model_copy(update={"model": _absolute_model(reward.model)}))
-            case _:
-                rewards.append(reward)
+    rewards = [
+        reward.model_copy(update={"model": change(reward.model)}) if isinstance(reward, ModelReward) else reward
+        for reward in method.rewards
+    ]
+    return method.model_copy(update={"rewards": rewards})
+
+
+def _absolute_method(method: Method) -> Method:
+    method = with_models(method, _absolute_model)
+    if not is_rewarded(method):
+        return method
+    rewards = [
+        reward.model_copy(update={"path": _absolute(reward.path)}) if isinstance(reward, JsonSchemaReward) else reward
+        for reward in method.rewards
+    ]
     return method.model_copy(update={"rewards": rewards})
 
 

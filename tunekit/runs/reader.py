@@ -10,15 +10,14 @@ at any zoom that a screen has. What a run took back, by going on from a checkpoi
 
 import json
 import os
-from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import isfinite
-from operator import lt
+from operator import itemgetter, lt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tunekit.files import open_regular
 from tunekit.runs.events import Event, is_event, parse_event, unreadable
@@ -67,29 +66,26 @@ class Series:
     """A curve of at most `MAX_POINTS` points: all of them while they are few, then extremes of equal stretches.
 
     A stretch is the steps with the same `step // width`. Of one that has more than two points, the least and the
-    greatest are kept. Once there are too many, stretches become twice as wide. The newest point is always there.
+    greatest are kept; of the newest ones all. Once there are too many, stretches become twice as wide.
     """
 
     def __init__(self) -> None:
-        self._steps = array("q")
-        self._times = array("d")
-        self._values = array("d")
         self._width = 1
-        # The stretch that the newest point is in, which is not in the columns yet.
-        self._stretch = -1
-        self._least = self._most = self._last = Point(-1, 0.0, 0.0)
+        # Points as plain tuples, which are made in half of the time.
+        self._points: list[tuple[int, float, float]] = []
+        # Of these only extremes are left.
+        self._num_thin = 0
 
     def __len__(self) -> int:
-        return len(self._steps) + len(self._open())
+        return len(self._points)
 
     def __iter__(self) -> Iterator[Point]:
-        yield from map(Point, self._steps, self._times, self._values)
-        yield from self._open()
+        return map(Point._make, self._points)
 
     @property
     def last(self) -> Point:
         """The newest point, as it was logged."""
-        return self._last
+        return Point(*self._points[-1]) if self._points else Point(-1, 0.0, 0.0)
 
     @property
     def width(self) -> int:
@@ -98,98 +94,50 @@ class Series:
 
     def add(self, step: int, time: float, value: float) -> None:
         """Add a point. Those of this step and later ones, which were told before, no longer count."""
-        if step <= self._last.step:
-            self.cut(step)
-        point = self._last = Point(step, time, value)
-        self._take(step // self._width, point, point)
+        self.extend([step], [time], [value])
 
     def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
-        """Add points of which each has a later step than the one before: what `add` does, a stretch at a time."""
-        if steps[0] <= self._last.step:
-            self.cut(steps[0])
-        start, end = 0, len(steps)
-        while start < end:
-            stretch = steps[start] // self._width
-            after = bisect_left(steps, (stretch + 1) * self._width, start, end) if self._width > 1 else start + 1
-            some = values[start:after]
-            low, high = (start + some.index(choose(some)) for choose in (min, max))
-            least = most = Point(steps[low], times[low], values[low])
-            if high != low:
-                most = Point(steps[high], times[high], values[high])
-            # Where that makes stretches wider, what follows may belong to this one.
-            self._take(stretch, least, most)
-            start = after
-        self._last = Point(steps[-1], times[-1], values[-1])
+        """Add points of which each has a later step than the one before.
+
+        Those of the first one's step and later ones, which were told before, no longer count.
+        """
+        self.cut(steps[0])
+        self._points += zip(steps, times, values, strict=True)
+        if len(self._points) > MAX_POINTS:
+            self._thin()
 
     def at(self, step: int) -> Point | None:
         """The newest point that is kept of a step and of those before it; None where there is none."""
-        before = [point for point in self._open() if point.step <= step]
-        if before:
-            return before[-1]
-        place = bisect_left(self._steps, step + 1) - 1
-        return Point(self._steps[place], self._times[place], self._values[place]) if place >= 0 else None
-
-    def _take(self, stretch: int, least: Point, most: Point) -> None:
-        """Take in the extremes of the newest stretch, or of a part of it."""
-        if stretch == self._stretch:
-            if least.value < self._least.value:
-                self._least = least
-            if most.value > self._most.value:
-                self._most = most
-            return
-        if self._stretch >= 0:
-            self._close(sorted({self._least, self._most}))
-            if len(self._steps) > MAX_POINTS - 3:
-                self._widen()
-                stretch = least.step // self._width
-        self._stretch, self._least, self._most = stretch, least, most
+        place = bisect_left(self._points, (step + 1,))
+        return Point(*self._points[place - 1]) if place else None
 
     def cut(self, step: int) -> None:
         """Take out what is told of a step and of all later ones."""
-        earlier = [point for point in self._open() if point.step < step]
-        if not earlier:
-            first = bisect_left(self._steps, step)
-            for column in (self._steps, self._times, self._values):
-                del column[first:]
-            earlier = self._reopened()
-        self._stretch = earlier[-1].step // self._width if earlier else -1
-        if not earlier:
-            self._last = Point(-1, 0.0, 0.0)
-            return
-        self._least, self._most = (choose(earlier, key=lambda point: point.value) for choose in (min, max))
-        self._last = earlier[-1]
+        if self._points and self._points[-1][0] >= step:
+            del self._points[bisect_left(self._points, (step,)) :]
+            self._num_thin = min(self._num_thin, max(0, len(self._points) - 2))
 
-    def _open(self) -> list[Point]:
-        """The points of the newest stretch."""
-        return sorted({self._least, self._most, self._last}) if self._stretch >= 0 else []
-
-    def _reopened(self) -> list[Point]:
-        """The points of the last stretch in the columns, taken out of them."""
-        points: list[Point] = []
-        while self._steps and (not points or self._steps[-1] // self._width == points[0].step // self._width):
-            points.insert(0, Point(self._steps.pop(), self._times.pop(), self._values.pop()))
-        return points
-
-    def _close(self, points: Iterable[Point]) -> None:
-        """Put points into the columns."""
-        for point in points:
-            self._steps.append(point.step)
-            self._times.append(point.time)
-            self._values.append(point.value)
-
-    def _widen(self) -> None:
-        """Make stretches twice as wide until half of the points are gone."""
-        points = list(map(Point, self._steps, self._times, self._values))
-        while len(points) > MAX_POINTS // 2:
+    def _thin(self) -> None:
+        """Leave the extremes of each stretch; where that leaves too many, of stretches twice as wide."""
+        last = self._points.pop()
+        self._points[self._num_thin :] = self._extremes(self._num_thin)
+        while len(self._points) > MAX_POINTS // 2:
             self._width *= 2
-            stretches = (list(some) for _, some in groupby(points, key=lambda point: point.step // self._width))
-            points = [
-                point
-                for some in stretches
-                for point in sorted({choose(some, key=lambda one: one.value) for choose in (min, max)})
-            ]
-        self._steps, self._times, self._values = array("q"), array("d"), array("d")
-        self._close(points)
+            self._points = self._extremes(0)
+        # The newest stretch goes on.
+        self._num_thin = max(0, len(self._points) - 2)
+        self._points.append(last)
+
+    def _extremes(self, start: int) -> list[tuple[int, float, float]]:
+        """The least and the greatest point of each stretch, from a point on."""
+        extremes: list[tuple[int, float, float]] = []
+        while start < len(self._points):
+            stretch = self._points[start][0] // self._width
+            end = bisect_left(self._points, ((stretch + 1) * self._width,), start)
+            some = self._points[start:end]
+            extremes += sorted({choose(some, key=itemgetter(2)) for choose in (min, max)})
+            start = end
+        return extremes
 
 
 class EventReader:
@@ -319,6 +267,7 @@ class EventReader:
 
     def _add(self, event: Event) -> None:
         kind = event["event"]
+        has_step = isinstance(event.get("step"), int)
         names = _measures_of(event)
         if names:
             self._add_values(names, [event["step"]], [event])
@@ -329,13 +278,13 @@ class EventReader:
             while len(self.answers) > MAX_TOLD:
                 del self.answers[next(iter(self.answers))]
             return
-        if kind == "ranks" and isinstance(event.get("step"), int):
+        if kind == "ranks" and has_step:
             peaks = [rank["peak_memory_bytes"] for rank in event["ranks"] if "peak_memory_bytes" in rank]
             measured = {"step": event["step"], "time": event["time"], "peak_memory_bytes": max(peaks, default=None)}
             self._add_values(tuple(measured), [event["step"]], [measured])
-        if kind == "checkpoint" and isinstance(event.get("step"), int):
+        if kind == "checkpoint" and has_step:
             self._keep_losses(event["step"])
-        if kind in ("restart", "resume") and isinstance(event.get("step"), int):
+        if kind in ("restart", "resume") and has_step:
             # With nothing but its weights, the checkpoint's steps begin again.
             last_step = -1 if event.get("weights_only") else event["step"]
             for series in self.series.values():
@@ -403,7 +352,7 @@ def _events(lines: bytes) -> Iterator[Event | None]:
     except (ValueError, RecursionError):
         events = []
     if len(events) == lines.count(b"\n") + 1:
-        yield from map(_checked, events)
+        yield from (event if is_event(event) else None for event in events)
     else:
         yield from (_event(line) for line in lines.split(b"\n") if line.strip())
 
@@ -414,8 +363,3 @@ def _event(line: bytes) -> Event | None:
         return parse_event(line)
     except ValueError:
         return None
-
-
-def _checked(event: Any) -> Event | None:
-    """Return the event of a line; None where it is none."""
-    return event if is_event(event) else None

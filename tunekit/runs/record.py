@@ -42,9 +42,9 @@ from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.runs.available_actions import next_command
 from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
-from tunekit.runs.events import Event, EventLog, Listener
+from tunekit.runs.events import EventLog, Listener
 from tunekit.runs.run import RUNS, Run, list_runs
-from tunekit.runs.small_files import Place, damaged, read_object, read_plan
+from tunekit.runs.small_files import Place, read_object, read_plan, write_whole
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
@@ -76,24 +76,21 @@ def with_room(run: Run, write: Callable[[], None]) -> None:
 
     A checkpoint that is written meanwhile may take that room as well. It fails then, and gives back all that it took.
     """
-    try:
-        write()
-        return
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-    give_room(run)
-    until = time.monotonic() + DISK_SETTLE_SECONDS
+    may_get_room, until = True, None
     while True:
-        # Asked before, since the room may come right after.
-        may_get_room = is_being_made(run.path) and time.monotonic() < until
         try:
             write()
             return
         except OSError as error:
             if error.errno not in FULL or not may_get_room:
                 raise
-        time.sleep(0.05)
+        if until is None:
+            give_room(run)
+            until = time.monotonic() + DISK_SETTLE_SECONDS
+        else:
+            time.sleep(0.05)
+        # Asked before, since the room may come right after.
+        may_get_room = is_being_made(run.path) and time.monotonic() < until
 
 
 @contextlib.contextmanager
@@ -217,9 +214,7 @@ class Record:
     def _write_error(self, text: str) -> None:
         folder = self.run.path / ERRORS
         folder.mkdir(exist_ok=True)
-        draft = folder / f".rank-{self.place.rank}.json"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(folder / f"rank-{self.place.rank}.json")
+        write_whole(folder / f"rank-{self.place.rank}.json", text)
 
 
 @contextlib.contextmanager
@@ -253,17 +248,9 @@ def first_error_of(run: Run) -> dict[str, Any]:
 
 def errors_of(run: Run) -> list[dict[str, Any]]:
     """Return the errors of a run's processes: the earliest first, and last those that only saw another end."""
-    files = (run.path / ERRORS).glob("rank-*.json")
-    errors = [_error(file) for file in files]
+    keys = ("rank", "time", "kind", "problem", "hint", "traceback")
+    errors = [read_object(file, keys=keys) for file in (run.path / ERRORS).glob("rank-*.json")]
     return sorted(errors, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))
-
-
-def _error(file: Path) -> dict[str, Any]:
-    words = read_object(file)
-    for key in ("rank", "time", "kind", "problem", "hint", "traceback"):
-        if key not in words:
-            raise damaged(file, f"it has no {key}")
-    return words
 
 
 CLAIM = ".claim.lock"
@@ -281,16 +268,13 @@ def claimed(run: Run) -> Iterator[None]:
     try:
         claim.acquire()
     except Timeout:
-        raise RunError(
-            f"another process is about to go on with {run.name}, or deletes it", hint="look again in a moment"
-        ) from None
+        problem = f"another process is about to go on with {run.name}, or deletes it"
+        raise RunError(problem, hint="look again in a moment") from None
     except OSError as error:
         # On a full disk nobody else can have it either, and runs are deleted to make room.
         if error.errno not in FULL:
-            raise RunError(
-                f"{run.path} cannot be written: {error.strerror}",
-                hint="let it be written, or copy the run to where it can be",
-            ) from error
+            problem = f"{run.path} cannot be written: {error.strerror}"
+            raise RunError(problem, hint="let it be written, or copy the run to where it can be") from error
     try:
         yield
     finally:
@@ -328,22 +312,16 @@ def _with_less(run: Run) -> Plan | None:
     """The plan that is tried where memory ran out, written into the folder; None where there is none, or was one."""
     earlier, plan = run.path / EARLIER_PLAN, run.plan
     # A plan that was made anew since, for an edited recipe, is another one.
-    if earlier.exists() and plan.micro_batch_size < _read(earlier, plan.recipe).micro_batch_size:
+    if earlier.exists() and plan.micro_batch_size < read_plan(earlier, plan.recipe).micro_batch_size:
         return None
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if has_teacher(method) else None
     smaller = with_half_the_batch(plan, probe_model(plan.recipe.model), teacher)
     if smaller is None:
         return None
-    draft = run.path / ".plan.yaml"
-    draft.write_text(smaller.to_yaml(), encoding="utf-8")
     shutil.copy2(run.path / "plan.yaml", earlier)
-    draft.replace(run.path / "plan.yaml")
+    write_whole(run.path / "plan.yaml", smaller.to_yaml())
     return smaller
-
-
-def _read(path: Path, recipe: Recipe) -> Plan:
-    return read_plan(path, recipe)
 
 
 NUM_RUNS = 10
@@ -357,17 +335,13 @@ def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
     return [record for record in records if record is not None]
 
 
-def _generation_share(result: Event) -> float | None:
-    """Share of the steps in which answers were generated. Earlier versions did not measure it."""
-    seconds = result.get("generation_seconds")
-    return None if seconds is None else seconds / result["step_seconds"]
-
-
 def _record(run: Run) -> RunRecord | None:
     try:
         plan, result = run.plan, run.result()
         if plan.speed is None or not result["tokens_per_second"]:
             return None
+        # Earlier versions did not measure it.
+        seconds = result.get("generation_seconds")
         return RunRecord(
             device=plan.device.name,
             model_type=plan.speed.model_type,
@@ -378,7 +352,7 @@ def _record(run: Run) -> RunRecord | None:
             flops_per_token=plan.speed.flops_per_token,
             tokens_per_second=result["tokens_per_second"],
             by_vllm=plan.vllm is not None,
-            generation_share=_generation_share(result),
+            generation_share=None if seconds is None else seconds / result["step_seconds"],
             peak_memory_bytes=result["peak_memory_bytes"],
             planned_memory_bytes=result["planned_memory_bytes"],
             planned_tensor_bytes=plan.memory.tensor_bytes,

@@ -22,15 +22,18 @@
     model/         the result with tokenizer, chat template and model card
 
 A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
+
+A folder is called NAME-YYYYMMDD-HHMMSS, and -2, -3, ... where several began at once; so are those of sweeps. A text
+names, in this order: the folder that is wholly so called; the folders whose NAME it is; and, for commands that
+only look, the one folder that begins with it.
 """
 
-import html
 import json
 import os
+import re
 import shlex
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,22 +47,71 @@ from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.events import FINAL_PHASES, Event, judged_by, read_events, rows_of, words_of
-from tunekit.runs.names import matching, stem_of
-from tunekit.runs.scheduler_job import read_job, state_of
 from tunekit.runs.small_files import (
     DIED,
     beats_in,
     damaged,
     identity_of,
+    read_job,
     read_list,
     read_object,
     read_plan,
+    state_of,
     state_of_processes,
+    write_whole,
 )
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
+
+
+_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+"""Time at the end of a folder's name."""
+
+MAX_CANDIDATES = 5
+"""Most names that an error lists."""
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a folder without the time at its end."""
+    return _TIME.sub("", name)
+
+
+def called(name: str, names: Sequence[str]) -> list[str]:
+    """Return the folder that is wholly so called, else those that are so without the time."""
+    return [candidate for candidate in names if candidate == name] or [
+        candidate for candidate in names if stem_of(candidate) == name
+    ]
+
+
+def matching(name: str, names: Sequence[str], *, noun: str, exact: bool) -> list[str]:
+    """Return the folders that a name means, in their order; none where there is none.
+
+    Args:
+        name: A folder's name, its name without the time, or the beginning of it.
+        names: Names of the folders that there are.
+        noun: `run` or `sweep`, for errors.
+        exact: Whether the beginning of a name is not enough.
+
+    Raises:
+        RunError: It is the beginning of several names, or of one where that is not enough.
+    """
+    matches = called(name, names)
+    beginning = [candidate for candidate in names if candidate.startswith(name)] if name else []
+    if matches or not beginning:
+        return matches
+    if exact:
+        raise RunError(f"no {noun} is called {name!r}", hint=f"name the {noun} wholly: {_listed(beginning)}")
+    if len(beginning) > 1:
+        raise RunError(f"{name!r} is the beginning of {len(beginning)} {noun}s", hint=f"name one: {_listed(beginning)}")
+    return beginning
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_CANDIDATES
+    return ", ".join(names[:MAX_CANDIDATES]) + (f" and {more} more" if more > 0 else "")
+
 
 RUNS = Path("runs")
 """Folder of runs, in the working directory."""
@@ -110,11 +162,10 @@ class Run:
         path = _new_folder(plan.recipe)
         (path / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
         (path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
-        num_steps = plan.schedule.num_steps if plan.schedule else None
         status = {
             "phase": "starting",
             "step": 0,
-            "num_steps": num_steps,
+            "num_steps": plan.schedule.num_steps if plan.schedule else None,
             "started": time.time(),
             **_this_process(),
             "exit_reason": None,
@@ -250,9 +301,8 @@ class Run:
         try:
             from matplotlib import pyplot
         except ModuleNotFoundError as error:
-            raise DependencyError(
-                "plots need matplotlib", hint="install it with: pip install 'tunekit[notebook]'"
-            ) from error
+            problem = "plots need matplotlib"
+            raise DependencyError(problem, hint="install it with: pip install 'tunekit[notebook]'") from error
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -277,23 +327,19 @@ class Run:
         return f"{self.name}: {self.state}, step {status['step']} of {status['num_steps']}, in {self.path}"
 
     def _repr_html_(self) -> str:
+        import jinja2
+
         result = self.result()
-        rows = [("state", self.state), ("folder", str(self.path))]
         measures = result.get("measures", {})
-        rows += [
+        losses = [
             (label, f"{result[key]:.4f}")
             for key, label in (("first_loss", "first loss"), ("last_loss", "last loss"), ("eval_loss", "eval loss"))
             if result.get(key) is not None and "reward" not in measures
         ]
-        rows += rows_of(measures)
-        cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
-        samples = "".join(
-            f"<tr><td>{html.escape(sample['prompt'])}</td><td>{html.escape(sample.get('before', ''))}</td>"
-            f"<td>{html.escape(sample.get('after', ''))}</td></tr>"
-            for sample in self.samples()
-        )
-        table = f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>" if samples else ""
-        return f"<table>{cells}</table>{table}"
+        rows = [("state", self.state), ("folder", str(self.path)), *losses, *rows_of(measures)]
+        template = Path(__file__).with_name("run.html.jinja").read_text(encoding="utf-8")
+        page: str = jinja2.Template(template, autoescape=True).render(rows=rows, samples=self.samples())
+        return page
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
@@ -382,17 +428,13 @@ def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
     words = list(dict.fromkeys(tag.strip() for tag in tags))
     for word in words:
         if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
-            raise RunError(
-                f"{word[:MAX_TAG_LETTERS]!r} is no tag", hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line"
-            )
-    draft = run.path / f".{TAGS}-{os.getpid()}-{threading.get_ident()}"
+            problem = f"{word[:MAX_TAG_LETTERS]!r} is no tag"
+            raise RunError(problem, hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line")
     try:
-        draft.write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
-        draft.replace(run.path / TAGS)
+        write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
     except OSError as error:
-        raise RunError(
-            f"{run.path / TAGS} cannot be written: {error.strerror}", hint="let the folder be written"
-        ) from error
+        problem = f"{run.path / TAGS} cannot be written: {error.strerror}"
+        raise RunError(problem, hint="let the folder be written") from error
     return words
 
 
@@ -466,9 +508,7 @@ def _make(path: Path, *, exist_ok: bool) -> None:
 
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
-    draft = path / f".status-{os.getpid()}-{threading.get_ident()}.json"
-    draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
-    draft.replace(path / "status.json")
+    write_whole(path / "status.json", json.dumps({**without_secrets(status), "updated": time.time()}, indent=2))
 
 
 def _this_process() -> dict[str, Any]:

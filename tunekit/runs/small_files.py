@@ -1,24 +1,25 @@
-"""Small files of a run's folder, and the liveness of its processes that they tell.
+"""Small files of a run's folder, and what they tell: requests to it, its job, the liveness of its processes.
 
-The small files of a run's folder, read with care: it may come from another machine, or be damaged.
+The folder may come from another machine, or be damaged: a file is read only if it is one, up to a size, and what it
+holds is checked before anything relies on it.
 
-A file is read only if it is one, up to a size, and what it holds is checked before anything relies on it.
+A stop request is a file, whoever asks and wherever the run's processes are: `tunekit stop` writes it, and so does every
+process of the run that gets a signal; then all know of it. A resume leaves its request for the processes likewise.
 
-Liveness of a run's processes, from the files in its folder: seen from any terminal, on any host.
-
-Identity of a process: its number is reused after its end, and clocks are set.
-
-Rank of this process in a run, from its launcher's variables.
+A process is known by more than its number, which is reused after its end; clocks are set.
 """
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tunekit.files import parse_json, read_regular
 from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import read_launch
 from tunekit.recipe.schema import Recipe
+from tunekit.runs.checkpoints.complete import CHECKPOINTS
+from tunekit.runs.events import FINAL_PHASES
 
 RESTORE = "put it back from a copy"
 
@@ -51,16 +54,17 @@ def read_text(path: Path) -> str:
         raise damaged(path, error) from error
 
 
-def read_object(path: Path, hint: str = RESTORE) -> dict[str, Any]:
-    """Return the JSON object of a file.
+def read_object(path: Path, hint: str = RESTORE, *, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the JSON object of a file, which has some keys at least.
 
     Raises:
         FileNotFoundError: It is not there.
         RunError: It is damaged.
     """
-    content = _read_json(path, hint)
-    if not isinstance(content, dict):
-        raise damaged(path, f"a JSON object was expected, got {_kind(content)}", hint)
+    content: dict[str, Any] = _read_json(path, dict, hint)
+    for key in keys:
+        if key not in content:
+            raise damaged(path, f"it has no {key}", hint)
     return content
 
 
@@ -71,9 +75,7 @@ def read_list(path: Path, hint: str = RESTORE) -> list[Any]:
         FileNotFoundError: It is not there.
         RunError: It is damaged.
     """
-    content = _read_json(path, hint)
-    if not isinstance(content, list):
-        raise damaged(path, f"a JSON list was expected, got {_kind(content)}", hint)
+    content: list[Any] = _read_json(path, list, hint)
     return content
 
 
@@ -99,16 +101,23 @@ def damaged(path: Path, why: object, hint: str = RESTORE) -> RunError:
     return RunError(f"{path} is damaged: {words[:200]}", hint=hint)
 
 
-def _read_json(path: Path, hint: str) -> Any:
+def _read_json(path: Path, kind: type, hint: str) -> Any:
     try:
-        return parse_json(read_text(path))
+        content = parse_json(read_text(path))
     except ValueError as error:
         raise damaged(path, error, hint) from error
+    if not isinstance(content, kind):
+        kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a bool"}
+        what = f"a JSON {kinds[kind].split()[1]} was expected, got {kinds.get(type(content), 'a number')}"
+        raise damaged(path, what, hint)
+    return content
 
 
-def _kind(value: object) -> str:
-    names: dict[type, str] = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a bool"}
-    return names.get(type(value), "a number")
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file; readers find the old or the new one, never half of one."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -192,23 +201,14 @@ def beats_in(folder: Path) -> list[dict[str, Any]]:
     for file in (folder / RANKS).glob("rank-*.json"):
         # It may end meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            beats.append(_beat(file))
+            beats.append(read_object(file, keys=("rank", "pid", "identity", "host", "at", "step", "time", "since")))
     return beats
-
-
-def _beat(file: Path) -> dict[str, Any]:
-    beat = read_object(file)
-    for key in ("rank", "pid", "identity", "host", "at", "step", "time", "since"):
-        if key not in beat:
-            raise damaged(file, f"it has no {key}")
-    return beat
 
 
 def _silent_seconds(folder: Path, *patterns: str) -> float:
     """Return the seconds since one of some files was last written, by the clock of the disk that they are on."""
-    files = [file for pattern in patterns for file in folder.glob(pattern)]
     written = []
-    for file in files:
+    for file in (file for pattern in patterns for file in folder.glob(pattern)):
         with contextlib.suppress(FileNotFoundError):
             written.append(file.stat().st_mtime)
     return _now(folder) - max(written, default=0.0)
@@ -257,3 +257,172 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
     if launch is None or not launch.num_processes or not launch.num_local:
         return Place()
     return Place(launch.rank, launch.local_rank, launch.num_processes, launch.num_local)
+
+
+JOB = "job.json"
+"""Name of the file of a run folder that says which job it is."""
+
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+"""Slurm's names of states in which a job has no nodes, and will have some."""
+
+ASK_SECONDS = 10
+"""Seconds for Slurm to answer."""
+
+
+def write_job(folder: Path, job_id: str) -> None:
+    """Say which of Slurm's jobs a run is."""
+    (folder / JOB).write_text(json.dumps({"scheduler": "slurm", "id": job_id}), encoding="utf-8")
+
+
+def read_job(folder: Path) -> str | None:
+    """Slurm's number of the job that a run is; None for one that is no job."""
+    try:
+        return str(read_object(folder / JOB, keys=("id",))["id"])
+    except FileNotFoundError:
+        return None
+
+
+def state_of(job_id: str, phase: str) -> str:
+    """Return the state of a run whose processes a job runs.
+
+    Args:
+        job_id: Slurm's number of the job.
+        phase: What the run itself said last. After the end of a job that was interrupted, Slurm may start it again.
+    """
+    state = _slurm_state(job_id)
+    if state is None:
+        return phase
+    if not state:
+        return phase if phase in FINAL_PHASES else "died"
+    if state in WAITING:
+        return "queued"
+    return "starting" if phase == "queued" else phase
+
+
+def _slurm_state(job_id: str) -> str | None:
+    """Slurm's name of the state of a job; empty where it is over, None where Slurm cannot be asked."""
+    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
+    try:
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    if completed.returncode != 0 and "Invalid job id" not in completed.stderr:
+        return None
+    # Slurm forgets a job some minutes after its end, and then says that its number is not valid.
+    return completed.stdout.strip()
+
+
+REQUEST = "stop.json"
+"""File of a run folder in which somebody asks it to end, from any terminal and any host that sees the folder."""
+
+REQUEST_BYTES = 256
+"""Its size."""
+
+COMMAND = "tunekit stop"
+"""Source of a stop request that is no signal."""
+
+WHO = {"SIGINT": "the user", COMMAND: f"`{COMMAND}`"}
+"""Description of the source, where that is not the name of the signal."""
+
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
+"""Exit codes after signals, as shells have them. 0 after SIGUSR1 and `tunekit stop`: they ask for nothing else."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A stop request.
+
+    Attributes:
+        now: Whether it is to end at once, rather than with a checkpoint after the step.
+        by: Name of the signal, or `tunekit stop`.
+        grace_seconds: After which time it will be killed; None where nobody will.
+        time: When, in seconds since the epoch.
+    """
+
+    now: bool
+    by: str
+    grace_seconds: float | None
+    time: float
+
+    @property
+    def exit_code(self) -> int:
+        """That of the program that trained. For torchrun a process that was stopped is none that failed."""
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else EXIT_CODES.get(self.by, 0)
+
+
+def request(folder: Path, *, now: bool, by: str = COMMAND, grace_seconds: float | None = None) -> None:
+    """Ask a run to end. What was asked before stands where it is more."""
+    before = requested(folder)
+    if before is not None:
+        now, by = now or before.now, before.by
+        grace_seconds = before.grace_seconds if grace_seconds is None else grace_seconds
+    _write_request(folder, json.dumps(asdict(Request(now, by, grace_seconds, time.time()))))
+
+
+def requested(folder: Path) -> Request | None:
+    """Return the stop request to a run since it began or resumed."""
+    try:
+        text = read_text(folder / REQUEST).strip()
+    except FileNotFoundError:
+        return None
+    try:
+        return Request(**parse_json(text)) if text.endswith("}") else None
+    except (ValueError, TypeError) as error:
+        raise damaged(folder / REQUEST, error, "delete it") from error
+
+
+def forget_request(folder: Path) -> None:
+    """Take away what an earlier attempt was asked."""
+    _write_request(folder, "")
+
+
+def _write_request(folder: Path, text: str) -> None:
+    """Write the file over itself: where one was replaced, other hosts may see the old one for a minute (NFS)."""
+    file = os.open(folder / REQUEST, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.pwrite(file, text.ljust(REQUEST_BYTES).encode(), 0)
+    finally:
+        os.close(file)
+
+
+CONTINUATION = "resume.json"
+"""File of a run folder that says it."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Request of a resume.
+
+    Attributes:
+        step: The step of the checkpoint.
+        changes: What is otherwise than before, a phrase each.
+        weights: The checkpoint, below the run folder, of which only the weights are taken, while there is no newer one.
+    """
+
+    step: int = 0
+    changes: tuple[str, ...] = ()
+    weights: str | None = None
+
+
+def write_continuation(folder: Path, continuation: Continuation) -> None:
+    """Leave it to the processes; they find this one or the one before."""
+    write_whole(folder / CONTINUATION, json.dumps(asdict(continuation), indent=2))
+
+
+def read_continuation(folder: Path) -> Continuation:
+    """Read the request of the last resume of a run; empty if there was none.
+
+    Raises:
+        RunError: The file is damaged, or names something outside the run.
+    """
+    try:
+        content = read_object(folder / CONTINUATION, "remove the file")
+    except FileNotFoundError:
+        return Continuation()
+    step, changes, weights = (content.get(name) for name in ("step", "changes", "weights"))
+    if not (isinstance(step, int) and isinstance(changes, list) and isinstance(weights, str | None)):
+        raise damaged(folder / CONTINUATION, "it is no continuation", "remove the file")
+    checkpoints = (folder / CHECKPOINTS).resolve()
+    if weights is not None and not (folder / weights).resolve().is_relative_to(checkpoints):
+        raise RunError(f"{folder / CONTINUATION}: {weights} is none of its checkpoints", hint="remove the file")
+    return Continuation(step, tuple(map(str, changes)), weights)

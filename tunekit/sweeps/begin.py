@@ -8,7 +8,7 @@ from tunekit.api.verbs import Source, check_recipe
 from tunekit.errors import PlanError, RecipeError, TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.estimates.throughput.step import Range
-from tunekit.launching.device_queue import when_served
+from tunekit.launching.local import when_served
 from tunekit.planner.plan import Plan, gib
 from tunekit.planner.variants import Variant, Variants, to_words
 from tunekit.probe.hardware import probe_hardware

@@ -22,13 +22,12 @@ from filelock import Timeout
 from tunekit.api.background import start
 from tunekit.api.devices import devices
 from tunekit.errors import RunError, Stopped, TunekitError
-from tunekit.launching.device_queue import devices_of
+from tunekit.launching.local import devices_of
 from tunekit.launching.stop import stop_run
 from tunekit.planner.variants import to_words
 from tunekit.runs.events import FINAL_PHASES, Event
-from tunekit.runs.requests import COMMAND, EXIT_CODES, WHO, request
 from tunekit.runs.run import set_tags
-from tunekit.runs.small_files import read_object
+from tunekit.runs.small_files import COMMAND, EXIT_CODES, WHO, read_object, request
 from tunekit.sweeps import folder
 from tunekit.sweeps.folder import Outcome, Sweep, Trial, find_sweep, runs_of, write_whole
 from tunekit.sweeps.study import Study, check_installed
@@ -251,7 +250,7 @@ def _stop_runs(sweep: Sweep, *, now: bool, tell: Callable[[str], None]) -> None:
     """End all runs that go on: all are asked before one is waited for."""
     live = [run for trial, run in runs_of(sweep) if sweep.state_of(trial) not in (*OVER, folder.WAITING)]
     for run in live:
-        request(run, now=now)
+        request(run.path, now=now)
     for run in live:
         stop_run(run, now=now, tell=tell)
 
@@ -314,4 +313,4 @@ class _Signals:
         self._again = True
         for _, run in runs_of(self._sweep):
             if run.state not in OVER:
-                request(run, now=True)
+                request(run.path, now=True)

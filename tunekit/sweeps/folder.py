@@ -31,8 +31,7 @@ from tunekit.recipe.reading.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import ENDED_EARLY
-from tunekit.runs.names import matching
-from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run
+from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run, matching
 from tunekit.runs.small_files import read_list, read_text
 from tunekit.sweeps.measure import Measure
 from tunekit.sweeps.values import Axis, Changes, Span, read_span

@@ -17,8 +17,8 @@ from tunekit.process.log_capture import send_nothing_at_all
 from tunekit.recipe.sections.train import Tracker
 from tunekit.redact import Redacting
 from tunekit.runs.events import FINAL_PHASES
-from tunekit.runs.requests import requested
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import requested
 from tunekit.tracking.trackers import environment_of, folder_of
 
 LAST_SECONDS = 120.0
@@ -82,7 +82,7 @@ def _phase_of(run: Run) -> str:
     phase = str(run.status()["phase"])
     if phase in FINAL_PHASES:
         return phase
-    return "failed" if requested(run) is None else "interrupted"
+    return "failed" if requested(run.path) is None else "interrupted"
 
 
 if __name__ == "__main__":

@@ -34,9 +34,8 @@ from tunekit.process.watchdog import Heart, largest, same_everywhere
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.sections.model import FullAdapter
 from tunekit.runs.record import Record
-from tunekit.runs.requests import COMMAND
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import COMMAND, Place
 from tunekit.training.answers import NUM_SHOWN, Answers
 from tunekit.training.checkpointing.save import Saver
 from tunekit.training.engines import deepspeed

@@ -29,9 +29,8 @@ from tunekit.recipe.methods import has_teacher
 from tunekit.redact import Redacting
 from tunekit.runs.events import Listener
 from tunekit.runs.record import FULL, Record, disk_full, first_error_of, hold_room
-from tunekit.runs.requests import forget_request
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place, place_of
+from tunekit.runs.small_files import Place, forget_request, place_of
 from tunekit.tracking.trackers import Reporting
 from tunekit.training.measured_memory import is_out_of_memory, set_allocator, shortage
 
@@ -175,7 +174,7 @@ def main() -> None:
     run, place = Run(sys.argv[1]), place_of()
     if not supervised and place.is_main:
         # Nobody else says that the run starts, or goes on.
-        forget_request(run)
+        forget_request(run.path)
         run.begin()
     try:
         work(run, place=place, supervised=supervised)

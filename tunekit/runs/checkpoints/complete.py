@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
@@ -36,17 +37,13 @@ def command_anew(folder: Path, changes: Sequence[str] = (), *, in_place: bool = 
     """
     file = folder / "recipe.yaml"
     words = ["tunekit", "train", str(file)]
-    if _names_folder(file):
+    try:
+        names_folder = reload_recipe(file).output.dir is not None
+    except TunekitError:
+        names_folder = True
+    if names_folder:
         words.append("--resume" if in_place and not changes else "output.dir=null")
     return shlex.join([*words, *changes])
-
-
-def _names_folder(recipe: Path) -> bool:
-    """Return whether a recipe names the folder of its run; also where it cannot be read."""
-    try:
-        return reload_recipe(recipe).output.dir is not None
-    except TunekitError:
-        return True
 
 
 CHECKPOINTS = "checkpoints"
@@ -58,11 +55,9 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Number of what a manifest says and a checkpoint holds."""
 
-READ = ("recipe.yaml", "plan.yaml", "fingerprints.json")
-"""Files of a checkpoint by which it is decided how a run goes on. They are small."""
-
-COPIES = ("recipe.yaml", "plan.yaml", "fingerprints.json")
-"""Files of the run folder of which a checkpoint holds a copy, as they were then."""
+READ = COPIES = ("recipe.yaml", "plan.yaml", "fingerprints.json")
+"""Files of the run folder of which a checkpoint holds a copy, as they were then. They are small, and decide how a run
+goes on."""
 
 READERS = 8
 """Files that are read at once to check them."""
@@ -143,11 +138,8 @@ def checkpoint_of(run_folder: Path, step: int) -> Path:
 
 def files_in(folder: Path) -> list[str]:
     """Paths of the files of a checkpoint without its manifest, in their order."""
-    return sorted(
-        file.relative_to(folder).as_posix()
-        for file in folder.rglob("*")
-        if file.is_file() and file.relative_to(folder).as_posix() != MANIFEST
-    )
+    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def to_disk(path: Path) -> None:
@@ -179,13 +171,8 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
     sketch.replace(target / MANIFEST)
     for folder in (*(path for path in target.rglob("*") if path.is_dir()), target):
         to_disk(folder)
-    before = to.with_name(f".replaced-{manifest.step}")
-    if to.exists():
-        to.rename(before)
-    target.rename(to)
-    to_disk(to.parent)
+    _take_name(target, to, to.with_name(f".replaced-{manifest.step}"))
     draft.rmdir()
-    shutil.rmtree(before, ignore_errors=True)
     return to
 
 
@@ -193,7 +180,11 @@ def publish_result(draft: Path, to: Path) -> None:
     """Make the result of a run visible, once all of it is on the disk: in the main process only."""
     for path in (*draft.rglob("*"), draft):
         to_disk(path)
-    before = to.with_name(f".replaced-{to.name}")
+    _take_name(draft, to, to.with_name(f".replaced-{to.name}"))
+
+
+def _take_name(draft: Path, to: Path, before: Path) -> None:
+    """Give a folder its name. One that has it is called `before` meanwhile, and is deleted then."""
     if to.exists():
         # One that was cut off here may have left a part of what it replaced.
         shutil.rmtree(before, ignore_errors=True)
@@ -229,10 +220,8 @@ def take_newest(run_folder: Path) -> Newest:
     clear_drafts(run_folder)
     newest = _newest(run_folder, contents=True)
     if newest.path is None and newest.skipped:
-        raise RunError(
-            f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}",
-            hint=f"begin anew: {command_anew(run_folder)}",
-        )
+        problem = f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}"
+        raise RunError(problem, hint=f"begin anew: {command_anew(run_folder)}")
     return newest
 
 
@@ -241,9 +230,14 @@ def manifest_of(folder: Path) -> Manifest:
     return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
 
 
+def whole_in(run_folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the checkpoints that are there in full, by the sizes of their files; the newest first."""
+    return [(step, folder) for step, folder in _found(run_folder) if fault_of(folder, contents=False) is None]
+
+
 def superseded(run_folder: Path, limit: int, best: Best | None) -> list[Path]:
     """Checkpoints that are not kept: whole ones beyond the newest `limit`, but for the best."""
-    whole = [(step, folder) for step, folder in _found(run_folder) if fault_of(folder, contents=False) is None]
+    whole = whole_in(run_folder)
     return [folder for step, folder in whole[limit:] if best is None or step != best.step]
 
 
@@ -282,10 +276,8 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
         return f"{MANIFEST} has format {manifest.format}, of another version of tunekit"
     if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
         return f"{MANIFEST} is one of step {manifest.step}"
-    fault = next(_faults_of_files(folder, manifest), None) or next(_missing_state(folder, manifest), None)
-    if fault is not None:
-        return fault
-    return _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
+    fault = next(chain(_faults_of_files(folder, manifest), _missing_state(folder, manifest)), None)
+    return fault or _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
 
 
 def _newest(run_folder: Path, *, contents: bool) -> Newest:

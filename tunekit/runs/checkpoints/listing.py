@@ -79,10 +79,8 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
 def newest_weights(run: Run) -> Found | None:
     """The newest checkpoint of a run whose weights are whole, whatever else of it is missing."""
     folders = sorted((run.path / CHECKPOINTS).glob("checkpoint-*"), key=steps_of, reverse=True)
-    for folder in folders:
-        if steps_of(folder) >= 0 and weights_fault(folder) is None:
-            return Found(steps_of(folder), folder)
-    return None
+    whole = (folder for folder in folders if steps_of(folder) >= 0 and weights_fault(folder) is None)
+    return next((Found(steps_of(folder), folder) for folder in whole), None)
 
 
 def weights_fault(folder: Path) -> str | None:
@@ -135,26 +133,20 @@ def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint
         history: What happened in it, by whoever has read that already; it is read where left out.
     """
     folders = folders_of(run)
-    if folders and history is None:
+    if history is None:
         history = EventReader(run.path / "events.jsonl")
-        history.read()
-    best = _best_name(run)
-    checkpoints_list = []
+        if folders:
+            history.read()
+    # The best evaluation, as the newest whole checkpoint tells it.
+    best = newest_complete(run.path).best
+    listed = []
     for name, path in folders.items():
-        loss, eval_loss = (None, None) if history is None else history.losses_at(steps_of(path))
-        checkpoints_list.append(
-            Checkpoint(
-                name=name,
-                path=path,
-                step=steps_of(path),
-                size_bytes=_size_of(path),
-                loss=loss,
-                eval_loss=eval_loss,
-                is_best=name == best,
-                fault=_fault_of(path),
-            )
-        )
-    return checkpoints_list
+        step = steps_of(path)
+        size_bytes = sum((path / file).lstat().st_size for file in files_in(path))
+        is_best = best is not None and name == f"checkpoint-{best.step}"
+        fault = "set aside, because it was damaged" if path.suffix else fault_of(path, contents=False)
+        listed.append(Checkpoint(name, path, step, size_bytes, *history.losses_at(step), is_best, fault))
+    return listed
 
 
 def folders_of(run: Run) -> dict[str, Path]:
@@ -163,19 +155,3 @@ def folders_of(run: Run) -> dict[str, Path]:
     folders = [path for path in (*root.glob("checkpoint-*"), *root.glob("aside-*/checkpoint-*")) if steps_of(path) >= 0]
     folders.sort(key=lambda path: (path.parent != root, path.suffix != "", -steps_of(path)))
     return {path.relative_to(root).as_posix(): path for path in folders}
-
-
-def _fault_of(path: Path) -> str | None:
-    if path.suffix:
-        return "set aside, because it was damaged"
-    return fault_of(path, contents=False)
-
-
-def _best_name(run: Run) -> str | None:
-    """The name of the checkpoint of the best evaluation, as the newest whole one tells it."""
-    best = newest_complete(run.path).best
-    return None if best is None else f"checkpoint-{best.step}"
-
-
-def _size_of(path: Path) -> int:
-    return sum((path / name).lstat().st_size for name in files_in(path))

@@ -45,9 +45,8 @@ from tunekit.process.watchdog import same_everywhere
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_newest
 from tunekit.runs.record import Record
-from tunekit.runs.requests import read_continuation
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place
+from tunekit.runs.small_files import Place, read_continuation
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -111,7 +110,7 @@ class Start:
 def start_of(run: Run, place: Place) -> Start:
     """Return the start of a run's training as the main process sees it; all call it together."""
     newest, leftover = same_everywhere(
-        (take_newest(run.path) if place.is_main else Newest(), read_continuation(run)), place
+        (take_newest(run.path) if place.is_main else Newest(), read_continuation(run.path)), place
     )
     begun = None if leftover.weights is None else run.path / leftover.weights
     weights = begun if newest.path is None else None

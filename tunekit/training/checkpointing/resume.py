@@ -26,9 +26,8 @@ from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.checkpoints.listing import Found, folders_of, named, newest_weights, steps_of
 from tunekit.runs.events import FINAL_PHASES
-from tunekit.runs.requests import Continuation, read_continuation, write_continuation
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import read_plan, read_text
+from tunekit.runs.small_files import Continuation, read_continuation, read_plan, read_text, write_continuation
 
 LENGTH = ("train.max_steps", "train.num_epochs")
 """Fields that say how long to train."""
@@ -129,7 +128,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
         checkpoint_path = checkpoint_path.rename(checkpoints / checkpoint_path.name)
     weights = checkpoint_path.relative_to(run.path).as_posix() if decision.weights_only else None
     # First what does no harm where the recipe and the plan are still the earlier ones.
-    write_continuation(run, Continuation(checkpoint.step, decision.changes, weights))
+    write_continuation(run.path, Continuation(checkpoint.step, decision.changes, weights))
     _replace(run, decision)
     num_steps = decision.plan.schedule.num_steps if decision.plan.schedule is not None else None
     run.update_status(num_steps=num_steps, step=0 if weights is not None else checkpoint.step)
@@ -181,7 +180,7 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     if name is not None:
         return named(run, name, weights_only=weights_only), weights_only
     newest = newest_complete(run.path)
-    begun = read_continuation(run).weights
+    begun = read_continuation(run.path).weights
     if newest.path is None and begun is not None and (run.path / begun).is_dir():
         # It began with the weights of a checkpoint, and ended before the first one of its own.
         return Found(steps_of(run.path / begun), run.path / begun), True
