@@ -11,6 +11,8 @@ import unicodedata
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 MAX_BYTES = 64 * 2**20
 """Largest small file, in bytes."""
 
@@ -53,6 +55,12 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def read_table(path: Path) -> Any:
+    """Return the data of a YAML file that comes with tunekit."""
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 def is_inside(path: Path, root: Path) -> bool:
