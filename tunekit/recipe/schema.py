@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from tunekit.recipe.methods import METHODS, Method
 from tunekit.recipe.methods.sft import SFTMethod
+from tunekit.recipe.methods.spec import OtherSections
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import Adapter, LoraAdapter, ModelSection
 from tunekit.recipe.sections.section import EXPANDS_ENV, TAG, Conflict, Conflicts, Section
@@ -72,7 +73,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _method_and_data_agree(self) -> "Recipe":
-        conflicts = list(self.method.conflicts(self.data, self.train, self.adapter, self.output))
+        conflicts = list(self.method.conflicts(OtherSections(self.data, self.train, self.adapter, self.output)))
         if conflicts:
             raise Conflicts(conflicts)
         return self

@@ -172,6 +172,15 @@ class MethodSpec:
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
 
 
+class OtherSections(NamedTuple):
+    """Sections of a recipe besides the method's, with which that has to agree."""
+
+    data: DataSection
+    train: TrainSection
+    adapter: Adapter
+    output: OutputSection
+
+
 class MethodSection(Section):
     """A training method. Each has a literal `type`, its name in recipes, and `trainer_args` for TRL's config."""
 
@@ -218,15 +227,13 @@ class MethodSection(Section):
         """
         return None
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield the fields of a recipe that do not go together with the method or with each other under it."""
         if not self.spec.masks_as_told:
-            yield from self._conflicts_of_rows(data)
+            yield from self._conflicts_of_rows(others.data)
         if self.spec.trains_on in ("pairs", "answers"):
-            yield from self._conflicts_of_dropout(adapter)
-        if self.spec.classifies and output.sample_prompts:
+            yield from self._conflicts_of_dropout(others.adapter)
+        if self.spec.classifies and others.output.sample_prompts:
             what = f"means nothing with method {self.type}, whose model judges and does not answer"
             yield Conflict(("output", "sample_prompts"), what, "leave it out")
 
