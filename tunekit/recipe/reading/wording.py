@@ -103,19 +103,14 @@ def _goes_with_a_variant(key: Key) -> bool:
     return len(key) > 2 and len(holders_along(key[:1])[0][0].sections) > 1
 
 
-_TYPE_ERRORS = {
-    "int_type",
-    "int_from_float",
-    "float_type",
-    "string_type",
-    "bool_type",
-    "list_type",
-    "dict_type",
-    "literal_error",
-    "model_type",
-    "model_attributes_type",
+_BOUNDS = {
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "finite_number": "a finite number",
 }
-"""pydantic's ways to say that a value is of another kind than the field."""
+"""Bounds that a number breaks, by pydantic's names for that."""
 
 _FUNCTION = "must be module:function, such as my_module:my_function"
 _MANY = 8
@@ -130,10 +125,8 @@ def to_problems(errors: Iterable[ErrorDetails], places: Places) -> list[Problem]
         conflicts = error.get("ctx", {}).get("error")
         if isinstance(conflicts, Conflicts):
             for conflict in conflicts.found:
-                place = places.of_key((*key, *conflict.key))
-                problems.setdefault(
-                    (*key, *conflict.key), Problem(place, conflict.what, (*key, *conflict.key), conflict.hint)
-                )
+                at = (*key, *conflict.key)
+                problems.setdefault(at, Problem(places.of_key(at), conflict.what, at, conflict.hint))
             continue
         problems.setdefault(key, _problem(error, key, section, field, places))
     # A union complains once for each of its branches; the branch that went deepest is the one that was meant.
@@ -215,18 +208,10 @@ def _complaint(
     """Return the problem of a value, and the hint."""
     actual = f"got {show(value)}"
     match kind:
-        case _ if kind in _TYPE_ERRORS:
+        case _ if kind.endswith("_type") or kind in ("int_from_float", "literal_error"):
             return _wrong_kind(value, key, field)
-        case "greater_than":
-            return f"must be greater than {context['gt']:g}, {actual}", None
-        case "greater_than_equal":
-            return f"must be at least {context['ge']:g}, {actual}", None
-        case "less_than":
-            return f"must be less than {context['lt']:g}, {actual}", None
-        case "less_than_equal":
-            return f"must be at most {context['le']:g}, {actual}", None
-        case "finite_number":
-            return f"must be a finite number, {actual}", None
+        case _ if kind in _BOUNDS:
+            return f"must be {_BOUNDS[kind].format_map(context)}, {actual}", None
         case "too_short":
             return "must not be an empty list", None
         case "string_too_short":
