@@ -35,6 +35,10 @@ from tunekit.estimates.hardware.machines import machines as machines
 from tunekit.evaluation.evaluate import evaluate as evaluate
 from tunekit.exporting.export import Export as Export
 from tunekit.exporting.export import export as export
+from tunekit.files import ShippedRecipe as ShippedRecipe
+from tunekit.files import list_examples as list_examples
+from tunekit.files import list_recipes as list_recipes
+from tunekit.files import recipe_text as recipe_text
 from tunekit.inference.chat import Talk as Talk
 from tunekit.inference.chat import chat as chat
 from tunekit.inference.generate import Generated as Generated
@@ -50,10 +54,6 @@ from tunekit.recipe.edits import recipe_diff as recipe_diff
 from tunekit.recipe.entries import UNSET as UNSET
 from tunekit.recipe.entries import Entry as Entry
 from tunekit.recipe.entries import recipe_entries as recipe_entries
-from tunekit.recipe.library import ShippedRecipe as ShippedRecipe
-from tunekit.recipe.library import list_examples as list_examples
-from tunekit.recipe.library import list_recipes as list_recipes
-from tunekit.recipe.library import recipe_text as recipe_text
 from tunekit.recipe.load import load_recipe as load_recipe
 from tunekit.recipe.load import named_paths as named_paths
 from tunekit.recipe.load import read_text as read_text

@@ -15,7 +15,7 @@ from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.decisions.candidates import SHARDED_OPTIMS, candidates
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model
-from tunekit.recipe.sections.train import Optim, ParallelSection
+from tunekit.recipe.sections.section import Optim, ParallelSection
 
 
 def names(machine, model=LLAMA_8B, **sections) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tunekit.errors import RecipeError
+from tunekit.files import list_recipes
 from tunekit.recipe.explain import explain, json_schema
-from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.reading.wording import familiar_names
 from tunekit.recipe.schema import all_fields, holders_along

@@ -26,7 +26,7 @@ from tunekit.migration.draft import (
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 MARKS = frozenset({"checkpointer", "tokenizer", "metric_logger", "optimizer", "enable_activation_checkpointing"})
 """Keys by which a configuration of torchtune is told from others, besides `_component_`."""

@@ -5,7 +5,7 @@ from typing import get_args
 from tunekit.migration.draft import Draft, Rule, carried, is_off
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 KNOWN: tuple[Tracker, ...] = get_args(Tracker)
 

@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 from tunekit.files import read_table
 from tunekit.recipe.reading.parse import dotted, to_inline_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.section import Section
-from tunekit.recipe.sections.train import Strategy
+from tunekit.recipe.sections.section import Section, Strategy
 
 Effect = Literal["takes effect", "saved state", "refused"]
 """What becomes of an edit: it holds from here on; the saved state holds the earlier value, so that it takes effect only

@@ -133,12 +133,8 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     """The key, what it takes, its default, and the variants that have it."""
     field = holders[0].field
     below = sections_of(field)
-    sections = [("a section", takes_one(field)), ("a list of sections", takes_list(field))]
-    parts = [
-        any_of([words for words, variants_of_section in sections if variants_of_section])
-        if below
-        else takes_words(holders)
-    ]
+    sections = ["a section"] * takes_one(field) + ["a list of sections"] * takes_list(field)
+    parts = [any_of(sections) if below else takes_words(holders)]
     if field.is_required():
         parts.append("required")
     elif key[-1] == TAG:

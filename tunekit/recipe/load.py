@@ -26,8 +26,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
+from tunekit.files import find_recipe, list_recipes, near_names
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.library import find_recipe, list_recipes, near_names
 from tunekit.recipe.reading.overrides import Overrides, escape_environment, expand_environment, spell_out
 from tunekit.recipe.reading.parse import (
     MAPPING,
@@ -47,8 +47,15 @@ from tunekit.recipe.reading.parse import (
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.wording import to_problems
 from tunekit.recipe.schema import Recipe, expands_env, holders_along, is_free_mapping, members, tag_of
-from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflict, FunctionPath, Section
-from tunekit.recipe.sections.train import NAME_PATTERN, ONE_LENGTH
+from tunekit.recipe.sections.section import (
+    FUNCTION_PATTERN,
+    NAME_PATTERN,
+    ONE_LENGTH,
+    TAG,
+    Conflict,
+    FunctionPath,
+    Section,
+)
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.redact import redacted, secret_in
 

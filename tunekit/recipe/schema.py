@@ -28,8 +28,16 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import OtherSections
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import Adapter, LoraAdapter, ModelSection
-from tunekit.recipe.sections.section import EXPANDS_ENV, TAG, Conflict, Conflicts, Section
-from tunekit.recipe.sections.train import OutputSection, ParallelSection, TrainSection
+from tunekit.recipe.sections.section import (
+    EXPANDS_ENV,
+    TAG,
+    Conflict,
+    Conflicts,
+    OutputSection,
+    ParallelSection,
+    Section,
+    TrainSection,
+)
 
 
 def has_choice(key: tuple[str, ...], method: str) -> bool:

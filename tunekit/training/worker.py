@@ -25,7 +25,7 @@ from tunekit.process.watchdog import Heart, Watchdog, gone_words
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 from tunekit.redact import Redacting
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import Listener, first_and_last

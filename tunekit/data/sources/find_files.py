@@ -15,7 +15,7 @@ from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, STREAMED, File, LocalFile, kind_of
 from tunekit.data.sources.remote import fetch, find_remote, is_url, shown
 from tunekit.errors import DataError
-from tunekit.recipe.library import find_example
+from tunekit.files import find_example
 from tunekit.recipe.sections.data import DataSource
 
 EXAMPLE_PREFIX = "example:"

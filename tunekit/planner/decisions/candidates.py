@@ -23,7 +23,7 @@ from tunekit.planner.decisions.vllm import why_not_in
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.train import Optim, ParallelSection
+from tunekit.recipe.sections.section import Optim, ParallelSection
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes

@@ -13,7 +13,7 @@ from tunekit.planner.decisions.vllm import why_no_vllm
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
-from tunekit.recipe.sections.train import LrSchedulerType
+from tunekit.recipe.sections.section import LrSchedulerType
 
 
 @dataclass(frozen=True)

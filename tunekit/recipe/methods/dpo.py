@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
-from tunekit.recipe.sections.section import Conflict
+from tunekit.recipe.sections.section import Conflict, alone_in_list
 
 DPOLoss = Literal[
     "sigmoid",
@@ -56,10 +56,7 @@ class DPOMethod(ReferenceMethod):
     loss_type: Annotated[
         list[DPOLoss],
         Field(min_length=1),
-        BeforeValidator(
-            lambda given: [given] if isinstance(given, str) else given,
-            json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)],
-        ),
+        BeforeValidator(alone_in_list, json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)]),
     ] = ["sigmoid"]
     """Loss by TRL's name, or a list of losses that are summed, such as `[sigmoid, sft]`."""
 

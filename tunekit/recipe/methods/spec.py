@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
 from tunekit.recipe.sections.model import Adapter, LoraAdapter
-from tunekit.recipe.sections.section import Conflict, Section
-from tunekit.recipe.sections.train import OutputSection, TrainSection
+from tunekit.recipe.sections.section import Conflict, OutputSection, Section, TrainSection
 
 HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]
 """Head that scores tokens: TRL's in tiles; tunekit's in chunks, whose gradients are computed with them where the sum of

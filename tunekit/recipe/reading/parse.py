@@ -21,7 +21,7 @@ raised together, in the order of the file: a user mends them in one go.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -172,6 +172,15 @@ def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from leaves(item, (*key, part))
     else:
         yield key, value
+
+
+def mapped(value: Any, change: Callable[[Any, Key], Any], key: Key = ()) -> Any:
+    """Return mappings and lists in which what they hold in the end is changed, by its value and its key."""
+    if isinstance(value, dict):
+        return {name: mapped(item, change, (*key, name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [mapped(item, change, (*key, position)) for position, item in enumerate(value)]
+    return change(value, key)
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:

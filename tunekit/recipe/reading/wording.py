@@ -36,8 +36,7 @@ from tunekit.recipe.schema import (
     takes_one,
     variant,
 )
-from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflicts, FunctionPath, Section
-from tunekit.recipe.sections.train import NAME_PATTERN
+from tunekit.recipe.sections.section import FUNCTION_PATTERN, NAME_PATTERN, TAG, Conflicts, FunctionPath, Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
 

@@ -35,7 +35,7 @@ from transformers import TrainerCallback
 from tunekit.errors import DiskError, RunError
 from tunekit.process.collectives import any_of, exchange_problem, same_everywhere
 from tunekit.process.watchdog import Heart
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.section import TrainSection
 from tunekit.runs.checkpoints.complete import (
     CHECKPOINTS,
     COPIES,
