@@ -17,6 +17,7 @@ from tunekit.recipe.reading.wording import unknown_key
 from tunekit.recipe.schema import (
     Holder,
     Recipe,
+    all_fields,
     expands_env,
     holders_along,
     members,
@@ -207,8 +208,7 @@ def json_schema() -> dict[str, Any]:
     """The JSON schema of recipes, draft 2020-12, short forms included."""
     schema = Recipe.model_json_schema()
     definitions = schema["$defs"]
-    sections: list[type[Section]] = [Recipe, *_all_sections(Recipe)]
-    for section in sections:
+    for section in (Recipe, *(below for _, field in all_fields() for below in sections_of(field))):
         properties = schema["properties"] if section is Recipe else definitions[section.__name__]["properties"]
         for name, field in section.model_fields.items():
             below = sections_of(field)
@@ -220,13 +220,6 @@ def json_schema() -> dict[str, Any]:
                     required = [other for other in definitions[variant.__name__].get("required", []) if other != TAG]
                     definitions[variant.__name__]["required"] = [TAG, *required]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tunekit recipe"}
-
-
-def _all_sections(section: type[Section]) -> Iterator[type[Section]]:
-    for field in section.model_fields.values():
-        for below in sections_of(field):
-            yield below
-            yield from _all_sections(below)
 
 
 def _short_form(sections: list[type[Section]]) -> dict[str, Any]:

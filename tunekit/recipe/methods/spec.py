@@ -243,10 +243,7 @@ class MethodSection(Section):
             yield Conflict(("data", "packing"), f"cannot be true {with_it}", "leave it out")
         if data.padding_free is True:
             yield Conflict(("data", "padding_free"), f"cannot be true {with_it}: TRL pads its batches", "leave it out")
-        sources = [
-            *each_source("train", data.train),
-            *(each_source("eval", data.eval) if data.eval is not None else ()),
-        ]
+        sources = [*each_source("train", data.train), *each_source("eval", data.eval)]
         settings = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
         for key, loss_on in settings:
             if loss_on not in (None, "assistant"):

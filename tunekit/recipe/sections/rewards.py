@@ -5,16 +5,16 @@ reward with its defaults (`exact_match`), and `my_module:my_function` for a func
 """
 
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import (
     EXPANDS_ENV,
     FUNCTION_PATTERN,
     Conflict,
-    Conflicts,
     FunctionPath,
     Section,
     from_word,
@@ -127,11 +127,10 @@ class JsonSchemaReward(_TunekitReward):
     column: str | None = None
     """Column of the rows with a schema each, instead of one for all."""
 
-    @model_validator(mode="after")
-    def _has_one_schema(self) -> Self:
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a conflict unless there is exactly one schema."""
         if (self.path is None) == (self.column is None):
-            raise Conflicts([Conflict(("path",), "give either path or column", "the schema stands in one of them")])
-        return self
+            yield Conflict(("path",), "give either path or column", "the schema stands in one of them")
 
 
 class LengthReward(_TunekitReward):
@@ -146,12 +145,11 @@ class LengthReward(_TunekitReward):
     free_tokens: Annotated[int, Field(ge=0)]
     """Tokens up to which an answer gets 0."""
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a conflict where the value has no tokens to fall over."""
         if self.free_tokens >= self.max_tokens:
             what = f"{self.free_tokens} is not less than max_tokens {self.max_tokens}"
-            raise Conflicts([Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")])
-        return self
+            yield Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")
 
 
 class RepetitionReward(_TunekitReward):

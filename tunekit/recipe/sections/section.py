@@ -5,8 +5,8 @@ how a model is trained (how long, how fast, in which steps, and what is kept), h
 is done when one of them fails, and where a run is written and which trackers get its figures.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -58,6 +58,17 @@ class Section(BaseModel):
     @classmethod
     def _spell_out(cls, value: Any) -> Any:
         return {cls.shorthand: value} if isinstance(value, str) and cls.shorthand else value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        conflicts = list(self._conflicts_within())
+        if conflicts:
+            raise Conflicts(conflicts)
+        return self
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield the fields that do not go together with others of the section."""
+        yield from ()
 
 
 def from_word(sections: Sequence[type[Section]], word: str) -> dict[str, Any] | None:
