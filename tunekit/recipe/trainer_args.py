@@ -15,7 +15,7 @@ from typing import Any
 from tunekit.errors import DependencyError
 from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.reading.phrases import any_of, near, show, spelling_hint
+from tunekit.recipe.reading.phrases import KINDS, any_of, near, show, spelling_hint
 
 CONFIGS = {name: method.spec.config for name, method in METHODS.items()}
 """TRL's config of each method: package, file in it, class."""
@@ -189,15 +189,7 @@ def _builtin_types(annotation: ast.expr) -> frozenset[str] | None:
     return None
 
 
-_WORDS = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "list": "a list",
-    "dict": "a mapping",
-    "None": "null",
-}
+_WORDS = {kind.__name__: words for kind, words in KINDS.items()} | {"list": "a list", "None": "null"}
 
 
 def _value_fault(field: ConfigField, value: Any) -> tuple[str, str | None] | None:

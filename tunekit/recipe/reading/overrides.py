@@ -323,6 +323,11 @@ class _Expansion:
             return value
         path = holders_along(key, self.values)
         is_path = len(path) == len(key) and all(expands_env(holder.field) for holder in path[-1])
+        at: Any = self.values
+        for part, holders in zip(key, path, strict=False):
+            # A section whose tag names another variant, or none, does not have the field.
+            is_path = is_path and (isinstance(part, int) or tag_of(holders[0].section) in (None, at.get(TAG)))
+            at = at[part]
         return self.path(value, key) if is_path else self.plain(value, key)
 
     def path(self, text: str, key: Key) -> str:
