@@ -208,7 +208,8 @@ def json_schema() -> dict[str, Any]:
     """The JSON schema of recipes, draft 2020-12, short forms included."""
     schema = Recipe.model_json_schema()
     definitions = schema["$defs"]
-    for section in (Recipe, *(below for _, field in all_fields() for below in sections_of(field))):
+    sections: list[type[Section]] = [Recipe, *(below for _, field in all_fields() for below in sections_of(field))]
+    for section in sections:
         properties = schema["properties"] if section is Recipe else definitions[section.__name__]["properties"]
         for name, field in section.model_fields.items():
             below = sections_of(field)
