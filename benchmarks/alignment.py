@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import tunekit
 from benchmarks.circumstances import circumstances
+from tunekit.files import find_example
 from tunekit.probe.model import PICO
-from tunekit.recipe.library import find_example
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "alignment.json"

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import grimp
 
+import tunekit
 from tests.tiers import UNKNOWN_SECONDS, read_durations
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,8 @@ def distances(changed: Iterable[str]) -> dict[str, int]:
     """
     changed = list(changed)
     graph = grimp.build_graph(*ROOT_PACKAGES)
+    for home in set(tunekit._HOMES.values()):  # whoever imports the root may use any of its names
+        graph.add_import(importer="tunekit", imported=home)
     reached = dict.fromkeys(_modules_in(changed, graph.modules), 0)
     layer = set(reached)
     while layer:
@@ -116,7 +119,7 @@ def _modules_in(changed: Iterable[str], modules: set[str]) -> Iterator[str]:
         parts = PurePosixPath(path)
         if parts.parts[0] not in ROOT_PACKAGES:
             continue
-        if parts.suffix == ".py":
+        if parts.suffix in (".py", ".pyi"):
             names = [_module_of(parts)]
         else:
             # A data file is read by its neighbours.

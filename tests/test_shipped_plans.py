@@ -4,8 +4,8 @@ import pytest
 
 from tests.rows import save_rows
 from tunekit.api import verbs
+from tunekit.files import list_recipes
 from tunekit.planner.plan import Plan
-from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
 
 

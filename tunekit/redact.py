@@ -148,8 +148,8 @@ def _login() -> str | None:
     return token if len(token) >= MIN_LENGTH else None
 
 
-class Redacting(io.TextIOBase):
-    """A stream of text that writes to another one, without secrets.
+class _Wrapping(io.TextIOBase):
+    """A stream of text that writes to another one.
 
     Args:
         stream: Where to.
@@ -158,23 +158,13 @@ class Redacting(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        """Write a text without its secrets."""
-        self._stream.write(redacted(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Write what was kept back."""
-        if not self._stream.closed:
-            self._stream.flush()
-
     def writable(self) -> bool:
         """Always."""
         return True
 
     def isatty(self) -> bool:
         """Return whether the other stream is a terminal."""
-        return self._stream.isatty()
+        return not self._stream.closed and self._stream.isatty()
 
     def fileno(self) -> int:
         """The file of the other stream."""
@@ -194,6 +184,20 @@ class Redacting(io.TextIOBase):
     def errors(self) -> str | None:  # type: ignore[override]
         """Error handler with which the other stream writes characters that it cannot encode."""
         return self._stream.errors
+
+
+class Redacting(_Wrapping):
+    """A stream of text that writes to another one, without secrets."""
+
+    def write(self, text: str) -> int:
+        """Write a text without its secrets."""
+        self._stream.write(redacted(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what was kept back."""
+        if not self._stream.closed:
+            self._stream.flush()
 
 
 @contextlib.contextmanager
@@ -220,15 +224,11 @@ def redacting_pipe(log: IO[bytes]) -> Iterator[IO[bytes]]:
         thread.join(DRAIN_SECONDS)
 
 
-class _Lasting(io.TextIOBase):
-    """A stream of text that writes to another one for as long as that can be written, and to nowhere afterwards.
-
-    Args:
-        stream: Where to.
-    """
+class _Lasting(_Wrapping):
+    """A stream of text that writes to another one for as long as that can be written, and to nowhere afterwards."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._is_lost = False
 
     def write(self, text: str) -> int:
@@ -252,33 +252,6 @@ class _Lasting(io.TextIOBase):
             self._stream.flush()
         except OSError:
             self._is_lost = True
-
-    def writable(self) -> bool:
-        """Always."""
-        return True
-
-    def isatty(self) -> bool:
-        """Return whether the other stream is a terminal."""
-        return not self._stream.closed and self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The file of the other stream."""
-        return self._stream.fileno()
-
-    @property
-    def buffer(self) -> Any:
-        """The bytes below the other stream."""
-        return self._stream.buffer
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """That of the other stream."""
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        """Error handler with which the other stream writes characters that it cannot encode."""
-        return self._stream.errors
 
 
 def lasting(stream: TextIO) -> TextIO:

@@ -28,7 +28,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 from tunekit.training.train import forget_overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ from tunekit.migration.draft import reason
 from tunekit.migration.report import TOOLS
 from tunekit.migration.table import Table, read_table
 from tunekit.recipe.schema import holders_along
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 
 def fields_of(table: Table) -> set[str]:

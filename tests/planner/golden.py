@@ -16,10 +16,10 @@ from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.models.model_config import known_models
+from tunekit.files import list_recipes
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model
-from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.schema import Recipe

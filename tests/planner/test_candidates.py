@@ -16,7 +16,7 @@ from tunekit.planner.decisions.candidates import candidates
 from tunekit.planner.decisions.checks import SHARDED_OPTIMS
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model
-from tunekit.recipe.sections.train import Optim, ParallelSection
+from tunekit.recipe.sections.section import Optim, ParallelSection
 
 
 def names(machine, model=LLAMA_8B, **sections) -> list[str]:

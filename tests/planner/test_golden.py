@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.planner.golden import GOLDEN, MACHINES, SHIPPED, decisions, plans
-from tunekit.recipe.library import list_recipes
+from tunekit.files import list_recipes
 
 PLANS = dict(plans())
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tunekit.errors import RecipeError
+from tunekit.files import list_recipes
 from tunekit.recipe.entries import UNSET, recipe_entries
-from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe, read_text
 from tunekit.recipe.reading.rewrite import edit_text, short_recipe
 

@@ -1,8 +1,11 @@
 """What becomes of each edit of a recipe when a run goes on."""
 
+from typing import get_args
+
 import pytest
 
-from tunekit.recipe.edits import RULINGS, edits, ruling, ruling_of
+from tunekit.files import read_table
+from tunekit.recipe.edits import _TABLE, Effect, edits, ruling, ruling_of, rulings
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import all_fields, sections_of
@@ -25,17 +28,22 @@ def test_every_field_of_a_recipe_is_classified():
 
 def test_every_classified_key_is_one_of_a_recipe():
     known = {dotted(key) for key, _ in all_fields()}
-    assert set(RULINGS) <= known
+    assert set(rulings()) <= known
 
 
 @pytest.mark.parametrize("section", ["train", "parallel", "method", "output"])
 def test_a_new_field_of_these_sections_has_to_be_thought_of(section):
     # What model, adapter and data say stays as it is unless somebody says otherwise.
-    assert section not in RULINGS
+    assert section not in rulings()
+
+
+def test_every_key_has_one_ruling_of_a_known_effect():
+    assert sum(len(group["keys"]) for group in read_table(_TABLE)) == len(rulings())
+    assert {found.effect for found in rulings().values()} == set(get_args(Effect))
 
 
 def test_what_cannot_be_had_says_why():
-    assert [name for name, found in RULINGS.items() if found.effect != "takes effect" and not found.why] == []
+    assert [name for name, found in rulings().items() if found.effect != "takes effect" and not found.why] == []
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 import tunekit
 from tunekit import UNSET, Entry
+from tunekit.files import list_recipes
 from tunekit.recipe.explain import explain
-from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe, read_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import RewardedMethod

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from tunekit.errors import RecipeError
+from tunekit.files import list_recipes
 from tunekit.recipe.explain import explain, json_schema
-from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.reading.wording import FAMILIAR_NAMES
+from tunekit.recipe.reading.wording import familiar_names
 from tunekit.recipe.schema import all_fields, holders_along
 
 
@@ -116,7 +116,7 @@ def test_an_unknown_key_is_told_with_what_was_meant(key: str, message: str) -> N
 
 
 def test_every_name_that_other_tools_use_leads_to_a_key_that_exists() -> None:
-    for name, ours in FAMILIAR_NAMES.items():
+    for name, ours in familiar_names().items():
         for key in re.findall(r"\b(?:model|data|method|adapter|train|output)\.\w+", ours):
             parts = tuple(key.split("."))
             assert len(holders_along(parts)) == len(parts), f"{name} -> {key}"

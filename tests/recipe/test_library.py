@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tunekit.errors import DataError, RecipeError
-from tunekit.recipe.library import (
+from tunekit.files import (
     copy_recipe,
     example_root,
     find_example,
@@ -74,7 +74,7 @@ def test_a_description_is_the_first_comment_line() -> None:
 
 
 def test_the_table_of_recipes_is_theirs() -> None:
-    """Print a new one with `python -c "from tunekit.recipe.library import recipe_table; print(recipe_table())"`."""
+    """Print a new one with `python -c "from tunekit.files import recipe_table; print(recipe_table())"`."""
     assert recipe_table() in (recipe_root() / "README.md").read_text(encoding="utf-8")
 
 

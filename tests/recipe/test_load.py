@@ -20,7 +20,7 @@ from tunekit.recipe.reading.parse import MAPPING, plain_scalar, read_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
-from tunekit.recipe.sections.train import OutputSection, TrainSection
+from tunekit.recipe.sections.section import OutputSection, TrainSection
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"
 ROOT = Path(__file__).parents[2]
@@ -331,11 +331,12 @@ def test_reading_recipes_imports_no_torch_and_none_of_its_family(tmp_path: Path)
     script = (
         "import sys\n"
         "from tunekit.errors import RecipeError\n"
-        "from tunekit.recipe import explain, library, load\n"
+        "from tunekit.files import list_recipes\n"
+        "from tunekit.recipe import explain, load\n"
         "load.load_recipe('sft/quickstart', ['method.trainer_args.adam_beta1=0.8'])\n"
         "try:\n    load.load_recipe('bad.yaml')\n"
         "except RecipeError as error:\n    assert len(str(error).splitlines()) == 2, error\n"
-        "explain.explain(None), explain.json_schema(), library.list_recipes()\n"
+        "explain.explain(None), explain.json_schema(), list_recipes()\n"
         "heavy = {'torch', 'transformers', 'trl', 'datasets', 'peft', 'accelerate', 'numpy', 'pandas'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

@@ -8,7 +8,7 @@ from tunekit.recipe.load import load_recipe, load_recipe_with_notes
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.section import TrainSection
 
 PLAIN = "model: pico\ndata: {train: x.jsonl}\n"
 LORA = PLAIN + "adapter: {type: lora, rank: 16, target_modules: [q_proj, v_proj]}\n"

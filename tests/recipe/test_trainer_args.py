@@ -16,14 +16,14 @@ from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import GenerationSection
 from tunekit.recipe.schema import Recipe, holders_along
 from tunekit.recipe.trainer_args import (
-    OWNED,
-    OWNED_PREFIXES,
     check_trainer_args,
     config_fields,
+    owned_args,
     owner_hint,
 )
 
 BUILDERS = Path(__file__).parents[2] / "tunekit" / "methods"
+OWNED, OWNED_PREFIXES = owned_args()
 SOURCE = {"model": "pico", "data": {"train": "x.jsonl"}}
 
 

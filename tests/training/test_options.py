@@ -12,7 +12,7 @@ import tunekit
 from tests.tiny import TEMPLATE, make_tokenizer, save_chats, save_tiny_model, watching_models
 from tunekit.data.prepare import read_dataset
 from tunekit.errors import PlanError
-from tunekit.recipe.sections.train import LrSchedulerType, Optim
+from tunekit.recipe.sections.section import LrSchedulerType, Optim
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import tunekit
 from tests.rows import save_rows
 from tests.tiny import save_tiny_model_like
 from tunekit.estimates.models.model_config import known_models
-from tunekit.recipe.library import list_recipes
+from tunekit.files import list_recipes
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 

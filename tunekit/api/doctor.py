@@ -22,7 +22,7 @@ from tunekit.estimates.facts import Device, Hardware
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 Driver = Literal["NVIDIA", "AMD"]
 

@@ -268,7 +268,7 @@ def _recipes(context: typer.Context) -> None:
         from rich.table import Table
 
         from tunekit.display.console import make_console
-        from tunekit.recipe.library import list_recipes
+        from tunekit.files import list_recipes
 
         table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
         for shipped in list_recipes():
@@ -282,9 +282,9 @@ def copy_recipe(
     dest: Annotated[Path | None, Argument(help="File or folder to copy it to.")] = None,
 ) -> None:
     """Copy a shipped recipe to edit."""
-    from tunekit.recipe import library
+    from tunekit import files
 
-    print(library.copy_recipe(name, dest))
+    print(files.copy_recipe(name, dest))
 
 
 @app.command(rich_help_panel=RUNS)

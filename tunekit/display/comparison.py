@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_uppercase
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from tunekit.display.drawing import plain_table, plotted
 from tunekit.reporting.comparison import NONE, Comparison, Overlay
 from tunekit.reporting.page import thinned
 
@@ -20,7 +21,7 @@ DRAWN = ("loss", "eval_loss")
 def comparison_parts(comparison: Comparison, width: int) -> Iterator[RenderableType]:
     """Runs side by side: which, what came of them, their curves, and in what they differ."""
     letters = ascii_uppercase[: len(comparison.names)]
-    named = Table("", "run", "state", "step", box=None, padding=(0, 3, 0, 0))
+    named = plain_table("", "run", "state", "step")
     for letter, name, story in zip(letters, comparison.names, comparison.stories, strict=True):
         named.add_row(letter, Text(name), story.state, story.step_words)
     yield named
@@ -47,10 +48,7 @@ def comparison_parts(comparison: Comparison, width: int) -> Iterator[RenderableT
 
 
 def _table(first: str, letters: str) -> Table:
-    table = Table(first, box=None, padding=(0, 3, 0, 0))
-    for letter in letters:
-        table.add_column(letter, overflow="fold")
-    return table
+    return plain_table(first, *(Column(letter, overflow="fold") for letter in letters))
 
 
 def _differences(title: str, rows: Mapping[str, Sequence[str | None]], letters: str) -> Table | None:
@@ -69,17 +67,6 @@ def _short(text: str) -> str:
 
 def _drawn(overlay: Overlay, letters: str, width: int) -> str:
     """A curve of each run, whose points are the run's letter."""
-    import plotext
-
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless")
     size = min(width, 100)
-    figure.plot_size(size, 16)
-    figure.title(overlay.title)
-    for letter, line in zip(letters, overlay.lines, strict=True):
-        if line.points:
-            steps, values = zip(*thinned(line.points, size // 4), strict=True)
-            figure.draw(figure.signal(list(steps), list(values), marker=letter))
-    figure.label("step", "x")
-    return str(plotext.uncolorize(str(figure.build())))
+    lettered = [(line.points, letter) for letter, line in zip(letters, overlay.lines, strict=True) if line.points]
+    return plotted(overlay.title, size, 16, [(thinned(points, size // 4), letter) for points, letter in lettered])

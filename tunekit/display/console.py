@@ -16,16 +16,18 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tunekit.api.doctor import Diagnosis
+from tunekit.display.drawing import numbers, plain_table, plotted
 from tunekit.display.evaluation import evaluations_table
 from tunekit.display.plan import plan_view
 from tunekit.errors import TunekitError
@@ -59,6 +61,14 @@ NOTABLE_SHARE = 0.05
 
 BAR_COLUMNS = 40
 """Columns of a live line that are not figures: the step, a short bar, and the time."""
+
+LINES = {
+    "fused": ("kernels  {message}", "dim"),
+    "tracker": ("{name}  {message}", "dim"),
+    "warning": ("warning: {message}", "yellow"),
+    "stop": ("{message}", "yellow"),
+}
+"""Events that are shown as a line each: its words and its style."""
 
 SHOWN_LETTERS = 300
 """Of a generated answer that a summary shows."""
@@ -111,10 +121,9 @@ class Progress:
             self.console.print(Text(queue_words(event), style="yellow"))
         elif kind == "hosts":
             self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
-        elif kind == "fused":
-            self.console.print(Text(f"kernels  {event['message']}", style="dim"))
-        elif kind == "tracker":
-            self.console.print(Text(f"{event['name']}  {event['message']}", style="dim"))
+        elif kind in LINES:
+            words, style = LINES[kind]
+            self.console.print(Text(words.format_map(event), style=style))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":
@@ -125,10 +134,6 @@ class Progress:
             self._on_restart(event)
         elif kind == "resume":
             self._on_resume(event)
-        elif kind == "warning":
-            self.console.print(Text(f"warning: {event['message']}", style="yellow"))
-        elif kind == "stop":
-            self.console.print(Text(event["message"], style="yellow"))
         elif kind == "result" and self._run is not None:
             self.console.print(summary(event, self._run))
 
@@ -138,20 +143,25 @@ class Progress:
         if self._bar is None:
             if done == total:  # it was quick
                 return
-            self._bar = Bar(
-                TextColumn("preparing {task.description}"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TimeRemainingColumn(),
-                console=self.console,
-                expand=True,
-                transient=True,
-            )
-            self._task = self._bar.add_task(escape(source), total=total)
-            self._bar.start()
+            self._bar = self._begin_bar("preparing {task.description}", escape(source), total, transient=True)
         self._bar.update(self._task, completed=done)
         if done == total:
             self.stop()
+
+    def _begin_bar(self, title: str, task: str, total: int, *more: ProgressColumn, transient: bool) -> Bar:
+        """Show a bar that counts to a total, with more columns before the time that is left."""
+        columns = TextColumn(title), MofNCompleteColumn(), BarColumn(bar_width=None), *more, TimeRemainingColumn()
+        bar = Bar(
+            *columns,
+            console=self.console,
+            expand=True,
+            transient=transient,
+            redirect_stdout=transient,
+            redirect_stderr=transient,
+        )
+        self._task = bar.add_task(task, total=total, numbers="")
+        bar.start()
+        return bar
 
     def stop(self) -> None:
         """Take the bar away, if there is one."""
@@ -165,21 +175,8 @@ class Progress:
 
     def _on_phase(self, phase: str) -> None:
         if phase == "training" and self._is_live:
-            self._bar = Bar(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self.console,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                expand=True,
-            )
-            self._task = self._bar.add_task("", total=self._num_steps, numbers="")
-            self._bar.start()
+            more = TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("left")
+            self._bar = self._begin_bar("step", "", self._num_steps, *more, transient=False)
         else:
             self.stop()
         if phase == "loading":
@@ -245,9 +242,7 @@ def summary(result: Event, run: Run) -> RenderableType:
 
     Runs of earlier versions told less: no `measures`, `ranks` and `mfu`, and no time of any part.
     """
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table = plain_table(Column(style="bold", no_wrap=True), Column(), gap=2, shows_header=False)
     measures, ranks = result.get("measures", {}), result.get("ranks", [])
     # Where answers are rewarded, the loss is near zero whatever is learned.
     if result["first_loss"] is not None and "reward" not in measures:
@@ -374,7 +369,7 @@ def _short(text: str) -> str:
 
 def runs_table(runs: Sequence[Run]) -> RenderableType:
     """Runs with their state, step, and the last of what they are judged by."""
-    table = Table("run", "state", "step", "last", "started", "tags", box=None, padding=(0, 3, 0, 0))
+    table = plain_table("run", "state", "step", "last", "started", "tags")
     for run in runs:
         try:
             table.add_row(*_cells(run))
@@ -439,34 +434,22 @@ def _why_not_finished(run: Run, reason: str | None) -> Text:
 
 def loss_curve(run: Run, width: int) -> str:
     """Draw the metric that a run is judged by over its steps as terminal text; empty while nothing was logged."""
-    import plotext
-
     metrics = run.metrics()
     if metrics.empty:
         return ""
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(min(width, 100), 18)
     learned = judged_by(metrics.columns.tolist())
-    held_out = f"eval_{learned}"
-    words = words_of(learned)
-    figure.title(f"training {words}" + (f" (line), eval {words} (o)" if held_out in metrics else ""))
-    for column, marker in ((learned, "braille"), (held_out, "o")):
-        if column in metrics:
-            series = metrics[column].dropna()
-            signal = figure.signal(series.index.tolist(), series.tolist(), marker=marker)
-            figure.draw(signal if column == held_out else signal.lines())
-    figure.label("step", "x")
-    return str(plotext.uncolorize(str(figure.build())))
+    held_out, words = f"eval_{learned}", words_of(learned)
+    title = f"training {words}" + (f" (line), eval {words} (o)" if held_out in metrics else "")
+    markers = {learned: "braille", held_out: "o"}
+    drawn = [(metrics[name].dropna(), marker) for name, marker in markers.items() if name in metrics]
+    return plotted(
+        title, min(width, 100), 18, [(list(zip(series.index, series, strict=True)), marker) for series, marker in drawn]
+    )
 
 
 def coverage_table(report: "Report") -> RenderableType:
     """Render the modules of a model that are fused, and those that are not with the reason."""
-    table = Table("module", box=None, padding=(0, 3, 0, 0))
-    table.add_column("number", justify="right")
-    for column in ("kernel", "differs from the original by, or why there is none"):
-        table.add_column(column)
+    table = plain_table("module", *numbers("number"), "kernel", "differs from the original by, or why there is none")
     for line in report.lines:
         kernel = Text(line.form or "none", style="green" if line.is_fused else "yellow")
         remark = line.reason or (f"rounding, {line.difference:.1g} of a row" if line.difference else "nothing")
@@ -476,7 +459,7 @@ def coverage_table(report: "Report") -> RenderableType:
 
 def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     """Versions, devices, and what is missing for which feature."""
-    machine = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    machine = plain_table(shows_header=False)
     machine.add_row("tunekit", diagnosis.tunekit)
     machine.add_row("python", f"{diagnosis.python}, {diagnosis.system}")
     hardware = diagnosis.hardware
@@ -490,12 +473,12 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
             machine.add_row("note", hardware.note)
     if diagnosis.problem:
         machine.add_row("problem", Text(diagnosis.problem, style="red"))
-    packages = Table("package", "installed", "wanted", "", box=None, padding=(0, 3, 0, 0))
+    packages = plain_table("package", "installed", "wanted", "")
     for package in diagnosis.packages:
         style = {"ok": "green", "absent": "dim"}.get(package.state, "red")
         bounds = package.bounds or "any"
         packages.add_row(package.name, Text(package.version or package.state, style=style), bounds, package.hint or "")
-    features = Table("feature", "", "", "how to get it", box=None, padding=(0, 3, 0, 0))
+    features = plain_table("feature", "", "", "how to get it")
     for feature in diagnosis.features:
         mark = Text("yes", style="green") if feature.available else Text("no", style="yellow")
         features.add_row(feature.name, mark, feature.detail, feature.hint or "")
@@ -509,15 +492,10 @@ def exchange_table(exchange: Exchange) -> RenderableType:
     """Render the measured bandwidth between ranks beside the rate of their slowest link."""
     link = exchange.expected
     expected = "not known" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
-    table = Table("collective", box=None, padding=(0, 3, 0, 0))
-    for column in ("size", "time", "bus bandwidth", "expected"):
-        table.add_column(column, justify="right")
+    table = plain_table("collective", *numbers("size", "time", "bus bandwidth", "expected"))
     for measurement in exchange.measured:
-        size = (
-            f"{measurement.size_bytes / 2**20:g} MiB"
-            if measurement.size_bytes >= 2**20
-            else f"{measurement.size_bytes / 2**10:g} KiB"
-        )
+        kib = measurement.size_bytes / 2**10
+        size = f"{kib / 2**10:g} MiB" if kib >= 2**10 else f"{kib:g} KiB"
         speed = f"{measurement.bus_bytes_per_second / 1e9:.3g} GB/s"
         table.add_row(measurement.collective, size, f"{measurement.seconds * 1e3:.3g} ms", speed, expected)
     ranks = Text(f"{exchange.num_ranks} ranks, {exchange.backend}", style="bold")
@@ -526,12 +504,7 @@ def exchange_table(exchange: Exchange) -> RenderableType:
 
 def _accelerator_table(hardware: Hardware) -> Table:
     """The accelerators of this node."""
-    table = Table("accelerator", box=None, padding=(0, 3, 0, 0))
-    table.add_column("memory free", justify="right")
-    table.add_column("of", justify="right")
-    table.add_column("capability")
-    table.add_column("link")
-    table.add_column("used")
+    table = plain_table("accelerator", *numbers("memory free", "of"), "capability", "link", "used")
     for device in (*hardware.accelerators, *hardware.unused):
         capability = device.gfx or ".".join(map(str, device.compute_capability or ()))
         table.add_row(

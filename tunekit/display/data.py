@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.prepare import Entry, Kind
 from tunekit.data.reports.report import DataReport, Piece, Sample, SourceReport, visible
+from tunekit.display.drawing import numbers, plain_table
 from tunekit.planner.plan import gib
 
 HOLDS: dict[Kind, str] = {
@@ -58,15 +59,13 @@ def sample_text(sample: Sample, *, in_colour: bool) -> Text:
     """A sample as running text in which one sees what counts in the loss; its middle is left out if it is long."""
     text = Text()
     pieces = sample.pieces
-    if len(pieces) <= HEAD_PIECES + TAIL_PIECES:
-        _append(text, pieces, in_colour=in_colour)
-        text.rstrip()
-        return text
-    middle = pieces[HEAD_PIECES:-TAIL_PIECES]
-    counting = sum(piece.trained for piece in middle)
-    _append(text, pieces[:HEAD_PIECES], in_colour=in_colour)
-    text.append(f"\n[{len(middle):,} more, of which {counting:,} count]\n", style="italic")
-    _append(text, pieces[-TAIL_PIECES:], in_colour=in_colour)
+    is_long = len(pieces) > HEAD_PIECES + TAIL_PIECES
+    _append(text, pieces[:HEAD_PIECES] if is_long else pieces, in_colour=in_colour)
+    if is_long:
+        middle = pieces[HEAD_PIECES:-TAIL_PIECES]
+        counting = sum(piece.trained for piece in middle)
+        text.append(f"\n[{len(middle):,} more, of which {counting:,} count]\n", style="italic")
+        _append(text, pieces[-TAIL_PIECES:], in_colour=in_colour)
     text.rstrip()
     return text
 
@@ -90,9 +89,7 @@ def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> Renderab
         entries: Sets of prepared rows.
         downloads: Copies of files.
     """
-    table = Table("source", "holds", box=None, padding=(0, 3, 0, 0))
-    for title in ("sequences", "tokens", "size", "age"):
-        table.add_column(title, justify="right")
+    table = plain_table("source", "holds", *numbers("sequences", "tokens", "size", "age"))
     for entry in entries:
         counts = (f"{entry.account[name]:,}" for name in ("num_sequences", "num_tokens"))
         holds = HOLDS[entry.kind]
@@ -120,30 +117,25 @@ def _heading(title: str, explanation: str = "") -> Text:
 
 
 def _mixture_table(report: DataReport) -> Table:
-    table = Table("source", box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for title in ("weight", "sequences", "trained on", "tokens", "share"):
-        table.add_column(title, justify="right")
+    columns = numbers("weight", "sequences", "trained on", "tokens", "share")
+    table = plain_table("source", *columns, header_style="dim")
     for part in report.mixture:
-        numbers = (f"{number:,}" for number in (part.num_available, part.num_taken, part.num_tokens))
+        counts = (f"{number:,}" for number in (part.num_available, part.num_taken, part.num_tokens))
         weight = "–" if part.weight is None else f"{part.weight:g}"
-        table.add_row(Text(part.source), weight, *numbers, f"{part.token_share:.1%}")
+        table.add_row(Text(part.source), weight, *counts, f"{part.token_share:.1%}")
     return table
 
 
 def _facts_table(source: SourceReport, report: DataReport) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    table = plain_table(Column(style="cyan", no_wrap=True), Column(), gap=2, shows_header=False)
     for name, words in source.facts(report.max_length, is_packed=report.is_packed):
         table.add_row(name, Text(words))
     return table
 
 
 def _histogram_table(source: SourceReport, max_length: int) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(width=BAR_WIDTH, no_wrap=True)
-    table.add_column(justify="right")
+    columns = *numbers("", no_wrap=True), Column(width=BAR_WIDTH, no_wrap=True), *numbers("")
+    table = plain_table(*columns, gap=2, shows_header=False)
     most = max(bar.num_rows for bar in source.histogram)
     last = source.histogram[-1].high
     for bar in source.histogram:
@@ -159,10 +151,8 @@ def _bar(share: float) -> str:
 
 
 def _special_tokens_table(source: SourceReport) -> Table:
-    table = Table("token", "used as", box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for title in ("id", "times", "trained"):
-        table.add_column(title, justify="right")
+    table = plain_table("token", "used as", *numbers("id", "times", "trained"), header_style="dim")
     for token in source.special_tokens:
-        numbers = (f"{number:,}" for number in (token.num_tokens, token.num_trained))
-        table.add_row(Text(visible(token.text)), ", ".join(token.roles), str(token.id), *numbers)
+        counts = (f"{number:,}" for number in (token.num_tokens, token.num_trained))
+        table.add_row(Text(visible(token.text)), ", ".join(token.roles), str(token.id), *counts)
     return table

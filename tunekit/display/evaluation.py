@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tunekit.data.formats.row_formats import counted
+from tunekit.display.drawing import numbers, plain_table
 from tunekit.evaluation.bootstrap import NUM_RESAMPLES, SEED
 from tunekit.runs.evaluation_result import Estimate, Evaluation, Score, newest_scores
 
@@ -52,10 +53,8 @@ def scores_table(scores: Iterable[Score]) -> RenderableType:
 
 def _table(scores: Sequence[Score]) -> Table:
     compares = any(score.before is not None for score in scores)
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=compares)
-    table.add_column("", min_width=16)
-    for column in ("before", "after", "difference") if compares else ("after",):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = numbers(*(("before", "after", "difference") if compares else ("after",)), no_wrap=True)
+    table = plain_table(Column("", min_width=16), *columns, gap=2, shows_header=compares)
     for score in scores:
         cells = [_cell(score.after, score.digits)]
         if compares:

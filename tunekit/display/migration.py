@@ -1,10 +1,13 @@
 """A configuration that was migrated to a recipe, drawn by rich."""
 
+from collections.abc import Sequence
+
 from rich.console import RenderableType
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
+from tunekit.display.drawing import plain_table
 from tunekit.migration.report import TOOLS, Kind, Migration
 from tunekit.recipe.reading.parse import to_inline_yaml
 
@@ -29,39 +32,27 @@ def migration_parts(made: Migration) -> list[RenderableType]:
     ]
     for kind, (title, explanation, style) in _TITLES.items():
         lines = made.different if kind == "different" else made.of_kind(kind)
-        if lines:
-            table = _table()
-            for line in lines:
-                table.add_row(str(line.line or ""), f"{line.key}: {_value(line.value)}", Text(line.words))
-            parts += [_heading(title, explanation, style), table, ""]
-    if made.assumed:
-        table = _table()
-        for assumption in made.assumed:
-            table.add_row("", f"{assumption.key}: {_value(assumption.value)}", Text(assumption.words))
-        parts += [_heading("said besides", f"as {TOOLS[made.tool]} does so, and tunekit otherwise", "cyan"), table, ""]
-    if made.suspicious:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(justify="right", style="dim", no_wrap=True)
-        table.add_column()
-        for suspicion in made.suspicious:
-            table.add_row(str(suspicion.line or ""), Text(suspicion.words))
-        parts += [_heading("suspicious in the original", "look at it once more", "yellow"), table, ""]
+        rows = [(str(line.line or ""), f"{line.key}: {_value(line.value)}", line.words) for line in lines]
+        parts += _section(title, explanation, style, rows)
+    rows = [("", f"{assumption.key}: {_value(assumption.value)}", assumption.words) for assumption in made.assumed]
+    parts += _section("said besides", f"as {TOOLS[made.tool]} does so, and tunekit otherwise", "cyan", rows)
+    suspicions = [(str(suspicion.line or ""), suspicion.words) for suspicion in made.suspicious]
+    parts += _section("suspicious in the original", "look at it once more", "yellow", suspicions)
     silent = [line.key for line in made.of_kind("silent")]
     if silent:
         parts += [Text.assemble(("ask for nothing", "dim"), (f"  {', '.join(silent)}", "dim")), ""]
     return parts
 
 
-def _table() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(overflow="fold", ratio=2)
-    table.add_column(ratio=3)
-    return table
-
-
-def _heading(title: str, explanation: str, style: str) -> Text:
-    return Text.assemble((title, f"bold {style}"), (f"  {explanation}", "dim"))
+def _section(title: str, explanation: str, style: str, rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
+    """A heading with a table below it of lines, keys and words, or of lines and words; nothing without rows."""
+    if not rows:
+        return []
+    columns = [Column(overflow="fold", ratio=2), Column(ratio=3)] if len(rows[0]) == 3 else [Column()]
+    table = plain_table(Column(justify="right", style="dim", no_wrap=True), *columns, gap=2, shows_header=False)
+    for *cells, words in rows:
+        table.add_row(*cells, Text(words))
+    return [Text.assemble((title, f"bold {style}"), (f"  {explanation}", "dim")), table, ""]
 
 
 def _value(value: object) -> str:

@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.padding import Padding
+from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
@@ -80,17 +80,7 @@ def plan_view(plan: Plan) -> RenderableType:
         parts += ["", Text("ruled out, in the order looked at", style="bold"), _rejected(plan)]
     if plan.change_first:
         parts += ["", Text.assemble(("if memory runs out  ", "bold"), (plan.change_first, "cyan"))]
-    return _Narrow(Group(*parts, "", _given(plan), ""))
-
-
-class _Narrow:
-    """Something that is drawn in at most MAX_WIDTH columns."""
-
-    def __init__(self, inner: RenderableType) -> None:
-        self.inner = inner
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Padding(self.inner, (0, max(0, options.max_width - MAX_WIDTH), 0, 0), expand=False)
+    return Constrain(Group(*parts, "", _given(plan), ""), MAX_WIDTH)
 
 
 class MemoryBar:
@@ -275,12 +265,13 @@ class PlanRows:
             lines = [*name.split("\n"), *(words[position] for words, *_ in self.rows)]
             table.add_column(name, overflow="fold", width=min(max(map(len, lines)), name_width))
         table.add_column("layout", overflow="fold")
-        for name in shown:
-            cells = [row.get(name, "") if in_one_line else _broken(row.get(name, "")) for *_, row in self.rows]
+        rows = [[row.get(name, "") for name in shown] for *_, row in self.rows]
+        if not in_one_line:
+            rows = [[_broken(cell) for cell in row] for row in rows]
+        for name, *cells in zip(shown, *rows, strict=True):
             lines = [line for cell in (name, *cells) for line in cell.split("\n")]
             table.add_column(name, justify="right", width=max(map(len, lines)))
-        for words, layout, row in self.rows:
-            figures = (row.get(name, "") if in_one_line else _broken(row.get(name, "")) for name in shown)
+        for (words, layout, _), figures in zip(self.rows, rows, strict=True):
             table.add_row(*(Text(name, style="bold") for name in words), layout, *map(Text, figures))
         return table
 

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.reports.report import visible
+from tunekit.display.drawing import numbers, plain_table
 from tunekit.inference.reward_trial import Answer, Group, Judged, RewardTrial
 
 _SHOWN_GROUPS = 3
@@ -28,10 +29,8 @@ def trial_parts(trial: RewardTrial) -> list[RenderableType]:
 
 
 def _rewards_table(trial: RewardTrial) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("reward", overflow="fold")
-    for title in ("weight", "mean", "spread", "in groups", "no value", "s per step"):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = numbers("weight", "mean", "spread", "in groups", "no value", "s per step", no_wrap=True)
+    table = plain_table(Column("reward", overflow="fold"), *columns, gap=2)
     for reward in trial.rewards:
         table.add_row(reward.name, f"{reward.weight:g}", *_numbers(reward))
     if len(trial.rewards) > 1:
@@ -51,17 +50,14 @@ def _facts_table(trial: RewardTrial) -> Table:
     lengths = [answer.num_tokens for answer in trial.answers]
     silent = sum(not group.has_signal for group in trial.groups)
     of_each = len(trial.groups[0].answers)
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table = plain_table(shows_header=False)
     table.add_row("prompts", f"{len(trial.groups):,}, with {of_each} answers each")
-    table.add_row(
-        "without signal", f"{silent:,} of {counted(len(trial.groups), 'group')}, in which all answers got the same"
-    )
-    table.add_row(
-        "answers", f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths) / len(lengths):,.0f} on average"
-    )
-    table.add_row(
-        "truncated", f"{trial.truncated_share:.0%} reach {trial.max_completion_length:,} tokens without an end"
-    )
+    of_groups = f"{silent:,} of {counted(len(trial.groups), 'group')}"
+    table.add_row("without signal", f"{of_groups}, in which all answers got the same")
+    mean = sum(lengths) / len(lengths)
+    table.add_row("answers", f"{min(lengths):,} to {max(lengths):,} tokens, {mean:,.0f} on average")
+    limit = f"{trial.max_completion_length:,} tokens"
+    table.add_row("truncated", f"{trial.truncated_share:.0%} reach {limit} without an end")
     table.add_row("generation", f"{trial.generation_seconds_per_step:.1f} s for the answers of a step, by transformers")
     return table
 

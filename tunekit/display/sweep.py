@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
+from tunekit.display.drawing import numbers, plain_table
 from tunekit.display.plan import variants_table
 from tunekit.estimates.throughput.speed import duration
 from tunekit.estimates.throughput.step import Range
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.runs.events import Event
 from tunekit.sweeps.folder import FAILED, FINISHED, Outcome, Sweep, heading, short_words
-from tunekit.sweeps.measure import Measure
 
 WHY_LETTERS = 90
 """Of why a run failed that are told at once; the table has it all."""
@@ -101,14 +101,10 @@ def sweep_table(sweep: Sweep, outcomes: Sequence[Outcome]) -> RenderableType:
     """All runs of a sweep in one table, the best marked; below it what became of those that did not finish."""
     spec, best = sweep.spec, sweep.best(outcomes)
     keys = list(spec.axes)
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    table.add_column("run", justify="right")
-    for key in keys:
-        table.add_column(heading(key), overflow="fold")
-    for name in ("steps", _column(spec.measure), "tokens/s", "time"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
-    table.add_column("")
+    folded = [Column(heading(key), overflow="fold") for key in keys]
+    figures = numbers("steps", spec.measure.words.replace("evaluation ", "eval "), "tokens/s", "time")
+    table = plain_table(*numbers("run"), *folded, *figures, "state", "")
+    table.pad_edge = False
     for outcome in outcomes:
         table.add_row(
             str(outcome.trial.number),
@@ -124,10 +120,6 @@ def sweep_table(sweep: Sweep, outcomes: Sequence[Outcome]) -> RenderableType:
     return Group(
         Text(sweep.name, style="bold"), table, Text(spec.measure.how, style="dim"), *_below(sweep, outcomes, best)
     )
-
-
-def _column(measure: Measure) -> str:
-    return measure.words.replace("evaluation ", "eval ")
 
 
 def _below(sweep: Sweep, outcomes: Sequence[Outcome], best: Outcome | None) -> list[RenderableType]:

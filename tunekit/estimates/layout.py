@@ -2,7 +2,7 @@
 
 from tunekit.estimates.facts import Device, Facts
 from tunekit.estimates.memory.states import Dtype
-from tunekit.recipe.sections.train import OffloadDevice, Strategy
+from tunekit.recipe.sections.section import OffloadDevice, Strategy
 
 
 class Layout(Facts):

@@ -16,7 +16,7 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.section import TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

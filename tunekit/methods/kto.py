@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import Order, RunTrainer, num_missing
 from tunekit.recipe.methods.kto import KTOMethod
-from tunekit.recipe.sections.train import TrainSection
+from tunekit.recipe.sections.section import TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset

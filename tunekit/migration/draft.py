@@ -16,7 +16,7 @@ from tunekit.migration.original import Entry, Original
 from tunekit.migration.report import Assumed, Fate, Line, Suspicion
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.phrases import near, show
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 
 class UnfitError(Exception):

@@ -15,7 +15,7 @@ from tunekit.migration.draft import READERS, Draft, Rule, carried, data_file, is
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.recipe.schema import holders_along, is_free_mapping, members
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 Kind = Literal["decided", "different", "refused", "silent"]
 KINDS: tuple[Kind, ...] = ("decided", "different", "refused", "silent")

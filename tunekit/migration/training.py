@@ -24,7 +24,7 @@ from tunekit.migration.draft import (
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import read_table
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 
 
 def trainer_rules() -> dict[str, Rule]:

@@ -9,12 +9,14 @@ In what recipes differ, by dotted key.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tunekit.files import read_table
 from tunekit.recipe.reading.parse import dotted, to_inline_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.section import Section
-from tunekit.recipe.sections.train import Strategy
+from tunekit.recipe.sections.section import Section, Strategy
 
 Effect = Literal["takes effect", "saved state", "refused"]
 """What becomes of an edit: it holds from here on; the saved state holds the earlier value, so that it takes effect only
@@ -65,95 +67,23 @@ class Edit(NamedTuple):
 
 
 _TAKES_EFFECT = Ruling("takes effect")
-_REPLANS = Ruling("takes effect", replans=True)
-_MODEL = Ruling("refused", "the weights of the checkpoint are those of another model")
-_ADAPTER = Ruling("refused", "the tensors of the checkpoint are those of another adapter")
-_ROWS = Ruling("refused", "the rows were prepared when the run was made, and the checkpoint has seen some of them")
-_ORDER = Ruling("saved state", "the checkpoint counts the rows that it has seen by it")
-_STATE = Ruling("saved state", "the optimizer of the checkpoint has its own and would overrule it")
+_TABLE = Path(__file__).parent / "rulings.yaml"
 
-RULINGS: Mapping[str, Ruling] = {
-    "model": _MODEL,
-    "model.dtype": _REPLANS,
-    "model.attn_implementation": _REPLANS,
-    "model.kernels": _REPLANS,
-    "train.torch_compile": _REPLANS,
-    "train.fp8": _REPLANS,
-    "data": _ROWS,
-    "data.padding_free": _REPLANS,
-    "data.shuffle": _ORDER,
-    "method.type": Ruling("refused", "another method learns from other rows and to another end"),
-    "method.trainer_args": Ruling("refused", "which of TRL's arguments a checkpoint holds itself is not known"),
-    "method.loss_type": _REPLANS,
-    "method.loss_weights": _TAKES_EFFECT,
-    "method.label_smoothing": _TAKES_EFFECT,
-    "method.beta": _REPLANS,
-    "method.precompute_ref_log_probs": Ruling("refused", "the rows were measured by the reference before training"),
-    "method.desirable_weight": _TAKES_EFFECT,
-    "method.undesirable_weight": _TAKES_EFFECT,
-    "method.cpo_alpha": _TAKES_EFFECT,
-    "method.simpo_gamma": _TAKES_EFFECT,
-    "method.center_rewards_coefficient": _TAKES_EFFECT,
-    "method.rewards": Ruling("refused", "what is learned would change in the middle, and rows are checked for it"),
-    "method.num_generations": _ORDER,
-    "method.num_iterations": _ORDER,
-    "method.max_completion_length": Ruling("refused", "the prompts were chosen by the room that it leaves"),
-    "method.importance_sampling_level": _TAKES_EFFECT,
-    "method.scale_rewards": _TAKES_EFFECT,
-    "method.normalize_advantages": _TAKES_EFFECT,
-    "method.epsilon": _TAKES_EFFECT,
-    "method.epsilon_high": _TAKES_EFFECT,
-    "method.mask_truncated_completions": _TAKES_EFFECT,
-    "method.generation": _REPLANS,
-    "method.teacher": Ruling("refused", "what is learned would change in the middle"),
-    "adapter": _ADAPTER,
-    "adapter.dropout": _REPLANS,
-    "train.num_epochs": _TAKES_EFFECT,
-    "train.max_steps": _TAKES_EFFECT,
-    "train.global_batch_size": _ORDER,
-    "train.micro_batch_size": _REPLANS,
-    "train.learning_rate": Ruling("saved state", "the schedule of the checkpoint has its own and would overrule it"),
-    "train.lr_scheduler_type": _TAKES_EFFECT,
-    "train.warmup_steps": _TAKES_EFFECT,
-    "train.optim": Ruling("saved state", "the checkpoint has the state of another optimizer"),
-    "train.weight_decay": _STATE,
-    "train.max_grad_norm": _TAKES_EFFECT,
-    "train.gradient_checkpointing": _REPLANS,
-    "train.seed": Ruling("saved state", "the order of the rows and the random numbers come from it"),
-    "train.logging_steps": _TAKES_EFFECT,
-    "train.eval_steps": _TAKES_EFFECT,
-    "train.save_steps": _TAKES_EFFECT,
-    "train.save_total_limit": _TAKES_EFFECT,
-    "train.metric_for_best_model": _TAKES_EFFECT,
-    "train.greater_is_better": _TAKES_EFFECT,
-    "train.non_finite": _TAKES_EFFECT,
-    "train.max_non_finite": _TAKES_EFFECT,
-    "train.retry_out_of_memory": _TAKES_EFFECT,
-    "parallel.strategy": _REPLANS,
-    "parallel.num_processes": _REPLANS,
-    "parallel.dp_shard_size": _REPLANS,
-    "parallel.tp_size": _REPLANS,
-    "parallel.cp_size": _REPLANS,
-    "parallel.sp_size": _REPLANS,
-    "parallel.reshard_after_forward": _REPLANS,
-    "parallel.offload_param_device": _REPLANS,
-    "parallel.offload_optimizer_device": _REPLANS,
-    "parallel.nvme_path": _REPLANS,
-    "parallel.max_restarts": _TAKES_EFFECT,
-    "parallel.timeout_seconds": _REPLANS,
-    "parallel.grace_seconds": _TAKES_EFFECT,
-    "output.dir": Ruling("refused", "a run stays in its folder"),
-    "output.name": Ruling("refused", "the folder of the run was named by it"),
-    "output.sample_prompts": _TAKES_EFFECT,
-    "output.report_to": _TAKES_EFFECT,
-}
-"""What becomes of edits, by dotted key; a section's holds for what is below it and not named itself."""
+
+@cache
+def rulings() -> dict[str, Ruling]:
+    """What becomes of edits, by dotted key; a section's holds for what is below it and not named itself."""
+    return {
+        key: Ruling(group["effect"], group.get("why", ""), group.get("replans", False))
+        for group in read_table(_TABLE)
+        for key in group["keys"]
+    }
 
 
 def ruling_of(key: tuple[str, ...]) -> Ruling | None:
     """Return the general effect of an edit of a field; None where no rule covers it."""
     names = (dotted(key[:length]) for length in range(len(key), 0, -1))
-    return next((RULINGS[name] for name in names if name in RULINGS), None)
+    return next((rulings()[name] for name in names if name in rulings()), None)
 
 
 def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:

@@ -7,7 +7,7 @@ and its sentence are the schema's own.
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -215,7 +215,10 @@ def _kind_of(annotation: Any) -> Kind:
 def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
     """Return the schema's entry for any field."""
     field = holder.field
-    bounds = constraints_of(field)
+    bounds: dict[str, float] = {}
+    for constraint in constraints_of(field):
+        if isinstance(constraint, Gt | Ge | Lt | Le):
+            bounds |= asdict(constraint)
     return Entry(
         key=dotted(key),
         kind=kind,
@@ -224,16 +227,9 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
         default=None if field.is_required() or isinstance(field.default, Section) else field.default,
         is_required=field.is_required(),
         is_tag=False,
-        above=_number(next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)),
-        at_least=_number(next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)),
-        below=_number(next((bound.lt for bound in bounds if isinstance(bound, Lt)), None)),
-        at_most=_number(next((bound.le for bound in bounds if isinstance(bound, Le)), None)),
-        num_items=None,
+        above=bounds.get("gt"),
+        at_least=bounds.get("ge"),
+        below=bounds.get("lt"),
+        at_most=bounds.get("le"),
         value=value,
     )
-
-
-def _number(bound: Any) -> float | None:
-    """Return a constraint's bound: a number in recipes, though annotated-types allows any ordered value."""
-    number: float | None = bound
-    return number

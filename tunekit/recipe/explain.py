@@ -17,6 +17,7 @@ from tunekit.recipe.reading.wording import unknown_key
 from tunekit.recipe.schema import (
     Holder,
     Recipe,
+    all_fields,
     expands_env,
     holders_along,
     members,
@@ -133,12 +134,8 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     """The key, what it takes, its default, and the variants that have it."""
     field = holders[0].field
     below = sections_of(field)
-    sections = [("a section", takes_one(field)), ("a list of sections", takes_list(field))]
-    parts = [
-        any_of([words for words, variants_of_section in sections if variants_of_section])
-        if below
-        else takes_words(holders)
-    ]
+    sections = ["a section"] * takes_one(field) + ["a list of sections"] * takes_list(field)
+    parts = [any_of(sections) if below else takes_words(holders)]
     if field.is_required():
         parts.append("required")
     elif key[-1] == TAG:
@@ -211,7 +208,7 @@ def json_schema() -> dict[str, Any]:
     """The JSON schema of recipes, draft 2020-12, short forms included."""
     schema = Recipe.model_json_schema()
     definitions = schema["$defs"]
-    sections: list[type[Section]] = [Recipe, *_all_sections(Recipe)]
+    sections: list[type[Section]] = [Recipe, *(below for _, field in all_fields() for below in sections_of(field))]
     for section in sections:
         properties = schema["properties"] if section is Recipe else definitions[section.__name__]["properties"]
         for name, field in section.model_fields.items():
@@ -224,13 +221,6 @@ def json_schema() -> dict[str, Any]:
                     required = [other for other in definitions[variant.__name__].get("required", []) if other != TAG]
                     definitions[variant.__name__]["required"] = [TAG, *required]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tunekit recipe"}
-
-
-def _all_sections(section: type[Section]) -> Iterator[type[Section]]:
-    for field in section.model_fields.values():
-        for below in sections_of(field):
-            yield below
-            yield from _all_sections(below)
 
 
 def _short_form(sections: list[type[Section]]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
+from tunekit.files import find_recipe, list_recipes, near_names
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.library import find_recipe, list_recipes, near_names
 from tunekit.recipe.reading.overrides import Overrides, escape_environment, expand_environment, spell_out
 from tunekit.recipe.reading.parse import (
     MAPPING,
@@ -39,15 +39,23 @@ from tunekit.recipe.reading.parse import (
     Problem,
     YAMLProblem,
     dotted,
+    leaves,
     raise_problems,
     read_yaml,
     to_yaml,
 )
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.wording import to_problems
-from tunekit.recipe.schema import Recipe, expands_env, is_free_mapping, tag_of
-from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflict, Section
-from tunekit.recipe.sections.train import NAME_PATTERN, ONE_LENGTH
+from tunekit.recipe.schema import Recipe, expands_env, holders_along, is_free_mapping, members, tag_of
+from tunekit.recipe.sections.section import (
+    FUNCTION_PATTERN,
+    NAME_PATTERN,
+    ONE_LENGTH,
+    TAG,
+    Conflict,
+    FunctionPath,
+    Section,
+)
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.redact import redacted, secret_in
 
@@ -70,25 +78,18 @@ def find_secrets(values: Any, places: Places, commanded: Collection[Key] | None 
         places: Where that stands.
         commanded: The keys to look at, with what is below them; all where left out.
     """
-    return [
-        bad for bad in _below(values, (), places) if commanded is None or any(bad.key[: len(k)] == k for k in commanded)
-    ]
-
-
-def _below(value: Any, key: Key, places: Places) -> Iterator[Problem]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _below(item, (*key, name), places)
-    elif isinstance(value, list):
-        for position, item in enumerate(value):
-            yield from _below(item, (*key, position), places)
-    elif isinstance(value, str) and value:
+    problems = []
+    for key, value in leaves(values):
+        is_meant = commanded is None or any(key[: len(above)] == above for above in commanded)
+        if not is_meant or not isinstance(value, str) or not value:
+            continue
         secret = secret_in(value)
         if secret is None and _NAME.search(str(key[-1])) and "trainer_args" in key:
             secret = "a secret by its name"
         if secret is not None:
             hint = _IN_URL if "URL" in secret else _LOG_IN
-            yield Problem(places.of_value(key), f"holds {secret}, which no recipe may", key, hint)
+            problems.append(Problem(places.of_value(key), f"holds {secret}, which no recipe may", key, hint))
+    return problems
 
 
 def named_paths(recipe: Recipe) -> list[tuple[str, str]]:
@@ -100,29 +101,20 @@ def _texts(section: Section, key: Key) -> Iterator[tuple[Key, str]]:
     for name, field in type(section).model_fields.items():
         value, here = getattr(section, name), (*key, name)
         if expands_env(field) or is_free_mapping(field):
-            yield from _strings(value, here)
+            yield from ((key, text) for key, text in leaves(value, here) if isinstance(text, str))
         for position, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(item, Section):
                 yield from _texts(item, here if position is None else (*here, position))
-
-
-def _strings(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
-    """The texts in a plain value, however deep."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _strings(item, (*key, name))
-    elif isinstance(value, list):
-        for position, item in enumerate(value):
-            yield from _strings(item, (*key, position))
 
 
 _SUFFIXES = (".yaml", ".yml")
 _Secrets = Literal["anywhere", "in overrides", "nowhere"]
 """Where a recipe is looked through for secrets."""
 
-_START = "`tunekit recipes copy sft/quickstart` gives one to start from"
+_START = Place(0, 1, 1, "recipe")
+_EXAMPLE = "`tunekit recipes copy sft/quickstart` gives one to start from"
+_TOO_LARGE = f"is larger than {MAX_BYTES // 1024} KiB"
+_NO_DATA = "name a recipe, not its data"
 
 
 def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()) -> Recipe:
@@ -181,18 +173,8 @@ def check_text(
         find_functions: Whether the user's own functions are looked up, for which their modules are imported.
         conflicts_of: As for `load_recipe_with_notes`.
     """
-    start = Place(0, 1, 1, "recipe")
-    problems = _not_text(text, start)
-    recipe = None
-    if not problems:
-        checked = _check(
-            _draft(text, start, None),
-            overrides,
-            find_functions=find_functions,
-            secrets="anywhere",
-            conflicts_of=conflicts_of,
-        )
-        recipe, problems = checked.recipe, checked.problems
+    draft = _draft(text, _START, None)
+    recipe, problems, _ = _check(draft, overrides, "anywhere", conflicts_of, find_functions=find_functions)
     faults = [
         Fault(bad.place.line, bad.place.column, dotted(bad.key), redacted(bad.what), bad.hint and redacted(bad.hint))
         for bad in sorted(problems, key=lambda bad: bad.place)
@@ -206,28 +188,10 @@ def read_text(text: str) -> dict[str, Any]:
     Raises:
         RecipeError: It cannot be read as one mapping; the message has the place.
     """
-    start = Place(0, 1, 1, "recipe")
-    raise_problems(_not_text(text, start))
-    draft = _draft(text, start, None)
+    draft = _draft(text, _START, None)
     if not draft.is_empty:
         raise_problems(draft.problems)
     return draft.values
-
-
-def _not_text(text: str, start: Place) -> list[Problem]:
-    """Return the problems of a text that is no recipe's, before parsing it."""
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        return [Problem(start, f"is larger than {MAX_BYTES // 1024} KiB", hint="name a recipe, not its data")]
-    return []
-
-
-@dataclass
-class _Checked:
-    """A recipe that was looked at, with all that was found."""
-
-    recipe: Recipe | None
-    problems: list[Problem]
-    notes: list[str]
 
 
 def _load(
@@ -239,28 +203,24 @@ def _load(
 ) -> tuple[Recipe, list[str]]:
     # One that was loaded before was looked through for secrets then; its variables are filled in now.
     secrets: _Secrets = "in overrides" if isinstance(source, Recipe) else "anywhere"
-    checked = _check(
-        _read(source),
-        overrides,
-        find_functions=find_functions,
-        secrets=secrets if find_functions else "nowhere",
-        conflicts_of=conflicts_of,
-    )
-    raise_problems(checked.problems)
-    assert checked.recipe is not None, "a recipe without problems is valid"
-    return checked.recipe, checked.notes
+    secrets = secrets if find_functions else "nowhere"
+    recipe, problems, notes = _check(_read(source), overrides, secrets, conflicts_of, find_functions=find_functions)
+    raise_problems(problems)
+    assert recipe is not None, "a recipe without problems is valid"
+    return recipe, notes
 
 
 def _check(
     draft: "_Draft",
     overrides: Sequence[str],
-    *,
-    find_functions: bool,
     secrets: _Secrets,
     conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None,
-) -> _Checked:
+    *,
+    find_functions: bool,
+) -> tuple[Recipe | None, list[Problem], list[str]]:
+    """Return the recipe that a draft makes with overrides, what is wrong with it, and notes."""
     if not draft.is_mapping:
-        return _Checked(None, draft.problems, [])
+        return None, draft.problems, []
     laid = Overrides(draft.values, draft.places)
     laid.apply(list(overrides))
     values, unexpanded = expand_environment(draft.values, draft.places)
@@ -277,7 +237,7 @@ def _check(
             Problem(draft.places.of_key(conflict.key), conflict.what, conflict.key, conflict.hint)
             for conflict in conflicts_of(recipe)
         ]
-    return _Checked(None if recipe is None else _named(recipe, draft.name), problems, laid.notes)
+    return None if recipe is None else _named(recipe, draft.name), problems, laid.notes
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -345,16 +305,18 @@ def _read_file(source: str | Path) -> _Draft:
 
 def _draft(text: str, start: Place, name: str | None) -> _Draft:
     """Parse a YAML text into a draft."""
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        return _Draft({}, Places(start), [Problem(start, _TOO_LARGE, hint=_NO_DATA)], name, is_mapping=False)
     try:
         values, places, problems = read_yaml(text, start)
     except YAMLProblem as error:
         return _Draft({}, Places(start), [error.problem], name, is_mapping=False)
     if values is None and not problems:
-        problems = [Problem(start, "the file is empty", hint=_START)]
+        problems = [Problem(start, "the file is empty", hint=_EXAMPLE)]
         return _Draft({}, places, problems, name, is_mapping=False, is_empty=True)
     if not isinstance(values, dict):
         what = f"a recipe is a mapping of sections (model, data, ...), got {show(values)}"
-        bad = Problem(places.of_value(()), what, hint=_START)
+        bad = Problem(places.of_value(()), what, hint=_EXAMPLE)
         return _Draft({}, places, problems or [bad], name, is_mapping=False)
     return _Draft(spell_out(values), places, problems, name)
 
@@ -403,7 +365,7 @@ def _read_text(path: Path, shown: str) -> str:
     except OSError as error:
         raise RecipeError(f"{shown}: cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
-        raise RecipeError(f"{shown}: is larger than {MAX_BYTES // 1024} KiB", hint="name a recipe, not its data")
+        raise RecipeError(f"{shown}: {_TOO_LARGE}", hint=_NO_DATA)
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RecipeError(f"{shown}: is UTF-16 text", hint="save the file as UTF-8")
     if b"\0" in raw:
@@ -439,36 +401,21 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
 def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
     """The user's own functions that cannot be found."""
     missing = []
-    for key, value in (*_formats(_mapping(values.get("data"))), *_rewards(_mapping(values.get("method")), places)):
-        if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) is not None:
+    for key, value in leaves(values):
+        if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) and _takes_function(key, values):
             try:
                 find_function(value)
             except RecipeError as error:
+                # A reward that stands alone has no path of its own in the file.
+                key = key[:-1] if key[-1] == "path" and key not in places.values else key
                 missing.append(Problem(places.of_value(key), error.problem, key, error.hint))
     return missing
 
 
-def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Yield the formats that a data section sets: for all of its sources, and for one of them."""
-    yield ("data", "format"), data.get("format")
-    for name in ("train", "eval"):
-        value = data.get(name)
-        if isinstance(value, list):
-            yield from (
-                (("data", name, position, "format"), _mapping(source).get("format"))
-                for position, source in enumerate(value)
-            )
-        else:
-            yield ("data", name, "format"), _mapping(value).get("format")
-
-
-def _rewards(method: dict[str, Any], places: Places) -> Iterator[tuple[Key, Any]]:
-    """Yield the functions that a method names as rewards: at their path, or as a whole where that stands alone."""
-    rewards = method.get("rewards")
-    for position, value in enumerate(rewards if isinstance(rewards, list) else []):
-        if _mapping(value).get(TAG) == "function":
-            key: Key = ("method", "rewards", position)
-            yield (*key, "path") if (*key, "path") in places.values else key, value.get("path")
+def _takes_function(key: Key, values: dict[str, Any]) -> bool:
+    """Return whether a field takes a function of the user's own, in whichever variant the values choose."""
+    path = holders_along(key, values)
+    return len(path) == len(key) and all(FunctionPath in members(holder.field.annotation) for holder in path[-1])
 
 
 def _both_lengths(values: dict[str, Any]) -> bool:
@@ -492,9 +439,7 @@ def _trainer_args_problems(values: dict[str, Any], places: Places) -> list[Probl
     except DependencyError as error:
         return [Problem(places.of_key(above), error.problem, above, error.hint)]
     return [
-        Problem(
-            places.of_value((*above, name)) if in_value else places.of_key((*above, name)), what, (*above, name), hint
-        )
+        Problem((places.of_value if in_value else places.of_key)((*above, name)), what, (*above, name), hint)
         for name, what, hint, in_value in faults
     ]
 

@@ -20,15 +20,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from tunekit.recipe.methods import METHODS, Method
 from tunekit.recipe.methods.sft import SFTMethod
+from tunekit.recipe.methods.spec import OtherSections
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import Adapter, LoraAdapter, ModelSection
-from tunekit.recipe.sections.section import EXPANDS_ENV, TAG, Conflict, Conflicts, Section
-from tunekit.recipe.sections.train import OutputSection, ParallelSection, TrainSection
+from tunekit.recipe.sections.section import (
+    EXPANDS_ENV,
+    TAG,
+    Conflict,
+    OutputSection,
+    ParallelSection,
+    Section,
+    TrainSection,
+)
 
 
 def has_choice(key: tuple[str, ...], method: str) -> bool:
@@ -70,24 +77,19 @@ class Recipe(Section):
         """Peak learning rate: the one given, or the default of the method and the adapter."""
         return self.train.learning_rate or self.method.default_learning_rate(self.adapter.type)
 
-    @model_validator(mode="after")
-    def _method_and_data_agree(self) -> "Recipe":
-        conflicts = list(self.method.conflicts(self.data, self.train, self.adapter, self.output))
-        if conflicts:
-            raise Conflicts(conflicts)
-        return self
-
-    @model_validator(mode="after")
-    def _a_stream_has_an_end(self) -> "Recipe":
-        if not self.data.streaming:
-            return self
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield what does not go together with the method, or else why a stream would not end."""
+        others = OtherSections(self.data, self.train, self.adapter, self.output)
+        conflicts = list(self.method.conflicts(others))
+        yield from conflicts
+        if conflicts or not self.data.streaming:
+            return
         if self.train.num_epochs is not None:
             what = "means nothing with data.streaming: nobody knows how many rows an epoch has"
-            raise Conflicts([Conflict(("train", "num_epochs"), what, "give train.max_steps instead")])
-        if self.train.max_steps is None:
+            yield Conflict(("train", "num_epochs"), what, "give train.max_steps instead")
+        elif self.train.max_steps is None:
             what = "needs train.max_steps: nobody knows how many rows an epoch has"
-            raise Conflicts([Conflict(("data", "streaming"), what, "say how many steps to train")])
-        return self
+            yield Conflict(("data", "streaming"), what, "say how many steps to train")
 
 
 def members(annotation: Any) -> Iterator[Any]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import DependencyError
+from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.reading.phrases import any_of, near, show, spelling_hint
+from tunekit.recipe.reading.phrases import KINDS, any_of, near, show, spelling_hint
 
 CONFIGS = {name: method.spec.config for name, method in METHODS.items()}
 """TRL's config of each method: package, file in it, class."""
@@ -22,100 +23,15 @@ CONFIGS = {name: method.spec.config for name, method in METHODS.items()}
 _MOVED = {("transformers", "TrainingArguments"): "training_args.py"}
 """Classes that are imported from the top of a package, and the file in it where they are defined."""
 
-_MODEL = "tunekit loads the model: use the model section"
-_PRECISION = "use model.dtype"
-_DEVICES = "the plan decides this for the devices at hand"
-_BATCHES = "use train.global_batch_size and train.micro_batch_size"
-_LENGTH = "use train.num_epochs or train.max_steps"
-_ROWS = "tunekit prepares the rows: use the data section"
-_EVAL = "use train.eval_steps, and data.eval"
-_SAVE = "use train.save_steps"
-_LOG = "use train.logging_steps"
-_TRACKED = "use output.report_to"
-_RESUME = "every run begins afresh"
-_EXACT = "a run goes on as if it had not been cut off"
-_HUB = "tunekit does not upload while it trains"
-_ENGINE = "use method.generation.use_vllm"
 
-OWNED = {
-    "accelerator_config": _DEVICES,
-    "activation_checkpointing": "use train.gradient_checkpointing",
-    "assistant_only_loss": "use data.loss_on",
-    "auto_find_batch_size": _BATCHES,
-    "bf16": _PRECISION,
-    "chat_template_path": "use model.chat_template",
-    "completion_only_loss": "use data.loss_on",
-    "data_seed": "use train.seed",
-    "dataset_kwargs": _ROWS,
-    "dataset_text_field": _ROWS,
-    "dataloader_num_workers": _DEVICES,
-    "dataloader_persistent_workers": _DEVICES,
-    "dataloader_pin_memory": _DEVICES,
-    "dataloader_prefetch_factor": _DEVICES,
-    "deepspeed": _DEVICES,
-    "disable_tqdm": "tunekit shows its own progress",
-    "do_eval": _EVAL,
-    "do_predict": _EVAL,
-    "do_train": "`tunekit train` trains",
-    "enable_jit_checkpoint": _SAVE,
-    "eos_token": "the tokenizer of the model has it",
-    "eval_on_start": _EVAL,
-    "eval_packing": "use data.packing",
-    "eval_steps": _EVAL,
-    "eval_strategy": _EVAL,
-    "fp16": _PRECISION,
-    "fsdp": _DEVICES,
-    "fsdp_config": _DEVICES,
-    "gradient_accumulation_steps": _BATCHES,
-    "gradient_checkpointing": "use train.gradient_checkpointing",
-    "ignore_data_skip": _EXACT,
-    "learning_rate": "use train.learning_rate",
-    "length_column_name": "rows are not grouped by length: use data.shuffle",
-    "load_best_model_at_end": "the last state is what a run ends with",
-    "local_rank": _DEVICES,
-    "logging_nan_inf_filter": "tunekit logs losses as they are",
-    "logging_steps": _LOG,
-    "logging_strategy": _LOG,
-    "lr_scheduler_type": "use train.lr_scheduler_type",
-    "max_grad_norm": "use train.max_grad_norm",
-    "max_length": "use data.max_length",
-    "max_steps": _LENGTH,
-    "model_init_kwargs": _MODEL,
-    "num_train_epochs": _LENGTH,
-    "optim": "use train.optim",
-    "output_dir": "use output.dir",
-    "packing": "use data.packing",
-    "packing_strategy": "use data.packing",
-    "pad_token": "the tokenizer of the model has it",
-    "padding_free": "use data.padding_free",
-    "parallelism_config": _DEVICES,
-    "per_device_eval_batch_size": _BATCHES,
-    "per_device_train_batch_size": _BATCHES,
-    "push_to_hub": _HUB,
-    "remove_unused_columns": _ROWS,
-    "project": _TRACKED,
-    "report_to": _TRACKED,
-    "resume_from_checkpoint": _RESUME,
-    "run_name": "use output.name",
-    "save_only_model": _EXACT,
-    "save_steps": _SAVE,
-    "save_strategy": _SAVE,
-    "save_total_limit": _SAVE,
-    "seed": "use train.seed",
-    "shuffle_dataset": "use data.shuffle",
-    "tf32": _PRECISION,
-    "train_sampling_strategy": "use data.shuffle",
-    "trust_remote_code": "use model.trust_remote_code",
-    "use_cpu": _DEVICES,
-    "use_liger_kernel": "set model.kernels to liger",
-    "warmup_ratio": "use train.warmup_steps: below 1 it is a share of all steps",
-    "warmup_steps": "use train.warmup_steps",
-    "weight_decay": "use train.weight_decay",
-}
-"""Arguments that tunekit sets itself, whatever the method, and what to use in a recipe."""
-
-OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES, "trackio_": _TRACKED, "vllm_": _ENGINE}
-"""The same for families of arguments. Those of a single method stand in its spec."""
+@cache
+def owned_args() -> tuple[dict[str, str], dict[str, str]]:
+    """Arguments that tunekit sets itself, whatever the method, by name and by prefix, and what to use in a recipe."""
+    tables = read_table(Path(__file__).parent / "owned_args.yaml")
+    by_name, by_prefix = (
+        {name: hint for hint, names in tables[kind].items() for name in names} for kind in ("names", "prefixes")
+    )
+    return by_name, by_prefix
 
 
 @dataclass(frozen=True)
@@ -132,8 +48,12 @@ class ConfigField:
 
 def owner_hint(method: str, name: str) -> str | None:
     """Return the replacement for an argument that tunekit sets itself; None for one that is free to set."""
-    by_family = [hint for prefix, hint in OWNED_PREFIXES.items() if name.startswith(prefix)]
-    return METHODS[method].spec.owned_args.get(name) or OWNED.get(name, by_family[0] if by_family else None)
+    section = METHODS[method]
+    if name in section.model_fields and name in config_fields(method):
+        return f"use method.{name}"
+    by_name, by_prefix = owned_args()
+    by_family = [hint for prefix, hint in by_prefix.items() if name.startswith(prefix)]
+    return section.spec.owned_args.get(name) or by_name.get(name, by_family[0] if by_family else None)
 
 
 def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str, str | None, bool]]:
@@ -269,15 +189,7 @@ def _builtin_types(annotation: ast.expr) -> frozenset[str] | None:
     return None
 
 
-_WORDS = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "list": "a list",
-    "dict": "a mapping",
-    "None": "null",
-}
+_WORDS = {kind.__name__: words for kind, words in KINDS.items()} | {"list": "a list", "None": "null"}
 
 
 def _value_fault(field: ConfigField, value: Any) -> tuple[str, str | None] | None:

@@ -14,7 +14,7 @@ import threading
 from typing import cast
 
 from tunekit.process.log_capture import send_nothing_at_all
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 from tunekit.redact import Redacting
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run

@@ -15,7 +15,7 @@ from typing import Any, Protocol, assert_never
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 from tunekit.redact import redacted, without_secrets
 from tunekit.runs.events import Event, read_events
 from tunekit.runs.run import Run

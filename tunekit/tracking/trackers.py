@@ -31,7 +31,7 @@ from urllib.request import urlopen
 
 from tunekit.errors import DependencyError, RunError, Stopped
 from tunekit.process.processes import LAUNCHERS_OWN
-from tunekit.recipe.sections.train import Tracker
+from tunekit.recipe.sections.section import Tracker
 from tunekit.redact import redacted
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run

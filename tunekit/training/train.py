@@ -13,7 +13,7 @@ from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
 from tunekit.runs.fingerprints import check_run_code

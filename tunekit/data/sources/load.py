@@ -22,7 +22,7 @@ from tunekit.data.sources.reader import Reader
 from tunekit.data.sources.remote import fetch, find_remote
 from tunekit.data.sources.rows import Rows, Skipped, is_url, shown
 from tunekit.errors import DataError
-from tunekit.recipe.library import find_example
+from tunekit.files import find_example
 from tunekit.recipe.sections.data import CompleteSource, DataSection, DataSource
 
 __all__ = ["Files", "LoadedData", "Rows", "find_files", "is_hub_dataset", "load_data", "load_rows", "stream_rows"]

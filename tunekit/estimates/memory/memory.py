@@ -50,7 +50,7 @@ from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """Bytes of a process besides these parts. On a CPU: the libraries, the tokenized rows and the allocator's cache, 0.5

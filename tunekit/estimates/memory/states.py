@@ -32,7 +32,7 @@ from typing import Literal, assert_never, get_args
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head, is_vision
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

@@ -47,7 +47,7 @@ from tunekit.estimates.throughput.step import (
     unknown_link,
 )
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 
 MIN_ALLOCATED_BYTES = 2**30
 """Runs with less tell nothing of the reserve: torch takes memory in pieces of 20 MiB and more (`kLargeBuffer` in its

@@ -25,7 +25,7 @@ from tunekit.planner.decisions import backends
 from tunekit.planner.plan import VARLEN, VLLM, Reason, gib
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter
-from tunekit.recipe.sections.train import ParallelSection
+from tunekit.recipe.sections.section import ParallelSection
 
 MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
 """Share of the free memory that a plan may use; the rest is for fragmentation and for other programs."""

@@ -14,7 +14,7 @@ from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.train import LrSchedulerType, Optim
+from tunekit.recipe.sections.section import LrSchedulerType, Optim
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
     "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),

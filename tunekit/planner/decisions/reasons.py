@@ -25,7 +25,7 @@ from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter
-from tunekit.recipe.sections.train import Optim
+from tunekit.recipe.sections.section import Optim
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""

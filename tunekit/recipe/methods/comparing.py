@@ -3,11 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from tunekit.recipe.methods.spec import MethodSection, ReferenceUse
-from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter
+from tunekit.recipe.methods.spec import MethodPasses, MethodSection, OtherSections, PassInputs, ReferenceUse
 from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 PAIR_METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Metrics that TRL's trainers log of better and worse answers."""
@@ -15,10 +12,7 @@ PAIR_METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
 PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
 MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
 
-PRECOMPUTED_ARGS = {
-    "precompute_ref_batch_size": "use train.global_batch_size and train.micro_batch_size",
-    "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
-}
+PRECOMPUTED_ARGS = {"precompute_ref_batch_size": "use train.global_batch_size and train.micro_batch_size"}
 """Arguments of TRL's config about log-probabilities that are computed before training, and their owners."""
 
 TOKENISED_ARGS = {
@@ -52,12 +46,10 @@ class ReferenceMethod(MethodSection):
         """True if the loss is -log sigmoid of the difference of rewards."""
         return False
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe."""
-        yield from super().conflicts(data, train, adapter, output)
-        if self.precompute_ref_log_probs and data.streaming:
+        yield from super().conflicts(others)
+        if self.precompute_ref_log_probs and others.data.streaming:
             what = "cannot be true with data.streaming: the rows of a stream are not known before training"
             yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
 
@@ -72,3 +64,7 @@ class MarginMethod(MethodSection):
     def margin(self) -> Literal["per token", "total"]:
         """Log-probability that the loss compares: the mean of an answer's tokens, or their sum."""
         return "per token"
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        return MethodPasses(self.type, sequences_per_row=2, head="whole")

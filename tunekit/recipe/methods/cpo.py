@@ -12,11 +12,8 @@ from tunekit.recipe.methods.comparing import (
     TOKENISED_ARGS,
     MarginMethod,
 )
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
-from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec, OtherSections
 from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 
 class CPOMethod(MarginMethod):
@@ -31,13 +28,7 @@ class CPOMethod(MarginMethod):
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
         loss_description="Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose "
         "better answer is the likelier one.",
-        owned_args={
-            **{
-                name: f"use method.{name}"
-                for name in ("beta", "cpo_alpha", "label_smoothing", "loss_type", "simpo_gamma")
-            },
-            **TOKENISED_ARGS,
-        },
+        owned_args=TOKENISED_ARGS,
         is_experimental=True,
         stores_metrics=True,
     )
@@ -76,10 +67,6 @@ class CPOMethod(MarginMethod):
             return self.cpo_alpha
         return 0.0 if self.loss_type in ("simpo", "alphapo") else 1.0
 
-    def passes(self, inputs: PassInputs) -> MethodPasses:
-        """Return the passes of an optimizer step."""
-        return MethodPasses(self.type, sequences_per_row=2, head="whole")
-
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""
         why = f"experimental in TRL; {PAIR_WITHOUT_REFERENCE}"
@@ -88,11 +75,9 @@ class CPOMethod(MarginMethod):
         choice = f"cpo, loss {self.loss_type}, beta {self.beta:g}"
         return f"{choice}, likelihood by {self.likelihood_weight:g}", why
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
-        yield from super().conflicts(data, train, adapter, output)
+        yield from super().conflicts(others)
         loss, has_margin = self.loss_type, self.loss_type in ("simpo", "alphapo")
         if self.label_smoothing and loss in ("hinge", "ipo"):
             yield Conflict(("method", "label_smoothing"), f"means nothing with {loss}", "leave it out")

@@ -21,7 +21,6 @@ class DistillationMethod(TeacherMethod):
         health_checks=ANSWER_CHECKS,
         loss_description="Losses are the divergence from the teacher, in nats per token of the model's own answers.",
         owned_args={
-            "beta": "use method.beta",
             **GENERATED_ARGS,
             **dict.fromkeys(("teacher_model_init_kwargs", "teacher_model_name_or_path"), "use method.teacher"),
             "teacher_model_revision": "use method.teacher.revision",

@@ -6,11 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
-from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter
-from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import OutputSection, TrainSection
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
+from tunekit.recipe.sections.section import Conflict, alone_in_list
 
 DPOLoss = Literal[
     "sigmoid",
@@ -48,11 +45,7 @@ class DPOMethod(ReferenceMethod):
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
         loss_description="Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies "
         "are the share of pairs whose better answer gained more than the worse, margins how much more.",
-        owned_args={
-            **{name: f"use method.{name}" for name in ("beta", "label_smoothing", "loss_type", "loss_weights")},
-            **PRECOMPUTED_ARGS,
-            "truncation_mode": "answers are cut at their end",
-        },
+        owned_args={**PRECOMPUTED_ARGS, "truncation_mode": "answers are cut at their end"},
         upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
     )
@@ -63,10 +56,7 @@ class DPOMethod(ReferenceMethod):
     loss_type: Annotated[
         list[DPOLoss],
         Field(min_length=1),
-        BeforeValidator(
-            lambda given: [given] if isinstance(given, str) else given,
-            json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)],
-        ),
+        BeforeValidator(alone_in_list, json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)]),
     ] = ["sigmoid"]
     """Loss by TRL's name, or a list of losses that are summed, such as `[sigmoid, sft]`."""
 
@@ -133,11 +123,9 @@ class DPOMethod(ReferenceMethod):
         if {"aot", "aot_unpaired"} & set(self.loss_type):
             yield "aot sorts the pairs of a micro-batch: it depends on which share one"
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
-        yield from super().conflicts(data, train, adapter, output)
+        yield from super().conflicts(others)
         losses = ", ".join(self.loss_type)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             what = f"has {len(self.loss_weights)} weights for {len(self.loss_type)} losses ({losses})"

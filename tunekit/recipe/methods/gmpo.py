@@ -12,7 +12,6 @@ from tunekit.recipe.methods.on_policy import (
     RewardedMethod,
 )
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
-from tunekit.recipe.sections.rewards import Reward
 
 UNREAD = (
     "delta",
@@ -50,7 +49,6 @@ class GMPOMethod(RewardedMethod):
         loss_description="The loss of GMPO (experimental in TRL) is near zero whatever is learned; the reward tells.",
         owned_args={
             "log_completions_hub_repo": "tunekit does not upload while it trains",
-            **{name: f"use method.{name}" for name in ("beta", "scale_rewards")},
             **dict.fromkeys(UNREAD, "the loss of GMPO does not read it"),
             **REWARDED_ARGS,
         },
@@ -60,23 +58,6 @@ class GMPOMethod(RewardedMethod):
 
     type: Literal["gmpo"] = "gmpo"
     """Geometric-mean policy optimisation, on prompts (arXiv 2507.20673). Experimental in TRL."""
-
-    rewards: list[Reward] = []
-    """What judges answers: rewards that come with tunekit (`exact_match`, or with settings `{type: numeric_match,
-    tolerance: 0.01, weight: 2}`), and functions of your own (`my_module:my_function`). Their values are multiplied by
-    their weights and summed. Training needs one at least, a plan none."""
-
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
-
-    max_completion_length: Annotated[int, Field(gt=0)] = 512
-    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
-
-    num_iterations: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps on the same answers before new ones are generated."""
-
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What rewards are divided by, once the group's mean is taken away: the spread of the group, of the batch, or

@@ -13,7 +13,6 @@ from tunekit.recipe.methods.on_policy import (
     RewardedMethod,
 )
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
-from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict
 
 GRPOLoss = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -37,14 +36,7 @@ class GRPOMethod(RewardedMethod):
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
         loss_description="The loss of GRPO is near zero whatever is learned; the reward tells.",
-        owned_args={
-            "log_completions_hub_repo": "tunekit does not upload while it trains",
-            **{
-                name: f"use method.{name}"
-                for name in ("beta", "importance_sampling_level", "loss_type", "scale_rewards")
-            },
-            **REWARDED_ARGS,
-        },
+        owned_args={"log_completions_hub_repo": "tunekit does not upload while it trains", **REWARDED_ARGS},
         upstream_names=("_entropy_bonus_enabled",),
         adds_router_loss=True,
         settings_scale_loss=False,
@@ -52,23 +44,6 @@ class GRPOMethod(RewardedMethod):
 
     type: Literal["grpo"] = "grpo"
     """Group relative policy optimisation, on prompts (arXiv 2402.03300)."""
-
-    rewards: list[Reward] = []
-    """What judges answers: rewards that come with tunekit (`exact_match`, or with settings `{type: numeric_match,
-    tolerance: 0.01, weight: 2}`), and functions of your own (`my_module:my_function`). Their values are multiplied by
-    their weights and summed. Training needs one at least, a plan none."""
-
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
-
-    max_completion_length: Annotated[int, Field(gt=0)] = 512
-    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
-
-    num_iterations: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps on the same answers before new ones are generated."""
-
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
 
     loss_type: GRPOLoss = "dapo"
     """Loss by TRL's name: `dapo`, `grpo`, `dr_grpo` and `bnpo` differ in what sums are divided by; `cispo`, `sapo`,

@@ -6,11 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tunekit.recipe.methods.comparing import PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
-from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
 from tunekit.recipe.sections.section import Conflict
-from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 GOOD_TO_BAD = (1.0, 4 / 3)
 """Total weight of good answers over that of bad answers (arXiv 2402.01306, equation 8)."""
@@ -30,7 +27,6 @@ class KTOMethod(ReferenceMethod):
         "before. The rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they "
         "became, times beta.",
         owned_args={
-            **{name: f"use method.{name}" for name in ("beta", "desirable_weight", "loss_type", "undesirable_weight")},
             **PRECOMPUTED_ARGS,
             "dataset_num_proc": "one process goes through the rows, so that they keep their neighbours",
         },
@@ -107,16 +103,14 @@ class KTOMethod(ReferenceMethod):
         advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
         return choice, f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
-        yield from super().conflicts(data, train, adapter, output)
+        yield from super().conflicts(others)
         if self.desirable_weight == self.undesirable_weight == 0:
             what = "is 0, and so is undesirable_weight: nothing would be learned"
             yield Conflict(("method", "desirable_weight"), what, "give one of them a weight")
         for name in ("global_batch_size", "micro_batch_size"):
-            if self.couples_rows and dict(train)[name] == 1:
+            if self.couples_rows and dict(others.train)[name] == 1:
                 what = "must be 2 or more with method kto, which holds an answer against others of its micro-batch"
                 hint = "raise it, or use method.loss_type=apo_zero_unpaired, which compares none"
                 yield Conflict(("train", name), what, hint)

@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.spec import COMMON_CHECKS, Generation, MethodPasses, MethodSection, PassInputs, ReferenceUse
-from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter, FullAdapter, ModelSection
+from tunekit.recipe.methods.spec import (
+    COMMON_CHECKS,
+    Generation,
+    MethodPasses,
+    MethodSection,
+    OtherSections,
+    PassInputs,
+    ReferenceUse,
+)
+from tunekit.recipe.sections.model import FullAdapter, ModelSection
 from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict, Section
-from tunekit.recipe.sections.train import OutputSection, TrainSection
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 """How TRL's GRPOTrainer brings several rewards together; any other word fails in the first step (trl 1.16)."""
@@ -38,30 +44,21 @@ REWARD_CHECKS = (
 REWARD_METRICS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
 """Metrics by which runs may be ranked whose answers are rewarded."""
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ENGINE = "use method.generation.use_vllm"
-_SAMPLING_OWNER = "use method.generation"
+_ONE_STEP = "answers are generated for one optimizer step at a time"
 
 GENERATED_ARGS = {
     "ds3_gather_for_generation": "the plan decides this for the devices at hand",
-    "max_completion_length": "use method.max_completion_length",
-    "min_p": _SAMPLING_OWNER,
-    "repetition_penalty": _SAMPLING_OWNER,
-    "temperature": _SAMPLING_OWNER,
-    "top_k": _SAMPLING_OWNER,
-    "top_p": _SAMPLING_OWNER,
+    **dict.fromkeys(_SAMPLING, "use method.generation"),
     "use_vllm": _ENGINE,
 }
 """Arguments of TRL's config about generation, and their owners."""
 
 REWARDED_ARGS = {
-    **{
-        name: f"use method.{name}"
-        for name in ("epsilon", "epsilon_high", "mask_truncated_completions", "num_generations", "num_iterations")
-    },
     **GENERATED_ARGS,
-    **dict.fromkeys(
-        ("generation_batch_size", "steps_per_generation"), "answers are generated for one optimizer step at a time"
-    ),
+    "generation_batch_size": _ONE_STEP,
+    "steps_per_generation": _ONE_STEP,
     "transformers_continuous_batching_config": _ENGINE,
     "use_transformers_continuous_batching": _ENGINE,
     "use_transformers_paged": _ENGINE,
@@ -142,13 +139,12 @@ class OnPolicyMethod(MethodSection):
             ),
         )
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the generation."""
-        yield from super().conflicts(data, train, adapter, output)
-        if self.max_completion_length >= data.max_length:
-            what = f"{self.max_completion_length} leaves no place for a prompt in data.max_length {data.max_length}"
+        yield from super().conflicts(others)
+        if self.max_completion_length >= others.data.max_length:
+            room = f"data.max_length {others.data.max_length}"
+            what = f"{self.max_completion_length} leaves no place for a prompt in {room}"
             yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
         yield from _conflicts_of_generation(self)
 
@@ -156,10 +152,27 @@ class OnPolicyMethod(MethodSection):
 class RewardedMethod(OnPolicyMethod):
     """A method whose answers are judged by rewards, several to a prompt."""
 
+    type: str
+    """Name of the method; each declares it anew."""
+
+    rewards: list[Reward] = []
+    """What judges answers: rewards that come with tunekit (`exact_match`, or with settings `{type: numeric_match,
+    tolerance: 0.01, weight: 2}`), and functions of your own (`my_module:my_function`). Their values are multiplied by
+    their weights and summed. Training needs one at least, a plan none."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
+
+    max_completion_length: Annotated[int, Field(gt=0)] = 512
+    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
+
+    num_iterations: Annotated[int, Field(gt=0)] = 1
+    """Optimizer steps on the same answers before new ones are generated."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
+
     if TYPE_CHECKING:
-        rewards: list[Reward]
-        num_generations: int
-        num_iterations: int
         epsilon: float
         epsilon_high: float | None
         mask_truncated_completions: bool
@@ -199,11 +212,10 @@ class RewardedMethod(OnPolicyMethod):
         used = "" if self.num_iterations == 1 else f"; they are used for {self.num_iterations} steps"
         return choice, (f"beta {self.beta:g}: {reference}" if self.beta else "beta 0: no reference") + used
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
-        yield from super().conflicts(data, train, adapter, output)
+        yield from super().conflicts(others)
+        train = others.train
         if train.global_batch_size % self.num_generations:
             what = f"{self.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
             yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
@@ -211,7 +223,7 @@ class RewardedMethod(OnPolicyMethod):
             what = f"{train.save_steps} is no multiple of method.num_iterations {self.num_iterations}"
             hint = "a checkpoint holds no answers, so it is made where new ones are due"
             yield Conflict(("train", "save_steps"), what, hint)
-        yield from _conflicts_of_trainer_args(self, full=isinstance(adapter, FullAdapter))
+        yield from _conflicts_of_trainer_args(self, full=isinstance(others.adapter, FullAdapter))
         yield from self.conflicts_of_loss()
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
             what = f"{self.epsilon_high:g} is less than method.epsilon {self.epsilon:g}"
@@ -225,15 +237,12 @@ class RewardedMethod(OnPolicyMethod):
 def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
     """Yield vLLM settings that belong to another mode, and arguments that set the same twice."""
     generation, section = method.generation, ("method", "generation")
-    colocated: dict[str, object] = {"vllm_gpu_memory_utilization": generation.vllm_gpu_memory_utilization}
-    of_server: dict[str, object] = {"vllm_server_base_url": generation.vllm_server_base_url}
-    unread, why = (
-        (of_server, "vllm_mode colocate") if generation.vllm_mode == "colocate" else (colocated, "vllm_mode server")
-    )
+    of_mode = {"server": "vllm_gpu_memory_utilization", "colocate": "vllm_server_base_url"}
+    unread, why = [of_mode[generation.vllm_mode]], f"vllm_mode {generation.vllm_mode}"
     if generation.use_vllm is False:
-        unread, why = {**colocated, **of_server}, "use_vllm false"
-    for name, value in unread.items():
-        if value is not None:
+        unread, why = [*of_mode.values()], "use_vllm false"
+    for name in unread:
+        if dict(generation)[name] is not None:
             yield Conflict((*section, name), f"means nothing with {why}", "leave one of them out")
     if generation.vllm_mode == "server":
         if generation.use_vllm is not True:
@@ -244,15 +253,13 @@ def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
             yield Conflict((*section, "vllm_server_base_url"), what, "name its address, such as http://host:8000")
     kwargs = method.trainer_args.get("generation_kwargs")
     for name in kwargs if isinstance(kwargs, dict) else {}:
-        owner = _OWNERS.get(name)
-        if owner is not None:
+        if name in _OWNERS:
             key = ("method", "trainer_args", "generation_kwargs")
-            yield Conflict(key, f"cannot hold {name}, which tunekit sets itself", f"use {owner}")
+            yield Conflict(key, f"cannot hold {name}, which tunekit sets itself", f"use {_OWNERS[name]}")
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 _OWNERS = {
-    **{name: f"method.generation.{name}" for name in _SAMPLING},
+    **{name: f"method.generation.{name}" for name in (*_SAMPLING, "stop")},
     "stop_strings": "method.generation.stop",
     **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "method.max_completion_length"),
     **dict.fromkeys(("n", "num_return_sequences"), "method.num_generations"),
@@ -295,11 +302,9 @@ class TeacherMethod(OnPolicyMethod):
         choice = f"{self.type}, an answer of up to {self.max_completion_length} tokens"
         return choice, f"{self.teacher.path} says how likely each of its tokens is; the teacher is a second model"
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and settings of the teacher that are the model's."""
-        yield from super().conflicts(data, train, adapter, output)
+        yield from super().conflicts(others)
         for name, value in zip(AS_THE_MODEL, _as_the_model(self.teacher), strict=True):
             if value != "auto":
                 what = "cannot be given: the teacher is computed like the model"

@@ -11,7 +11,7 @@ from tunekit.recipe.methods.comparing import (
     TOKENISED_ARGS,
     MarginMethod,
 )
-from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, PassInputs
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
 
 
 class ORPOMethod(MarginMethod):
@@ -26,7 +26,7 @@ class ORPOMethod(MarginMethod):
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
         loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better "
         "answers with their prompts, and the odds ratio by its weight.",
-        owned_args={"beta": "use method.beta", "padding_value": "the tokenizer of the model has it", **TOKENISED_ARGS},
+        owned_args={"padding_value": "the tokenizer of the model has it", **TOKENISED_ARGS},
         is_experimental=True,
         stores_metrics=True,
     )
@@ -40,10 +40,6 @@ class ORPOMethod(MarginMethod):
     trainer_args: dict[str, Any] = {}
     """Anything else for TRL's ORPOConfig, by its names. Checked against the fields of the installed version; what
     tunekit sets itself is refused."""
-
-    def passes(self, inputs: PassInputs) -> MethodPasses:
-        """Return the passes of an optimizer step."""
-        return MethodPasses(self.type, sequences_per_row=2, head="whole")
 
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""

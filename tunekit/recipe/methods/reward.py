@@ -21,7 +21,6 @@ class RewardMethod(MethodSection):
         "higher, the margin by how much. Scores compare answers to one prompt; their height means nothing by itself. "
         "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches "
         "need `config.pad_token_id`.",
-        owned_args={"center_rewards_coefficient": "use method.center_rewards_coefficient"},
         classifies=True,
     )
 

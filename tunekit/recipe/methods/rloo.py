@@ -12,7 +12,6 @@ from tunekit.recipe.methods.on_policy import (
     RewardedMethod,
 )
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
-from tunekit.recipe.sections.rewards import Reward
 
 
 class RLOOMethod(RewardedMethod):
@@ -26,7 +25,7 @@ class RLOOMethod(RewardedMethod):
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
         loss_description="The loss of RLOO is near zero whatever is learned; the reward tells.",
-        owned_args={**{name: f"use method.{name}" for name in ("beta", "normalize_advantages")}, **REWARDED_ARGS},
+        owned_args=REWARDED_ARGS,
         adds_router_loss=True,
         settings_scale_loss=False,
     )
@@ -35,19 +34,8 @@ class RLOOMethod(RewardedMethod):
     type: Literal["rloo"] = "rloo"
     """REINFORCE leave-one-out, on prompts (arXiv 2402.14740)."""
 
-    rewards: list[Reward] = []
-    """What judges answers: rewards that come with tunekit (`exact_match`, or with settings `{type: numeric_match,
-    tolerance: 0.01, weight: 2}`), and functions of your own (`my_module:my_function`). Their values are multiplied by
-    their weights and summed. Training needs one at least, a plan none."""
-
     num_generations: Annotated[int, Field(ge=2)] = 2
     """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
-
-    max_completion_length: Annotated[int, Field(gt=0)] = 512
-    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
-
-    num_iterations: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps on the same answers before new ones are generated."""
 
     beta: Annotated[float, Field(ge=0)] = 0.05
     """How strongly the model is held to what it was before training, as a part of the reward. 0: not at all."""

@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
 from tunekit.recipe.sections.model import Adapter, LoraAdapter
-from tunekit.recipe.sections.section import Conflict, Section
-from tunekit.recipe.sections.train import OutputSection, TrainSection
+from tunekit.recipe.sections.section import Conflict, OutputSection, Section, TrainSection
 
 HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]
 """Head that scores tokens: TRL's in tiles; tunekit's in chunks, whose gradients are computed with them where the sum of
@@ -172,6 +171,15 @@ class MethodSpec:
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
 
 
+class OtherSections(NamedTuple):
+    """Sections of a recipe besides the method's, with which that has to agree."""
+
+    data: DataSection
+    train: TrainSection
+    adapter: Adapter
+    output: OutputSection
+
+
 class MethodSection(Section):
     """A training method. Each has a literal `type`, its name in recipes, and `trainer_args` for TRL's config."""
 
@@ -218,15 +226,13 @@ class MethodSection(Section):
         """
         return None
 
-    def conflicts(
-        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
-    ) -> Iterator[Conflict]:
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield the fields of a recipe that do not go together with the method or with each other under it."""
         if not self.spec.masks_as_told:
-            yield from self._conflicts_of_rows(data)
+            yield from self._conflicts_of_rows(others.data)
         if self.spec.trains_on in ("pairs", "answers"):
-            yield from self._conflicts_of_dropout(adapter)
-        if self.spec.classifies and output.sample_prompts:
+            yield from self._conflicts_of_dropout(others.adapter)
+        if self.spec.classifies and others.output.sample_prompts:
             what = f"means nothing with method {self.type}, whose model judges and does not answer"
             yield Conflict(("output", "sample_prompts"), what, "leave it out")
 
@@ -237,10 +243,7 @@ class MethodSection(Section):
             yield Conflict(("data", "packing"), f"cannot be true {with_it}", "leave it out")
         if data.padding_free is True:
             yield Conflict(("data", "padding_free"), f"cannot be true {with_it}: TRL pads its batches", "leave it out")
-        sources = [
-            *each_source("train", data.train),
-            *(each_source("eval", data.eval) if data.eval is not None else ()),
-        ]
+        sources = [*each_source("train", data.train), *each_source("eval", data.eval)]
         settings = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
         for key, loss_on in settings:
             if loss_on not in (None, "assistant"):

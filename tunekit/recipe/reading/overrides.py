@@ -27,6 +27,7 @@ from tunekit.recipe.reading.parse import (
     Problem,
     YAMLProblem,
     dotted,
+    mapped,
     read_yaml,
     to_inline_yaml,
     undotted,
@@ -45,8 +46,7 @@ from tunekit.recipe.schema import (
     variant,
 )
 from tunekit.recipe.sections.data import NEED_SEVERAL, NEED_WEIGHTS, DataSection
-from tunekit.recipe.sections.section import TAG, Section, from_word
-from tunekit.recipe.sections.train import ONE_LENGTH
+from tunekit.recipe.sections.section import ONE_LENGTH, TAG, Section, from_word
 from tunekit.redact import is_secret
 
 _POSITION = re.compile("[0-9]{1,9}")
@@ -187,13 +187,13 @@ class Overrides:
                 ((name, value),) = word.items()
                 key, fields, is_item = (*key, name), [*fields, below[0].model_fields[name]], False
             if value is None and len(key) > 1 and key[-1] == TAG:
-                value = _beginning(fields[-2]).get(TAG)
+                value = beginning(fields[-2]).get(TAG)
             if value is not None:
                 value = _spelled_section(value, below) if is_item and below else _spelled_out(value, fields[-1])
         at: Any = self.values
         for depth, part in enumerate(key[:-1], start=1):
             if self._value(key[:depth]) is None:
-                at[part] = _beginning(fields[depth - 1]) if depth <= len(fields) else {}
+                at[part] = beginning(fields[depth - 1]) if depth <= len(fields) else {}
                 self.places.keys[key[:depth]] = self.places.values[key[:depth]] = COMMAND_LINE
             at = at[part]
             if not isinstance(at, list if isinstance(key[depth], int) else dict):
@@ -261,7 +261,7 @@ def _tagged_fields() -> list[tuple[str, list[type[Section]]]]:
     return [(name, variants) for name, variants in all_variants if len(variants) > 1]
 
 
-def _beginning(field: FieldInfo) -> dict[str, Any]:
+def beginning(field: FieldInfo) -> dict[str, Any]:
     """A section as it is before anything is set in it: empty, or of the default variant."""
     tagged = isinstance(field.default, Section) and len(sections_of(field)) > 1
     return {TAG: tag_of(type(field.default))} if tagged else {}
@@ -286,19 +286,13 @@ _MAY_BE_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*\Z|[^?#]*\?[^#
 
 def expand_environment(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], list[Problem]]:
     """The recipe's values with `${NAME}` and `~` replaced where they may stand, and what is wrong with the others."""
-    expansion = _Expansion(places)
-    return expansion.section(values, Recipe, ()), expansion.problems
+    expansion = _Expansion(values, places)
+    return mapped(values, expansion.value), expansion.problems
 
 
 def escape_environment(value: Any) -> Any:
     """A value in which every `${` is written so that it is read as itself."""
-    if isinstance(value, str):
-        return value.replace("${", "$${")
-    if isinstance(value, dict):
-        return {name: escape_environment(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [escape_environment(item) for item in value]
-    return value
+    return mapped(value, lambda item, _: item.replace("${", "$${") if isinstance(item, str) else item)
 
 
 def _sent_to(text: str, name: str) -> str | None:
@@ -318,29 +312,23 @@ def _sent_to(text: str, name: str) -> str | None:
 class _Expansion:
     """One recipe being expanded: what was found wrong so far."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, values: dict[str, Any], places: Places) -> None:
+        self.values = values
         self.places = places
         self.problems: list[Problem] = []
 
-    def section(self, values: dict[str, Any], section: type[Section], key: Key) -> dict[str, Any]:
-        """A section's values, expanded."""
-        result: dict[str, Any] = {}
-        for name, value in values.items():
-            field = section.model_fields.get(name)
-            if field is not None and takes_list(field) and isinstance(value, list):
-                result[name] = [self.value(item, field, (*key, name, i)) for i, item in enumerate(value)]
-            else:
-                result[name] = self.value(value, field, (*key, name))
-        return result
-
-    def value(self, value: Any, field: FieldInfo | None, key: Key) -> Any:
-        """Expand the value of a field, or an item of its list."""
-        below = variant(sections_of(field), value) if field is not None and isinstance(value, dict) else None
-        if below is not None:
-            return self.section(value, below, key)
-        if isinstance(value, str) and field is not None and expands_env(field):
-            return self.path(value, key)
-        return self.plain(value, key)
+    def value(self, value: Any, key: Key) -> Any:
+        """Expand a plain value of the recipe."""
+        if not isinstance(value, str) or not ("${" in value or value.startswith("~")):
+            return value
+        path = holders_along(key, self.values)
+        is_path = len(path) == len(key) and all(expands_env(holder.field) for holder in path[-1])
+        at: Any = self.values
+        for part, holders in zip(key, path, strict=False):
+            # A section whose tag names another variant, or none, does not have the field.
+            is_path = is_path and (isinstance(part, int) or tag_of(holders[0].section) in (None, at.get(TAG)))
+            at = at[part]
+        return self.path(value, key) if is_path else self.plain(value, key)
 
     def path(self, text: str, key: Key) -> str:
         """A path with its variables and its home folder filled in."""
@@ -364,14 +352,8 @@ class _Expansion:
 
         return _REFERENCE.sub(fill, text)
 
-    def plain(self, value: Any, key: Key) -> Any:
-        """A value in which no variable may stand."""
-        if isinstance(value, dict):
-            return {name: self.plain(item, (*key, name)) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self.plain(item, (*key, position)) for position, item in enumerate(value)]
-        if not isinstance(value, str):
-            return value
+    def plain(self, text: str, key: Key) -> str:
+        """A text in which no variable may stand."""
 
         def refuse(reference: re.Match[str]) -> str:
             if reference[1] is not None:
@@ -379,7 +361,7 @@ class _Expansion:
                 self.refuse(key, f"{reference[0]} is not expanded here", hint)
             return "${"
 
-        return _REFERENCE.sub(refuse, value)
+        return _REFERENCE.sub(refuse, text)
 
     def refuse(self, key: Key, what: str, hint: str) -> None:
         self.problems.append(Problem(self.places.of_value(key), what, key, hint))

@@ -21,7 +21,7 @@ raised together, in the order of the file: a user mends them in one go.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -165,6 +165,24 @@ def undotted(text: str) -> Key | None:
     return key
 
 
+def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield what mappings and lists hold in the end, however deep, each with its key."""
+    if isinstance(value, dict | list):
+        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*key, part))
+    else:
+        yield key, value
+
+
+def mapped(value: Any, change: Callable[[Any, Key], Any], key: Key = ()) -> Any:
+    """Return mappings and lists in which what they hold in the end is changed, by its value and its key."""
+    if isinstance(value, dict):
+        return {name: mapped(item, change, (*key, name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [mapped(item, change, (*key, position)) for position, item in enumerate(value)]
+    return change(value, key)
+
+
 def raise_problems(problems: Iterable[Problem]) -> None:
     """Raise all problems as one error, in the order of the file, the command line last.
 
@@ -256,6 +274,9 @@ class _Reading:
         """The place of a PyYAML mark; that of the whole source where it has no lines."""
         return _at(self.place, mark.line, mark.column)
 
+    def refuse(self, node: Node, what: str, key: Key, hint: str | None = None) -> None:
+        self.problems.append(Problem(self.at(node.start_mark), what, key, hint))
+
     def value(self, node: Node, key: Key) -> Any:
         """The plain value of a node, with the places of all that is in it."""
         self.count(node)
@@ -264,9 +285,7 @@ class _Reading:
         self.places.values[key] = self.at(node.start_mark)
         if node.tag not in (_PLAIN, _QUOTED, ""):
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            self.problems.append(
-                Problem(self.at(node.start_mark), f"tags such as {tag} are refused", key, "write the plain value")
-            )
+            self.refuse(node, f"tags such as {tag} are refused", key, "write the plain value")
             return None
         if isinstance(node, ScalarNode):
             return self.scalar(node, key)
@@ -286,7 +305,7 @@ class _Reading:
         if node.tag == _QUOTED:
             return node.value
         if len(node.value) > _MAX_DIGITS and (_INT.match(node.value) or _BASED_INT.match(node.value)):
-            self.problems.append(Problem(self.at(node.start_mark), "a number of too many digits", key))
+            self.refuse(node, "a number of too many digits", key)
             return None
         return plain_scalar(node.value)
 
@@ -308,15 +327,8 @@ class _Reading:
                 continue
             if key_name in own:
                 first = own[key_name][0].start_mark
-                where = f"line {first.line + 1}, column {first.column + 1}"
-                self.problems.append(
-                    Problem(
-                        self.at(name_node.start_mark),
-                        f"given twice, first at {where}",
-                        (*key, key_name),
-                        "keep one of them",
-                    )
-                )
+                what = f"given twice, first at line {first.line + 1}, column {first.column + 1}"
+                self.refuse(name_node, what, (*key, key_name), "keep one of them")
                 continue
             own[key_name] = (name_node, value_node)
         result = {}
@@ -335,7 +347,7 @@ class _Reading:
             hint = "put it in quotes" if node.value else "write the key before the ':'"
         else:
             what, hint = "a key must be text, got a mapping, a list or a tag", "write a plain name before the ':'"
-        self.problems.append(Problem(self.at(node.start_mark), what, key, hint))
+        self.refuse(node, what, key, hint)
         return None
 
     def merged_pairs(self, node: Node, key: Key) -> dict[str, tuple[Node, Node]]:
@@ -345,7 +357,7 @@ class _Reading:
         for source in sources:
             if not isinstance(source, MappingNode):
                 hint = "write `<<: *name`, where &name stands before a mapping"
-                self.problems.append(Problem(self.at(source.start_mark), "'<<' merges mappings only", key, hint))
+                self.refuse(source, "'<<' merges mappings only", key, hint)
                 continue
             if id(source) in self.open_nodes:
                 raise YAMLProblem(Problem(self.at(source.start_mark), "an anchor contains an alias to itself", key))
@@ -429,16 +441,8 @@ _SYNTAX = [
     (r"expected <block end>", "does not line up with what is above it", _INDENT_HINT),
     (r"sequence entries are not allowed", "a '-' that cannot stand here", "begin the list on a line of its own"),
     (r"found unexpected end of stream", "a quote is opened here and never closed", "close it"),
-    (
-        r"expected ',' or '\]'",
-        f"a '[' is opened here and not closed{_UNTIL}",
-        _CLOSE_HINT,
-    ),
-    (
-        r"expected ',' or '}'",
-        f"a '{{' is opened here and not closed{_UNTIL}",
-        _CLOSE_HINT,
-    ),
+    (r"expected ',' or '\]'", f"a '[' is opened here and not closed{_UNTIL}", _CLOSE_HINT),
+    (r"expected ',' or '}'", f"a '{{' is opened here and not closed{_UNTIL}", _CLOSE_HINT),
     (
         r"found undefined alias '(.*)'",
         r"the alias *\1 has no anchor &\1 before it",
@@ -481,11 +485,7 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z"),
-    list("-+.0123456789"),
-)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"0o[0-7]+\Z"), ["0"])
 
 

@@ -9,14 +9,15 @@ from tunekit.recipe.reading.parse import plain_scalar
 from tunekit.recipe.schema import members
 from tunekit.recipe.sections.section import FunctionPath
 
-_KINDS = {
+KINDS: dict[Any, str] = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
-    bool: "true or false",
     dict: "a mapping",
     FunctionPath: "module:function",
 }
+"""Types that a field takes, in words."""
 _MAX_SHOWN = 60
 _WHOLE_WORD = 4
 """A word of so many letters that begins a longer one is taken to mean it: `adamw` for `adamw_torch`."""
@@ -52,8 +53,8 @@ def expected(kinds: list[Any]) -> str:
             words.append(f"a list of {expected(list(members(get_args(kind)[0])))}")
         elif kind is bool:
             words += ["true", "false"]
-        elif kind in _KINDS or get_origin(kind) in _KINDS:
-            words.append(_KINDS[kind if kind in _KINDS else get_origin(kind)])
+        elif kind in KINDS or get_origin(kind) in KINDS:
+            words.append(KINDS[kind if kind in KINDS else get_origin(kind)])
     return any_of(words)
 
 

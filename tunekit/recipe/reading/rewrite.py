@@ -17,7 +17,7 @@ from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode, SequenceNo
 from tunekit.errors import RecipeError
 from tunekit.recipe.entries import UNSET
 from tunekit.recipe.load import asked_for, read_text
-from tunekit.recipe.reading.overrides import escape_environment, spell_out
+from tunekit.recipe.reading.overrides import beginning, escape_environment, spell_out
 from tunekit.recipe.reading.parse import Key, dotted, node_of, to_inline_yaml, undotted
 from tunekit.recipe.schema import Recipe, holders_along, is_free_mapping, sections_of, tag_of, takes_one, variant
 from tunekit.recipe.sections.section import TAG, Section, from_word
@@ -72,9 +72,8 @@ def _rewritten(text: str, have: dict[str, Any], want: dict[str, Any]) -> str:
 def short_recipe(recipe: Recipe) -> str:
     """A recipe as YAML that states only what differs from the defaults; `load_recipe` reads it back to an equal one."""
     values: dict[str, Any] = escape_environment(asked_for(recipe))
-    default = {name: field.default for name, field in Recipe.model_fields.items()}
     for name, section in recipe:
-        if isinstance(section, Section) and type(section) is not type(default[name]) and tag_of(type(section)):
+        if tag_of(type(section)) and type(section) is not type(Recipe.model_fields[name].default):
             values[name] = escape_environment(asked_for(section))
     return _written(values)
 
@@ -128,9 +127,8 @@ def _opened(values: dict[str, Any], key: Key) -> Any:
         there = at[int(part)] if isinstance(at, list) and int(part) < len(at) else None
         there = at.get(part) if isinstance(at, dict) else there
         if isinstance(there, list) and kind is dict:
-            raise RecipeError(
-                f"{dotted(key[: depth + 1])} is a list", hint=f"its first is {dotted(key[: depth + 1])}[0]"
-            )
+            name = dotted(key[: depth + 1])
+            raise RecipeError(f"{name} is a list", hint=f"its first is {name}[0]")
         if not isinstance(there, kind) or not (there or kind is list):
             # A section that stood by itself becomes the first of the list.
             there = [there] * bool(there) if kind is list else _beginning(key[: depth + 1])
@@ -140,31 +138,25 @@ def _opened(values: dict[str, Any], key: Key) -> Any:
                 at[part] = there
         at = there
     if isinstance(at, list) and int(key[-1]) > len(at):
-        raise RecipeError(
-            f"{dotted(key)}: the list has {len(at)} items", hint=f"the next is {dotted((*key[:-1], len(at)))}"
-        )
+        hint = f"the next is {dotted((*key[:-1], len(at)))}"
+        raise RecipeError(f"{dotted(key)}: the list has {len(at)} items", hint=hint)
     return at
 
 
 def _beginning(key: Key) -> dict[str, Any]:
     """A section as it is before anything is set in it: empty, or of the default variant."""
     path = holders_along(key)
-    default = path[-1][0].field.default if len(path) == len(key) else None
-    tag = tag_of(type(default)) if isinstance(default, Section) else None
-    return {} if tag is None else {TAG: tag}
+    return beginning(path[-1][0].field) if len(path) == len(key) else {}
 
 
 def _take_out(values: dict[str, Any], key: Key) -> None:
     """Take a value out, and the sections that hold nothing then; not an item of a list, which the user added."""
     containers: list[Any] = [values]
     for part in key[:-1]:
-        at = containers[-1]
-        inside = (
-            part < len(at) if isinstance(at, list) and isinstance(part, int) else isinstance(at, dict) and part in at
-        )
-        if not inside:
+        try:
+            containers.append(containers[-1][part])
+        except (LookupError, TypeError):
             return
-        containers.append(at[part])
     for depth in range(len(key) - 1, -1, -1):
         at, part = containers[depth], key[depth]
         if isinstance(at, list) and isinstance(part, int) and part < len(at):
@@ -296,22 +288,20 @@ class _Rewriting:
             added.setdefault(anchor or retained[0 if name in order else -1], []).append(name)
         for anchor, names in added.items():
             end = self.line_end(self.end(pairs[anchor][1]))
-            lines = _block(
-                {name: short[name] for name in sorted(names, key=(order or names).index)}, node.start_mark.column
-            )
+            values = {name: short[name] for name in sorted(names, key=(order or names).index)}
             gap = "\n" if not key and self.has_gaps(node) else ""
-            self.edits.append(
-                (end, end, "".join(f"\n{gap}{line}" if not line.startswith(" ") else f"\n{line}" for line in lines))
-            )
+            lines = _block(values, node.start_mark.column)
+            new = "".join(f"\n{line}" if line.startswith(" ") else f"\n{gap}{line}" for line in lines)
+            self.edits.append((end, end, new))
 
     def pair(self, name: Node, node: Node, have: Any, want: Any, short: Any, field: FieldInfo | None, key: Key) -> None:
         """Make one key's value what it should be: within, where it is a section over several lines, or as a whole."""
         below = sections_of(field) if field is not None else []
-        if self.goes_within(node, have, want) and isinstance(node, MappingNode):
-            self.mapping(node, have, want, below, key)
-            return
-        if self.goes_within(node, have, want) and isinstance(node, SequenceNode):
-            self.sequence(node, have, want, short, below, key)
+        if self.goes_within(node, have, want):
+            if isinstance(node, MappingNode):
+                self.mapping(node, have, want, below, key)
+            elif isinstance(node, SequenceNode):
+                self.sequence(node, have, want, short, below, key)
             return
         start, end = node.start_mark.index, self.end(node)
         colon = self.text.index(":", name.end_mark.index) + 1
@@ -330,13 +320,7 @@ class _Rewriting:
             self.edits.append((colon, self.line_end(end), head + "".join(f"\n{line}" for line in lines)))
 
     def sequence(
-        self,
-        node: SequenceNode,
-        have: list[Any],
-        want: list[Any],
-        short: list[Any],
-        below: list[type[Section]],
-        key: Key,
+        self, node: SequenceNode, have: list[Any], want: list[Any], short: Any, below: list[type[Section]], key: Key
     ) -> None:
         """Make a list over several lines hold what it should: items that stay are left alone."""
         shorter = min(len(have), len(want))

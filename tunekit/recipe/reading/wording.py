@@ -14,11 +14,14 @@ with the name that they have here rather than with "unknown key" alone.
 
 import re
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from tunekit.files import read_table
 from tunekit.recipe.reading.parse import Key, Places, Problem, dotted
 from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, near, plain_word, show, spelling_hint
 from tunekit.recipe.schema import (
@@ -33,122 +36,15 @@ from tunekit.recipe.schema import (
     takes_one,
     variant,
 )
-from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflicts, FunctionPath, Section
-from tunekit.recipe.sections.train import NAME_PATTERN
+from tunekit.recipe.sections.section import FUNCTION_PATTERN, NAME_PATTERN, TAG, Conflicts, FunctionPath, Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
-_DERIVED = "it is derived: train.global_batch_size over train.micro_batch_size and the devices"
-_PRECISION = "set model.dtype; mixed precision follows from it"
-_WEIGHTS = "give each source of data.train a weight"
 
-FAMILIAR_NAMES = {
-    "base_model": "model.path",
-    "model_id": "model.path",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "pretrained_model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "precision": "model.dtype",
-    "bf16": _PRECISION,
-    "fp16": _PRECISION,
-    "attention": "model.attn_implementation",
-    "flash_attention": "set model.attn_implementation to flash_attention_2",
-    "flash_attn": "set model.attn_implementation to flash_attention_2",
-    "liger": "set model.kernels to liger",
-    "liger_kernel": "set model.kernels to liger",
-    "use_liger": "set model.kernels to liger",
-    "use_liger_kernel": "set model.kernels to liger",
-    "dataset": "data.train",
-    "datasets": "data.train",
-    "dataset_name": "data.train",
-    "dataset_path": "data.train",
-    "train_file": "data.train",
-    "train_data": "data.train",
-    "train_dataset": "data.train",
-    "eval_dataset": "data.eval",
-    "eval_file": "data.eval",
-    "test_file": "data.eval",
-    "val_set_size": "data.eval_size",
-    "validation": "data.eval",
-    "validation_file": "data.eval",
-    "dataset_mixer": _WEIGHTS,
-    "dataset_weights": _WEIGHTS,
-    "interleave_probs": _WEIGHTS,
-    "mixing_weights": _WEIGHTS,
-    "probabilities": _WEIGHTS,
-    "sampling_weights": _WEIGHTS,
-    "weights": _WEIGHTS,
-    "mix_strategy": "set data.mixing, and data.stopping_strategy for when to stop",
-    "disable_shuffling": "set data.shuffle to false",
-    "shuffle_dataset": "data.shuffle",
-    "shuffle_merged_datasets": "data.shuffle",
-    "train_sampling_strategy": "data.shuffle",
-    "cutoff_len": "data.max_length",
-    "max_len": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "model_max_length": "data.max_length",
-    "seq_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "sequence_length": "data.max_length",
-    "sample_packing": "data.packing",
-    "train_on_inputs": "set data.loss_on to all",
-    "finetuning_type": "adapter.type",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "lora_r": "adapter.rank",
-    "lora_rank": "adapter.rank",
-    "lora_target": "adapter.target_modules",
-    "lora_target_modules": "adapter.target_modules",
-    "peft_use_dora": "adapter.use_dora",
-    "peft_use_rslora": "adapter.use_rslora",
-    "r": "adapter.rank",
-    "bnb_4bit_quant_type": "adapter.quant_type",
-    "bnb_4bit_use_double_quant": "adapter.double_quant",
-    "load_in_4bit": "set adapter.type to qlora",
-    "load_in_8bit": "set adapter.type to qlora, which keeps the base in 4 bits",
-    "quantization": "set adapter.type to qlora",
-    "use_peft": "set adapter.type to lora, or to full for no adapter",
-    "batch_size": "train.global_batch_size",
-    "train_batch_size": "train.global_batch_size",
-    "effective_batch_size": "train.global_batch_size",
-    "micro_batch": "train.micro_batch_size",
-    "per_device_batch_size": "train.micro_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "per_device_eval_batch_size": "train.micro_batch_size",
-    "gradient_accumulation": _DERIVED,
-    "gradient_accumulation_steps": _DERIVED,
-    "grad_accum": _DERIVED,
-    "lr": "train.learning_rate",
-    "epochs": "train.num_epochs",
-    "n_epochs": "train.num_epochs",
-    "num_train_epochs": "train.num_epochs",
-    "steps": "train.max_steps",
-    "num_steps": "train.max_steps",
-    "optimizer": "train.optim",
-    "lr_schedule": "train.lr_scheduler_type",
-    "lr_scheduler": "train.lr_scheduler_type",
-    "scheduler": "train.lr_scheduler_type",
-    "warmup": "train.warmup_steps",
-    "warmup_ratio": "train.warmup_steps",
-    "wd": "train.weight_decay",
-    "clip_grad_norm": "train.max_grad_norm",
-    "grad_clip": "train.max_grad_norm",
-    "gradient_clipping": "train.max_grad_norm",
-    "max_norm": "train.max_grad_norm",
-    "activation_checkpointing": "train.gradient_checkpointing",
-    "random_seed": "train.seed",
-    "log_every": "train.logging_steps",
-    "evals_per_epoch": "train.eval_steps",
-    "saves_per_epoch": "train.save_steps",
-    "checkpoint_steps": "train.save_steps",
-    "output_dir": "output.dir",
-    "run_name": "output.name",
-    "stage": "method.type",
-    "task": "method.type",
-}
-"""Names of other tools, and ours: a dotted key, or a sentence where there is no single one."""
+@cache
+def familiar_names() -> dict[str, str]:
+    """Names of other tools, and ours: a dotted key, or a sentence where there is no single one."""
+    table = read_table(Path(__file__).parent / "familiar_names.yaml")
+    return {name: ours for ours, names in table.items() for name in names}
 
 
 def unknown_key(
@@ -175,7 +71,7 @@ def unknown_key(
         return "unknown key", f"it belongs in {elsewhere[0].rpartition('.')[0]}: {elsewhere[0]}"
     if elsewhere:
         return "unknown key", f"it belongs in another section: {any_of(elsewhere)}"
-    familiar = FAMILIAR_NAMES.get(plain_word(name))
+    familiar = familiar_names().get(plain_word(name))
     if familiar is not None:
         return "unknown key", familiar if " " in familiar else f"it is called {familiar} here"
     likely = near(name, here)
@@ -206,19 +102,14 @@ def _goes_with_a_variant(key: Key) -> bool:
     return len(key) > 2 and len(holders_along(key[:1])[0][0].sections) > 1
 
 
-_TYPE_ERRORS = {
-    "int_type",
-    "int_from_float",
-    "float_type",
-    "string_type",
-    "bool_type",
-    "list_type",
-    "dict_type",
-    "literal_error",
-    "model_type",
-    "model_attributes_type",
+_BOUNDS = {
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "finite_number": "a finite number",
 }
-"""pydantic's ways to say that a value is of another kind than the field."""
+"""Bounds that a number breaks, by pydantic's names for that."""
 
 _FUNCTION = "must be module:function, such as my_module:my_function"
 _MANY = 8
@@ -233,10 +124,8 @@ def to_problems(errors: Iterable[ErrorDetails], places: Places) -> list[Problem]
         conflicts = error.get("ctx", {}).get("error")
         if isinstance(conflicts, Conflicts):
             for conflict in conflicts.found:
-                place = places.of_key((*key, *conflict.key))
-                problems.setdefault(
-                    (*key, *conflict.key), Problem(place, conflict.what, (*key, *conflict.key), conflict.hint)
-                )
+                at = (*key, *conflict.key)
+                problems.setdefault(at, Problem(places.of_key(at), conflict.what, at, conflict.hint))
             continue
         problems.setdefault(key, _problem(error, key, section, field, places))
     # A union complains once for each of its branches; the branch that went deepest is the one that was meant.
@@ -318,18 +207,10 @@ def _complaint(
     """Return the problem of a value, and the hint."""
     actual = f"got {show(value)}"
     match kind:
-        case _ if kind in _TYPE_ERRORS:
+        case _ if kind.endswith("_type") or kind in ("int_from_float", "literal_error"):
             return _wrong_kind(value, key, field)
-        case "greater_than":
-            return f"must be greater than {context['gt']:g}, {actual}", None
-        case "greater_than_equal":
-            return f"must be at least {context['ge']:g}, {actual}", None
-        case "less_than":
-            return f"must be less than {context['lt']:g}, {actual}", None
-        case "less_than_equal":
-            return f"must be at most {context['le']:g}, {actual}", None
-        case "finite_number":
-            return f"must be a finite number, {actual}", None
+        case _ if kind in _BOUNDS:
+            return f"must be {_BOUNDS[kind].format_map(context)}, {actual}", None
         case "too_short":
             return "must not be an empty list", None
         case "string_too_short":

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from tunekit.recipe.reading.parse import Key, dotted
-from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
+from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, FunctionPath, Section
 
 SourceFormat = Literal[
     "messages",
@@ -178,9 +178,9 @@ class DataSection(Section):
     @property
     def eval_sources(self) -> tuple[CompleteSource, ...]:
         """The same for `eval`; empty without."""
-        return self._complete("eval", self.eval) if self.eval is not None else ()
+        return self._complete("eval", self.eval)
 
-    def _complete(self, name: str, given: Sources) -> tuple[CompleteSource, ...]:
+    def _complete(self, name: str, given: Sources | None) -> tuple[CompleteSource, ...]:
         """Fill in what the sources of a field leave out."""
         section = {field: dict(self)[field] for field in HANDED_DOWN}
         return tuple(
@@ -188,12 +188,10 @@ class DataSection(Section):
             for key, source in each_source(name, given)
         )
 
-    @model_validator(mode="after")
-    def _agrees(self) -> "DataSection":
-        conflicts = [*self._conflicts_of_sources(), *self._conflicts_of_order()]
-        if conflicts:
-            raise Conflicts(conflicts)
-        return self
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield conflicts between sources, and between the order of the rows and streaming."""
+        yield from self._conflicts_of_sources()
+        yield from self._conflicts_of_order()
 
     def _conflicts_of_sources(self) -> Iterator[Conflict]:
         """Yield conflicts between sources of a mixture, and of the evaluation."""
@@ -213,10 +211,10 @@ class DataSection(Section):
             # A recipe that was written out states the defaults too.
             if dict(self)[name] != type(self).model_fields[name].default:
                 yield Conflict((name,), f"means nothing {why}", hint)
-        for key, source in each_source("eval", self.eval) if self.eval is not None else ():
+        for key, source in each_source("eval", self.eval):
             if source.weight is not None:
                 yield Conflict((*key, "weight"), "means nothing in data.eval: every row counts once", "leave it out")
-        for key, source in (*sources, *(each_source("eval", self.eval) if self.eval is not None else ())):
+        for key, source in (*sources, *each_source("eval", self.eval)):
             columns = self.columns if source.columns is None else source.columns
             if columns and ":" in (source.format or self.format):
                 what = "says nothing to a row function, which reads the columns itself"
@@ -249,9 +247,9 @@ class DataSection(Section):
             yield Conflict(("stopping_strategy",), what, "leave it out")
 
 
-def each_source(name: str, given: Sources) -> Iterator[tuple[Key, DataSource]]:
-    """The sources of a field, each with its key in the data section."""
+def each_source(name: str, given: Sources | None) -> Iterator[tuple[Key, DataSource]]:
+    """The sources of a field, each with its key in the data section; none where it is left out."""
     if isinstance(given, list):
         yield from (((name, position), source) for position, source in enumerate(given))
-    else:
+    elif given is not None:
         yield (name,), given

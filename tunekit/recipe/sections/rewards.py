@@ -5,16 +5,16 @@ reward with its defaults (`exact_match`), and `my_module:my_function` for a func
 """
 
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import (
     EXPANDS_ENV,
     FUNCTION_PATTERN,
     Conflict,
-    Conflicts,
     FunctionPath,
     Section,
     from_word,
@@ -41,16 +41,23 @@ class FunctionReward(Section):
     """What its values are multiplied by before they are summed with the others."""
 
 
-class ExactMatchReward(Section):
-    """1 where an answer equals the expected one, else 0."""
+class _TunekitReward(Section):
+    """A reward that comes with tunekit."""
 
     shorthand = "type"
 
-    type: Literal["exact_match"] = "exact_match"
-    """The answer is the expected text."""
+    type: str
+    """Name of the reward; each declares it anew."""
 
     weight: float = 1.0
     """What its values are multiplied by before they are summed with the others."""
+
+
+class ExactMatchReward(_TunekitReward):
+    """1 where an answer equals the expected one, else 0."""
+
+    type: Literal["exact_match"] = "exact_match"
+    """The answer is the expected text."""
 
     column: str = "answer"
     """Column of the rows with the expected answer."""
@@ -63,20 +70,15 @@ class ExactMatchReward(Section):
     """Whether capital and small letters are the same."""
 
 
-class NumericMatchReward(Section):
+class NumericMatchReward(_TunekitReward):
     """1 where the last number of an answer is the expected one, else 0: also as fraction, percentage or with a unit.
 
     `1,234.50`, `1/2`, `3 1/2`, `1.5e3` and `$5` are read as people write them. `50%` is 0.5, and also 50. Units are
     compared as text.
     """
 
-    shorthand = "type"
-
     type: Literal["numeric_match"] = "numeric_match"
     """The answer's number is the expected one."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     column: str = "answer"
     """Column of the rows with the expected number: a number, or a text that ends in one."""
@@ -91,16 +93,11 @@ class NumericMatchReward(Section):
     """Unit that must stand behind the number, such as `km`. Left out: the one of the expected answer, if it has one."""
 
 
-class RegexReward(Section):
+class RegexReward(_TunekitReward):
     """1 where an answer matches a regular expression, else 0: a format, such as reasoning before an answer."""
-
-    shorthand = "type"
 
     type: Literal["regex"] = "regex"
     """The answer has a form."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     pattern: Annotated[str, Field(min_length=1)]
     """Regular expression of Python's. A dot also matches a line break; space around the answer does not count."""
@@ -118,16 +115,11 @@ class RegexReward(Section):
         return pattern
 
 
-class JsonSchemaReward(Section):
+class JsonSchemaReward(_TunekitReward):
     """1 where a whole answer is JSON that a schema allows, else 0; a quarter where it is JSON at all."""
-
-    shorthand = "type"
 
     type: Literal["json_schema"] = "json_schema"
     """The answer is JSON of a form."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """File of the JSON schema."""
@@ -135,23 +127,17 @@ class JsonSchemaReward(Section):
     column: str | None = None
     """Column of the rows with a schema each, instead of one for all."""
 
-    @model_validator(mode="after")
-    def _has_one_schema(self) -> Self:
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a conflict unless there is exactly one schema."""
         if (self.path is None) == (self.column is None):
-            raise Conflicts([Conflict(("path",), "give either path or column", "the schema stands in one of them")])
-        return self
+            yield Conflict(("path",), "give either path or column", "the schema stands in one of them")
 
 
-class LengthReward(Section):
+class LengthReward(_TunekitReward):
     """0 for a short answer, falling to -1 for a long one (the soft punishment of DAPO, arXiv 2503.14476)."""
-
-    shorthand = "type"
 
     type: Literal["length"] = "length"
     """The answer is not too long."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     max_tokens: Annotated[int, Field(gt=0)]
     """Tokens from which on an answer gets -1."""
@@ -159,45 +145,34 @@ class LengthReward(Section):
     free_tokens: Annotated[int, Field(ge=0)]
     """Tokens up to which an answer gets 0."""
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a conflict where the value has no tokens to fall over."""
         if self.free_tokens >= self.max_tokens:
             what = f"{self.free_tokens} is not less than max_tokens {self.max_tokens}"
-            raise Conflicts([Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")])
-        return self
+            yield Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")
 
 
-class RepetitionReward(Section):
+class RepetitionReward(_TunekitReward):
     """Minus the share of an answer's n-grams that it has had before: 0 where none comes twice."""
-
-    shorthand = "type"
 
     type: Literal["repetition"] = "repetition"
     """The answer does not repeat itself."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     ngram_size: Annotated[int, Field(gt=0)] = 3
     """Words of an n-gram."""
 
 
-class MathReward(Section):
+class MathReward(_TunekitReward):
     """1 where an answer is mathematically equal to the expected one, else 0 (math-verify)."""
-
-    shorthand = "type"
 
     type: Literal["math"] = "math"
     """The answer is equal to the expected one, however it is written."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     column: str = "answer"
     """Column of the rows with the expected answer, in LaTeX or as an expression."""
 
 
-class CodeReward(Section):
+class CodeReward(_TunekitReward):
     """Share of a row's tests that the Python program in an answer passes, in a sandbox.
 
     The program is the last fenced block of an answer, or all of it. It runs on Linux alone, with the standard library
@@ -206,13 +181,8 @@ class CodeReward(Section):
     a capital (`Stack()`) are tested by their methods, `len`, items and operators with each other.
     """
 
-    shorthand = "type"
-
     type: Literal["code"] = "code"
     """The answer is a program that passes tests."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     column: str = "tests"
     """Column of the rows with the tests: a list of Python statements, each run after the program; one that raises
@@ -229,31 +199,21 @@ class CodeReward(Section):
     """Programs that run at the same time."""
 
 
-class ModelReward(Section):
+class ModelReward(_TunekitReward):
     """What a reward model says of an answer: one that `method: reward` trained, or any with a single output."""
-
-    shorthand = "type"
 
     type: Literal["reward_model"] = "reward_model"
     """A reward model judges."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     model: ModelSection
     """The reward model: a run's name, a folder, or a name on the Hugging Face hub."""
 
 
-class JudgeReward(Section):
+class JudgeReward(_TunekitReward):
     """What a language model behind an OpenAI-compatible endpoint says of an answer, as a number from 0 to 1."""
-
-    shorthand = "type"
 
     type: Literal["judge"] = "judge"
     """Another language model judges."""
-
-    weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
 
     base_url: Annotated[str, Field(min_length=1)]
     """Address of the endpoint, such as `http://localhost:8000/v1`."""
