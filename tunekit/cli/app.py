@@ -51,13 +51,13 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="tunekit",
     cls=Commands,
-    help="Fine-tune and align open-weight language models: a short recipe, a plan with reasons, a run you can trust.",
+    help="Fine-tune and align open-weight language models: a short recipe, an explained plan, a reproducible run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
+recipes_app = typer.Typer(help="List the shipped recipes or copy one.", invoke_without_command=True)
 
 PASSWORD_VARIABLE = "TUNEKIT_UI_PASSWORD"
 
@@ -94,23 +94,23 @@ def plan(
         list[str] | None,
         Option(
             metavar="MACHINE",
-            help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Give it again to compare.",
+            help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Repeat to compare.",
         ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
         Option(
             metavar="KEY=VALUE,VALUE",
-            help="Plan with each of these values, such as adapter.type=lora,qlora. Given again: every combination.",
+            help="Plan for each value, such as adapter.type=lora,qlora. Repeat for all combinations.",
         ),
     ] = None,
     fit: Annotated[
         Literal["length", "batch", "model"] | None,
-        Option(help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."),
+        Option(help="Find the largest micro-batch, data.max_length or well-known models that fit."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe and plan as JSON.")] = False,
 ) -> None:
-    """Say how a recipe would run, here or on a machine that is named, and why, without starting it."""
+    """Show how a recipe would run, on this or another machine, and why."""
     from tunekit.api import verbs
     from tunekit.display import plan as display_plan
     from tunekit.display.console import make_console
@@ -142,7 +142,7 @@ def plan(
 
 @app.command(rich_help_panel=TRAIN)
 def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Check a recipe, its model and its data, without training."""
+    """Validate a recipe, its model and its data without training."""
     from tunekit.api import verbs
 
     source, notes = _load(recipe, overrides)
@@ -155,11 +155,11 @@ def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def data(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    rows: Annotated[int, Option(help="Sample rows to show of each split.", min=0)] = 3,
-    html: Annotated[Path | None, Option(help="Write the report as a page to this file.")] = None,
+    rows: Annotated[int, Option(help="Sample rows to show per split.", min=0)] = 3,
+    html: Annotated[Path | None, Option(help="Write the report as an HTML page to this file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Look at the data as the model will see it, before any training."""
+    """Preview the data: tokenized rows, loss masks, lengths."""
     from rich.console import Console
 
     from tunekit.api import verbs
@@ -195,10 +195,10 @@ def data(
 def rewards(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
-    as_json: Annotated[bool, Option("--json", help="Print all answers and what they got as JSON.")] = False,
+    prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row.", min=1)] = 20,
+    as_json: Annotated[bool, Option("--json", help="Print all answers with their rewards as JSON.")] = False,
 ) -> None:
-    """Try rewards before any training: what the model answers now, and what each reward says of it."""
+    """Score the untrained model's answers with each reward."""
     from rich.console import Console
 
     from tunekit.api import verbs
@@ -223,11 +223,11 @@ def rewards(
 
 @app.command("data cache", rich_help_panel=TRAIN)
 def data_cache(
-    clear: Annotated[bool, Option("--clear", help="Remove all of it. Runs keep the rows that they have.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Delete the cache. Runs keep their own rows.")] = False,
 ) -> None:
-    """Show what is kept of prepared rows and fetched files, or remove it.
+    """Show or clear the cache of tokenized rows and downloaded files.
 
-    A recipe that is called cache is looked at with `tunekit data ./cache`.
+    To preview a recipe named cache, use `tunekit data ./cache`.
     """
     from tunekit.data import prepare
     from tunekit.data.sources import remote
@@ -246,9 +246,9 @@ def data_cache(
 
 @app.command(rich_help_panel=RECIPES)
 def explain(
-    key: Annotated[str | None, Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
+    key: Annotated[str | None, Argument(help="A dotted key, such as adapter.rank.", metavar="KEY")] = None,
 ) -> None:
-    """Document a field or a section of recipes, or all of them."""
+    """Document a recipe field, a section, or all fields."""
     from tunekit.recipe.explain import explain as describe
 
     print(describe(key))
@@ -256,7 +256,7 @@ def explain(
 
 @app.command(rich_help_panel=RECIPES)
 def schema() -> None:
-    """Print the JSON schema of recipes, for editors."""
+    """Print the JSON schema of recipes for editors."""
     from tunekit.recipe.explain import json_schema
 
     print(json.dumps(json_schema(), indent=2))
@@ -279,7 +279,7 @@ def _recipes(context: typer.Context) -> None:
 @recipes_app.command("copy")
 def copy_recipe(
     name: Annotated[str, Argument(help="Name of a shipped recipe.")],
-    dest: Annotated[Path | None, Argument(help="File or folder to copy it to.")] = None,
+    dest: Annotated[Path | None, Argument(help="Destination file or folder.")] = None,
 ) -> None:
     """Copy a shipped recipe to edit."""
     from tunekit import files
@@ -290,15 +290,15 @@ def copy_recipe(
 @app.command(rich_help_panel=RUNS)
 def doctor(
     recipe: Annotated[
-        str | None, Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE")
+        str | None, Argument(help="With --network: a recipe whose planned ranks communicate.", metavar="RECIPE")
     ] = None,
     overrides: OverridesArgument = None,
     network: Annotated[
-        bool, Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
+        bool, Option("--network", help="Measure the bandwidth between ranks, on this machine or --nodes.")
     ] = False,
     nodes: NodesOption = None,
 ) -> None:
-    """Say what is installed, what the machine has, and what is missing for which feature."""
+    """Show installed packages, devices, and what is missing for which feature."""
     from tunekit.display.console import diagnosis_table, exchange_table, make_console
 
     if network:
@@ -316,10 +316,10 @@ def doctor(
 
 @app.command(rich_help_panel=RUNS)
 def kernels(
-    model: Annotated[str, Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
+    model: Annotated[str, Argument(help="A model folder, or a model name on the Hub.", metavar="MODEL")],
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Say which modules of a model tunekit's kernels serve, and why not the others. Reads no weights."""
+    """Show which modules of a model have fused kernels, and why others do not. Reads no weights."""
     from tunekit.api import verbs
     from tunekit.display.console import coverage_table, make_console
 
@@ -351,27 +351,27 @@ def migrate(
     arguments: Annotated[
         list[str] | None,
         Argument(
-            help="Behind --: the other tool's command, with what it was given besides: -- trl dpo --beta 0.1",
+            help="After --: the other tool's command line, such as -- trl dpo --beta 0.1",
             metavar="[-- ARGUMENTS]",
         ),
     ] = None,
     output: Annotated[
-        Path | None, Option("--output", "-o", help="Write the recipe to this file, which is not there yet.")
+        Path | None, Option("--output", "-o", help="Write the recipe to this new file.")
     ] = None,
     tool: Annotated[
         str | None,
         Option(
             "--from",
             metavar="TOOL",
-            help="Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Known by its keys where left out.",
+            help="Source tool: axolotl, llama-factory, trl, torchtune or ms-swift. Detected from the keys by default.",
         ),
     ] = None,
     num_devices: Annotated[
-        int | None, Option(min=1, help="Devices that it was meant for: they multiply the batch of a step.")
+        int | None, Option(min=1, help="Number of devices it was written for: they multiply the global batch size.")
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
 ) -> None:
-    """Make a recipe of another tool's configuration, and say what became of each of its keys."""
+    """Convert another tool's configuration into a recipe, and report on each key."""
     from tunekit.display.console import make_console
     from tunekit.display.migration import migration_parts
     from tunekit.migration.migration import migrate as make
@@ -391,19 +391,19 @@ def migrate(
 @app.command(rich_help_panel=RUNS)
 def ui(
     host: Annotated[
-        str, Option(help="The address to listen at. Any but this machine's own needs a password.")
+        str, Option(help="Address to listen on. Anything but localhost requires a password.")
     ] = "127.0.0.1",
     port: PortOption = 7860,
     root: Annotated[
-        Path, Option(metavar="FOLDER", help="The workspace: nothing outside of it is shown or changed.")
+        Path, Option(metavar="FOLDER", help="Workspace folder: nothing outside it is shown or changed.")
     ] = Path(),
     password_file: Annotated[
-        Path | None, Option(help=f"A file that holds the password; {PASSWORD_VARIABLE} may hold it too.")
+        Path | None, Option(help=f"File with the password; {PASSWORD_VARIABLE} works too.")
     ] = None,
-    read_only: Annotated[bool, Option("--read-only", help="Only show: start, change and delete nothing.")] = False,
-    open_browser: Annotated[bool, Option("--open/--no-open", help="Show it in this machine's browser.")] = True,
+    read_only: Annotated[bool, Option("--read-only", help="Read-only: start, change and delete nothing.")] = False,
+    open_browser: Annotated[bool, Option("--open/--no-open", help="Open it in the browser.")] = True,
 ) -> None:
-    """Open the web UI over this folder: data, plans, runs, comparisons, chats."""
+    """Open the web UI for this folder: data, plans, runs, comparisons, chat."""
     if importlib.util.find_spec("gradio") is None:
         raise DependencyError("the web UI needs gradio", hint="install it with: pip install 'tunekit[webui]'")
     from webui.server import serve, workspace

@@ -12,37 +12,37 @@ from tunekit.cli.options import CheckpointOption, DeviceOption, ModelArgument, T
 def evaluate(
     model: ModelArgument,
     data: Annotated[
-        str | None, Option(metavar="FILE", help="Rows to evaluate on; left out: those that the run has set aside.")
+        str | None, Option(metavar="FILE", help="Rows to evaluate on. Default: the run's held-out rows.")
     ] = None,
     metric: Annotated[
         list[str] | None,
         Option(
             metavar="NAME",
-            help="What judges answers: exact_match, numeric_match, ..., module:function, or '{type: regex, ...}'.",
+            help="Scoring function: exact_match, numeric_match, ..., module:function, or '{type: regex, ...}'.",
         ),
     ] = None,
     tasks: Annotated[str | None, Option(metavar="A,B", help="Tasks of lm-evaluation-harness.")] = None,
-    include_path: Annotated[Path | None, Option(metavar="DIR", help="Folder with YAML files of more tasks.")] = None,
+    include_path: Annotated[Path | None, Option(metavar="DIR", help="Folder of YAML files of more tasks.")] = None,
     checkpoint: CheckpointOption = None,
-    before: Annotated[bool, Option("--before/--no-before", help="Beside the model before training.")] = True,
-    limit: Annotated[int | None, Option(help="Rows of each, at most; the first ones.", min=1)] = None,
-    num_fewshot: Annotated[int | None, Option(help="Examples before each question of a task.", min=0)] = None,
+    before: Annotated[bool, Option("--before/--no-before", help="Also evaluate the model before training.")] = True,
+    limit: Annotated[int | None, Option(help="Maximum number of rows, from the first.", min=1)] = None,
+    num_fewshot: Annotated[int | None, Option(help="Few-shot examples per question of a task.", min=0)] = None,
     apply_chat_template: Annotated[
-        bool, Option("--apply-chat-template", help="Questions of tasks go through the chat template.")
+        bool, Option("--apply-chat-template", help="Apply the chat template to task questions.")
     ] = False,
     max_new_tokens: Annotated[
-        int | None, Option(help="Longest answer; left out: as in training, or 256.", min=1)
+        int | None, Option(help="Maximum new tokens. Default: as in training, or 256.", min=1)
     ] = None,
     temperature: TemperatureOption = 0.0,
-    batch_size: Annotated[int, Option(help="Prompts that are answered at once.", min=1)] = 16,
-    seed: Annotated[int, Option(help="For the draws of answers.")] = 0,
+    batch_size: Annotated[int, Option(help="Prompts per batch.", min=1)] = 16,
+    seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
     device: DeviceOption = "auto",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Option(help="Type of its weights; auto: as in training.")
+        Literal["auto", "float32", "bfloat16", "float16"], Option(help="Weight data type; auto: as in training.")
     ] = "auto",
-    as_json: Annotated[bool, Option("--json", help="Print all figures as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
-    """Measure a model on held-out rows, by metrics or on tasks, before and after training, with intervals."""
+    """Evaluate a model on held-out rows, rewards or tasks, before and after training, with intervals."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar

@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 def export(
     run: RunArgument,
     dest: Annotated[
-        Path | None, Argument(help="A new folder; left out: export/ in the run's own.", metavar="DEST")
+        Path | None, Argument(help="New folder. Default: export/ in the run folder.", metavar="DEST")
     ] = None,
-    merged: Annotated[bool, Option("--merged", help="Whole weights; the adapter becomes part of them.")] = False,
-    adapter: Annotated[bool, Option("--adapter", help="The adapter alone.")] = False,
+    merged: Annotated[bool, Option("--merged", help="Merge the adapter into the weights.")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="Export the adapter only.")] = False,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Option(help="Type of whole weights; auto: that of the base model."),
+        Option(help="Data type of merged weights; auto: as the base model."),
     ] = "auto",
     checkpoint: CheckpointOption = None,
-    max_shard_size: Annotated[str, Option(help="Largest file of whole weights.", metavar="SIZE")] = "5GB",
+    max_shard_size: Annotated[str, Option(help="Maximum size of a weight file.", metavar="SIZE")] = "5GB",
     gguf: Annotated[
         Literal["f16", "bf16", "q8_0"] | None,
-        Option(help="A GGUF file too; needs llama.cpp's converter (LLAMA_CPP or PATH)."),
+        Option(help="Also write GGUF; needs llama.cpp's converter (LLAMA_CPP or PATH)."),
     ] = None,
-    push: Annotated[str | None, Option(help="Send it to this repository of the hub.", metavar="OWNER/NAME")] = None,
-    private: Annotated[bool, Option("--private", help="Only its owners see the new repository.")] = False,
-    replace: Annotated[bool, Option("--replace", help="Replace what the repository holds.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print what was exported as JSON.")] = False,
+    push: Annotated[str | None, Option(help="Upload to this Hub repository.", metavar="OWNER/NAME")] = None,
+    private: Annotated[bool, Option("--private", help="Make the new repository private.")] = False,
+    replace: Annotated[bool, Option("--replace", help="Replace the contents of the repository.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the export report as JSON.")] = False,
 ) -> None:
-    """Write a run's model as a folder that others load, and check by loading it that it answers alike."""
+    """Export a run's model for other tools and verify it by reloading."""
     from tunekit.display.console import make_console
     from tunekit.exporting import export as exporting
 
@@ -92,9 +92,9 @@ def _show(done: "Export", console: "Console") -> None:
 
 def report(
     run: RunArgument,
-    out: Annotated[Path | None, Option(help="File to write; left out: report.html in the run's folder.")] = None,
+    out: Annotated[Path | None, Option(help="File to write. Default: report.html in the run folder.")] = None,
 ) -> None:
-    """Write what is known of a run as one page that needs nothing else."""
+    """Write a self-contained HTML report of a run."""
     from tunekit.reporting import report as reporting
     from tunekit.runs.run import find_run
 

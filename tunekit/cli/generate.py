@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    Option(help="Type of its weights; auto: as it was trained, or as it is stored."),
+    Option(help="Data type of the weights; auto: as trained, or as stored."),
 ]
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
-    Option(help="What generates; auto: vLLM where it is installed and takes the model."),
+    Option(help="Generation backend; auto: vLLM if it is installed and supports the model."),
 ]
-TopPOption = Annotated[float, Option(help="Share of the probability that is drawn from.", max=1)]
-LengthOption = Annotated[int, Option(help="Longest answer, in tokens.", min=1)]
-SeedOption = Annotated[int | None, Option(help="For the draws.")]
+TopPOption = Annotated[float, Option(help="Nucleus sampling: probability mass to sample from.", max=1)]
+LengthOption = Annotated[int, Option(help="Maximum new tokens.", min=1)]
+SeedOption = Annotated[int | None, Option(help="Random seed.")]
 
 
 def generate(
     model: ModelArgument,
-    prompts: Annotated[Path, Option(help="Rows with messages, prompt, instruction, conversations or text.")],
-    out: Annotated[Path, Option(help="File to write: the rows with their answers, as JSON lines.")],
+    prompts: Annotated[Path, Option(help="File of rows with messages, prompt, instruction, conversations or text.")],
+    out: Annotated[Path, Option(help="Output file: the rows with their answers, as JSON lines.")],
     checkpoint: CheckpointOption = None,
-    system: Annotated[str | None, Option(help="System prompt of the conversations that have none.")] = None,
+    system: Annotated[str | None, Option(help="System prompt for conversations without one.")] = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     max_new_tokens: LengthOption = 256,
-    num_samples: Annotated[int, Option(help="Answers to each prompt.", min=1)] = 1,
+    num_samples: Annotated[int, Option(help="Answers per prompt.", min=1)] = 1,
     seed: SeedOption = None,
-    batch_size: Annotated[int, Option(help="Answers given at once; halved where memory runs out.", min=1)] = 16,
-    column: Annotated[str | None, Option(help="Name of the column of answers, instead of answer or answers.")] = None,
+    batch_size: Annotated[int, Option(help="Answers per batch; halved when memory runs out.", min=1)] = 16,
+    column: Annotated[str | None, Option(help="Name of the output column. Default: answer or answers.")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
-    as_json: Annotated[bool, Option("--json", help="Print what was done as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
-    """Answer the prompts of a file with what a run made, or with any model."""
+    """Answer the prompts of a file with a trained or any other model."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -121,17 +121,17 @@ def serve(
     model: ModelArgument,
     checkpoint: CheckpointOption = None,
     host: Annotated[
-        str, Option(help="The address to listen at. Any but this machine's own needs an API key.")
+        str, Option(help="Address to listen on. Anything but localhost requires an API key.")
     ] = "127.0.0.1",
     port: PortOption = 8000,
     api_key_file: Annotated[
-        Path | None, Option(help="A file that holds the key of clients; TUNEKIT_API_KEY may hold it too.")
+        Path | None, Option(help="File with the API key; TUNEKIT_API_KEY works too.")
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "transformers",
 ) -> None:
-    """Serve what a run made, or any model, to OpenAI's clients. Ctrl-C ends it."""
+    """Serve a trained or any other model over an OpenAI-compatible API."""
     from tunekit.inference import serve as serving
     from tunekit.runs.events import Event
 
@@ -167,7 +167,7 @@ def serve(
 
 def chat(
     model: ModelArgument,
-    compare: Annotated[bool, Option("--compare", help="What it was before training answers too.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Also show the answers of the model before training.")] = False,
     system: Annotated[str | None, Option(help="System prompt.")] = None,
     checkpoint: CheckpointOption = None,
     temperature: TemperatureOption = 0.0,
@@ -177,7 +177,7 @@ def chat(
     device: DeviceOption = "auto",
     backend: BackendOption = "transformers",
 ) -> None:
-    """Talk with what a run made, or with any model. A line is a message; /clear forgets, /exit or Ctrl-D ends."""
+    """Chat with a trained or any other model. Type /clear to start over, /exit or Ctrl-D to quit."""
     from tunekit.inference import chat as talking
 
     at_terminal = sys.stdin.isatty()

@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 RecipeArgument = Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")]
 OverridesArgument = Annotated[
-    list[str] | None, Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE")
+    list[str] | None, Argument(help="Overrides, such as train.max_steps=10.", metavar="KEY=VALUE")
 ]
-RunArgument = Annotated[str, Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
+RunArgument = Annotated[str, Argument(help="A run's name, a prefix of it, or its folder.", metavar="RUN")]
 ModelArgument = Annotated[
-    str, Argument(help="A run's name or folder; or a model's folder or name on the hub.", metavar="RUN|MODEL")
+    str, Argument(help="A run's name or folder, or a model's folder or Hub name.", metavar="RUN|MODEL")
 ]
 NodesOption = Annotated[
     str | None,
     Option(
         metavar="HOST,HOST",
-        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+        help="Machines reached by ssh that share a filesystem with this one: host, user@host or host:port.",
     ),
 ]
-CheckpointOption = Annotated[str | None, Option(metavar="STEP", help="The checkpoint of this step, not the result.")]
+CheckpointOption = Annotated[str | None, Option(metavar="STEP", help="Checkpoint step, instead of the result.")]
 DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], Option(help="Where the model is; auto: a GPU if there is one.")
+    Literal["auto", "cpu", "cuda"], Option(help="Device of the model; auto: a GPU if available.")
 ]
-TemperatureOption = Annotated[float, Option(help="How freely it answers; 0: always the likeliest token.", min=0)]
-PortOption = Annotated[int, Option(min=0, max=65535, help="The port; 0 takes a free one.")]
+TemperatureOption = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.", min=0)]
+PortOption = Annotated[int, Option(min=0, max=65535, help="Port; 0 picks a free one.")]
 
 
 def print_json(document: Any) -> None:

@@ -55,10 +55,10 @@ def show_run(
 @runs_app.command("tag")
 def tag_run(
     run: Annotated[str, Argument(help="A run's name, or its folder.", metavar="RUN")],
-    tags: Annotated[list[str] | None, Argument(help="Its tags from now on.", metavar="TAG")] = None,
-    clear: Annotated[bool, Option("--clear", help="Take all tags away.")] = False,
+    tags: Annotated[list[str] | None, Argument(help="New tags, replacing the old ones.", metavar="TAG")] = None,
+    clear: Annotated[bool, Option("--clear", help="Remove all tags.")] = False,
 ) -> None:
-    """Give a run tags in the place of those that it has; without any, say which it has."""
+    """Set the tags of a run; without arguments, show them."""
     from tunekit.runs.run import find_run, set_tags
 
     existing = find_run(run, exact=True)
@@ -71,10 +71,10 @@ def tag_run(
 
 @runs_app.command("delete")
 def delete(
-    run: Annotated[str, Argument(help="A run's whole name, or its folder.", metavar="RUN")],
-    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
+    run: Annotated[str, Argument(help="A run's full name, or its folder.", metavar="RUN")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Skip the confirmation.")] = False,
 ) -> None:
-    """Delete a run that is over, with its checkpoints and its model."""
+    """Delete a run that has ended, with its checkpoints and its model."""
     from tunekit.launching.stop import delete_run
     from tunekit.runs.run import find_run
 
@@ -91,11 +91,11 @@ def delete(
 
 def compare(
     runs: Annotated[list[str], Argument(help="Names or folders of runs.", metavar="RUN")],
-    html: Annotated[Path | None, Option(help="Write one page that needs nothing else.")] = None,
+    html: Annotated[Path | None, Option(help="Write a self-contained HTML page.")] = None,
     plot: Annotated[Path | None, Option(help="Write the curves as a PNG file.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print recipes' differences and figures as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print recipe differences and metrics as JSON.")] = False,
 ) -> None:
-    """Show runs side by side: in what they differ, what came of them, and their curves."""
+    """Compare runs: recipe differences, results and curves."""
     from tunekit.display.comparison import comparison_parts
     from tunekit.display.console import make_console
     from tunekit.reporting import comparison
@@ -123,7 +123,7 @@ def rerun(
     run: RunArgument,
     name: Annotated[str | None, Option(help="Name of the new folder in runs/.")] = None,
 ) -> None:
-    """Repeat a finished run from its folder, and say whether its losses come out again: exit code 3 where not."""
+    """Repeat a finished run and compare the losses: exit code 3 if they differ."""
     from tunekit.api import rerun as repetition
     from tunekit.display.console import Progress
 

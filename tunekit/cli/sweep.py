@@ -20,7 +20,7 @@ from tunekit.redact import outlive_readers
 if TYPE_CHECKING:
     from tunekit.sweeps.folder import Sweep
 
-JsonOption = Annotated[bool, Option("--json", help="Print how all runs stand as JSON.")]
+JsonOption = Annotated[bool, Option("--json", help="Print the status of all runs as JSON.")]
 
 
 def sweep(
@@ -30,27 +30,27 @@ def sweep(
     words: Annotated[
         list[str] | None,
         Argument(
-            help="Values to try, such as train.learning_rate=1e-5,1e-4 or =1e-5..1e-3; one alone is for all runs.",
+            help="Values to try, such as train.learning_rate=1e-5,1e-4 or =1e-5..1e-3; one value is for all runs.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = None,
-    random: Annotated[int | None, Option(metavar="N", help="Draw N combinations by chance.", min=1)] = None,
-    optuna: Annotated[int | None, Option(metavar="N", help="Let Optuna choose N, one after the other.", min=1)] = None,
-    seed: Annotated[int, Option(help="For the draws.", min=0)] = 0,
+    random: Annotated[int | None, Option(metavar="N", help="Sample N random combinations.", min=1)] = None,
+    optuna: Annotated[int | None, Option(metavar="N", help="Let Optuna choose N combinations.", min=1)] = None,
+    seed: Annotated[int, Option(help="Random seed.", min=0)] = 0,
     by: Annotated[
         str | None,
-        Option(metavar="MEASURE", help="What tells the best, such as eval_loss. Left out: the loss or reward."),
+        Option(metavar="MEASURE", help="Metric to rank by, such as eval_loss. Default: the loss or reward."),
     ] = None,
     parallel: Annotated[
-        int | None, Option(metavar="N", help="Runs at once. Left out: one, or one an accelerator.", min=1)
+        int | None, Option(metavar="N", help="Concurrent runs. Default: one, or one per accelerator.", min=1)
     ] = None,
-    resume: Annotated[str | None, Option(metavar="SWEEP", help="Go on with a sweep, by its name or folder.")] = None,
+    resume: Annotated[str | None, Option(metavar="SWEEP", help="Resume a sweep by name or folder.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train with every combination of some values, or with some of them, and say which is best.
+    """Train with combinations of values and rank the results.
 
-    A range of numbers is drawn from: 1e-5..1e-3 on a logarithmic scale, as its ends are a factor of 10 or more apart;
-    linear: and log: before it say otherwise.
+    Ranges are sampled: 1e-5..1e-3 on a log scale, since its ends are a factor of 10 or more apart; prefix linear: or
+    log: to choose.
     """
     if resume is not None:
         if recipe is not None:
@@ -68,11 +68,11 @@ def sweep(
 
 
 def show_sweep(
-    sweep: Annotated[str, Argument(help="A sweep's name, the beginning of it, or its folder.", metavar="SWEEP")],
-    plot: Annotated[Path | None, Option(help="Write the picture to this PNG file.")] = None,
+    sweep: Annotated[str, Argument(help="A sweep's name, a prefix of it, or its folder.", metavar="SWEEP")],
+    plot: Annotated[Path | None, Option(help="Write the plot to this PNG file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how the runs of a sweep stand."""
+    """Show the status of a sweep's runs."""
     from tunekit.sweeps.folder import find_sweep
 
     existing = find_sweep(sweep)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from tunekit.runs.run import Run
 
 QueueOption = Annotated[
-    bool, Option("--queue", help="Wait in line until no other run of this machine has the devices.")
+    bool, Option("--queue", help="Wait until no other run on this machine uses the devices.")
 ]
 DevicesOption = Annotated[str | None, Option(metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID.")]
-DetachOption = Annotated[bool, Option("--detach", help="Come back when the run has begun, and leave it to itself.")]
+DetachOption = Annotated[bool, Option("--detach", help="Start in the background and return.")]
 AnnounceOption = Annotated[int | None, Option(hidden=True)]
 
 
@@ -31,14 +31,14 @@ def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[
-        bool, Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
+        bool, Option("--resume", help="Resume the unfinished run of this recipe, if any.")
     ] = False,
     devices: DevicesOption = None,
     queue: QueueOption = False,
     detach: DetachOption = False,
     announce_to: AnnounceOption = None,
 ) -> None:
-    """Train: plan, run, and say what came out."""
+    """Plan and run training, then print a summary."""
     from tunekit.api import verbs
     from tunekit.runs.small_files import place_of
 
@@ -68,21 +68,21 @@ def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nodes: NodesOption = None,
-    slurm: Annotated[bool, Option("--slurm", help="Submit it to Slurm.")] = False,
-    ray: Annotated[bool, Option("--ray", help="Train on a cluster of Ray's.")] = False,
-    sky: Annotated[bool, Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
-    on: Annotated[str | None, Option(metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")] = None,
-    num_nodes: Annotated[int | None, Option(help="Nodes; one where left out.", min=1)] = None,
-    print_only: Annotated[bool, Option("--print", help="Print what would be submitted, and do not submit it.")] = False,
+    slurm: Annotated[bool, Option("--slurm", help="Submit to Slurm.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Train on a Ray cluster.")] = False,
+    sky: Annotated[bool, Option("--sky", help="Provision cloud nodes with SkyPilot.")] = False,
+    on: Annotated[str | None, Option(metavar="MACHINE", help="Node type, if unlike this machine: 2x8xh100.")] = None,
+    num_nodes: Annotated[int | None, Option(help="Number of nodes. Default: 1.", min=1)] = None,
+    print_only: Annotated[bool, Option("--print", help="Print the job without submitting it.")] = False,
     address: Annotated[
-        str | None, Option(help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+        str | None, Option(help="Ray: cluster address. Default: RAY_ADDRESS, or this machine.")
     ] = None,
-    time: Annotated[str | None, Option(help="Slurm: limit, such as 01:00:00.")] = None,
+    time: Annotated[str | None, Option(help="Slurm: time limit, such as 01:00:00.")] = None,
     partition: Annotated[str | None, Option(help="Slurm: partition.")] = None,
     account: Annotated[str | None, Option(help="Slurm: account.")] = None,
-    sbatch_arg: Annotated[list[str] | None, Option(help="Slurm: another option of sbatch, such as --qos=high.")] = None,
+    sbatch_arg: Annotated[list[str] | None, Option(help="Slurm: additional sbatch option, such as --qos=high.")] = None,
 ) -> None:
-    """Train on other machines. But for --sky, the run folder lies on storage that they share."""
+    """Train on other machines. Except with --sky, they share the filesystem of the run folder."""
     from tunekit.api import clusters, verbs
 
     if (nodes is not None) + slurm + ray + sky != 1:
@@ -117,16 +117,16 @@ def _submit(give: "Callable[..., Submitted]", *, print_only: bool) -> None:
 
 
 def resume(
-    run: Annotated[str, Argument(help="A run's name or its folder; or a sweep's.")],
+    run: Annotated[str, Argument(help="Name or folder of a run or sweep.")],
     overrides: Annotated[
-        list[str] | None, Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE")
+        list[str] | None, Argument(help="Edits to its recipe, such as train.max_steps=200.", metavar="KEY=VALUE")
     ] = None,
     from_: Annotated[
         str | None,
-        Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
+        Option("--from", metavar="CHECKPOINT", help="Step or path, such as 200. Later checkpoints are set aside."),
     ] = None,
     weights_only: Annotated[
-        bool, Option("--weights-only", help="Take only the weights, and begin anew with them.")
+        bool, Option("--weights-only", help="Load only the weights and start over.")
     ] = False,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
@@ -134,7 +134,7 @@ def resume(
     detach: DetachOption = False,
     announce_to: AnnounceOption = None,
 ) -> None:
-    """Go on with a run that was interrupted, failed or died, or train a finished one further; or with a sweep."""
+    """Resume a stopped or failed run, train a finished one longer, or resume a sweep."""
     from tunekit.api import verbs
     from tunekit.sweeps.folder import known_sweep
 
@@ -221,10 +221,10 @@ def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = 
 
 
 def stop(
-    run: Annotated[str, Argument(help="A run's name or its folder; or a sweep's.")],
-    now: Annotated[bool, Option("--now", help="End it at once, without another checkpoint.")] = False,
+    run: Annotated[str, Argument(help="Name or folder of a run or sweep.")],
+    now: Annotated[bool, Option("--now", help="Stop at once, without another checkpoint.")] = False,
 ) -> None:
-    """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""
+    """Stop a run or sweep after the current step, with a checkpoint. Blocks until it has exited."""
     from tunekit.api import verbs
     from tunekit.sweeps.conduct import stop_sweep
     from tunekit.sweeps.folder import known_sweep
