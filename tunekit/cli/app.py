@@ -355,9 +355,7 @@ def migrate(
             metavar="[-- ARGUMENTS]",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Write the recipe to this new file.")
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Write the recipe to this new file.")] = None,
     tool: Annotated[
         str | None,
         Option(

@@ -124,9 +124,7 @@ def serve(
         str, Option(help="Address to listen on. Anything but localhost requires an API key.")
     ] = "127.0.0.1",
     port: PortOption = 8000,
-    api_key_file: Annotated[
-        Path | None, Option(help="File with the API key; TUNEKIT_API_KEY works too.")
-    ] = None,
+    api_key_file: Annotated[Path | None, Option(help="File with the API key; TUNEKIT_API_KEY works too.")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "transformers",

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from tunekit.api.clusters import Submitted
     from tunekit.runs.run import Run
 
-QueueOption = Annotated[
-    bool, Option("--queue", help="Wait until no other run on this machine uses the devices.")
-]
+QueueOption = Annotated[bool, Option("--queue", help="Wait until no other run on this machine uses the devices.")]
 DevicesOption = Annotated[str | None, Option(metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID.")]
 DetachOption = Annotated[bool, Option("--detach", help="Start in the background and return.")]
 AnnounceOption = Annotated[int | None, Option(hidden=True)]
@@ -30,9 +28,7 @@ AnnounceOption = Annotated[int | None, Option(hidden=True)]
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    resume: Annotated[
-        bool, Option("--resume", help="Resume the unfinished run of this recipe, if any.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Resume the unfinished run of this recipe, if any.")] = False,
     devices: DevicesOption = None,
     queue: QueueOption = False,
     detach: DetachOption = False,
@@ -74,9 +70,7 @@ def launch(
     on: Annotated[str | None, Option(metavar="MACHINE", help="Node type, if unlike this machine: 2x8xh100.")] = None,
     num_nodes: Annotated[int | None, Option(help="Number of nodes. Default: 1.", min=1)] = None,
     print_only: Annotated[bool, Option("--print", help="Print the job without submitting it.")] = False,
-    address: Annotated[
-        str | None, Option(help="Ray: cluster address. Default: RAY_ADDRESS, or this machine.")
-    ] = None,
+    address: Annotated[str | None, Option(help="Ray: cluster address. Default: RAY_ADDRESS, or this machine.")] = None,
     time: Annotated[str | None, Option(help="Slurm: time limit, such as 01:00:00.")] = None,
     partition: Annotated[str | None, Option(help="Slurm: partition.")] = None,
     account: Annotated[str | None, Option(help="Slurm: account.")] = None,
@@ -125,9 +119,7 @@ def resume(
         str | None,
         Option("--from", metavar="CHECKPOINT", help="Step or path, such as 200. Later checkpoints are set aside."),
     ] = None,
-    weights_only: Annotated[
-        bool, Option("--weights-only", help="Load only the weights and start over.")
-    ] = False,
+    weights_only: Annotated[bool, Option("--weights-only", help="Load only the weights and start over.")] = False,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
     queue: QueueOption = False,

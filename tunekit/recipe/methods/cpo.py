@@ -17,7 +17,7 @@ from tunekit.recipe.sections.section import Conflict
 
 
 class CPOMethod(MarginMethod):
-    """Contrastive preference optimisation, and SimPO: without a reference (TRL's CPOTrainer)."""
+    """Contrastive preference optimization and SimPO, without a reference model (TRL's CPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "experimental/cpo/cpo_config.py", "CPOConfig"),
@@ -34,26 +34,26 @@ class CPOMethod(MarginMethod):
     )
 
     type: Literal["cpo"] = "cpo"
-    """Contrastive preference optimisation, on preference pairs (arXiv 2401.08417). Experimental in TRL."""
+    """Contrastive preference optimization, on preference pairs (arXiv 2401.08417). Experimental in TRL."""
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "sigmoid"
-    """Loss by TRL's name."""
+    """Loss by its TRL name."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Scale of the log-probabilities in the loss."""
 
     cpo_alpha: Annotated[float | None, Field(ge=0)] = None
-    """Weight of the likelihood of the better answer. Left out: 1, and 0 for simpo and alphapo, which have none."""
+    """Weight of the likelihood of the chosen answer. Default: 1, and 0 for simpo and alphapo."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
-    """Margin that simpo and alphapo ask for."""
+    """Target reward margin of simpo and alphapo."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that may be the wrong way round. Not for `hinge` and `ipo`."""
+    """Assumed share of swapped pairs. Not for `hinge` and `ipo`."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's CPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's CPOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""
 
     @property
     def margin(self) -> Literal["per token", "total"]:

@@ -10,7 +10,7 @@ from tunekit.recipe.sections.model import ModelSection
 
 
 class DistillationMethod(TeacherMethod):
-    """Distillation: learn a larger model's probabilities on one's own answers (TRL's DistillationTrainer)."""
+    """On-policy distillation of a teacher model (TRL's DistillationTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/distillation_config.py", "DistillationConfig"),
@@ -32,17 +32,17 @@ class DistillationMethod(TeacherMethod):
     """On-policy distillation, on prompts (arXiv 2306.13649)."""
 
     teacher: ModelSection
-    """The model to learn from, of the same vocabulary."""
+    """Teacher model, with the same vocabulary."""
 
     max_completion_length: Annotated[int, Field(gt=0)] = 512
-    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
+    """Maximum completion length in tokens. Prompts get the rest of `data.max_length`."""
 
     beta: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Divergence from the teacher: 0 is the forward, 1 the reverse Kullback-Leibler divergence, 0.5 half of each."""
 
     generation: GenerationSection = GenerationSection()
-    """How answers are generated."""
+    """Generation settings."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's DistillationConfig, by its names. Checked against the fields of the installed version;
-    what tunekit sets itself is refused."""
+    """Other arguments of TRL's DistillationConfig, by its field names. Checked against the installed version; arguments
+    that tunekit sets itself are refused."""

@@ -51,32 +51,32 @@ class DPOMethod(ReferenceMethod):
     )
 
     type: Literal["dpo"] = "dpo"
-    """Direct preference optimisation, on preference pairs (arXiv 2305.18290)."""
+    """Direct preference optimization, on preference pairs (arXiv 2305.18290)."""
 
     loss_type: Annotated[
         list[DPOLoss],
         Field(min_length=1),
         BeforeValidator(alone_in_list, json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)]),
     ] = ["sigmoid"]
-    """Loss by TRL's name, or a list of losses that are summed, such as `[sigmoid, sft]`."""
+    """Loss by its TRL name, or a list of losses to sum, such as `[sigmoid, sft]`."""
 
     loss_weights: list[Annotated[float, Field(ge=0)]] | None = None
-    """Weights of several losses, in their order. Left out: 1 each."""
+    """Weights of several losses, in their order. Default: 1 each."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that may be the wrong way round. For the losses `robust`, `aot` and `aot_unpaired`, and for
-    `exo_pair`, which needs it (the paper has 1e-3)."""
+    """Assumed share of swapped pairs. For the losses `robust`, `aot` and `aot_unpaired`, and required for `exo_pair`
+    (1e-3 in the paper)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the model is held to what it was before training: the higher, the closer it stays."""
+    """KL coefficient: the higher, the closer the model stays to the reference."""
 
     precompute_ref_log_probs: bool = False
-    """Compute the log-probabilities of the reference model once, before training. Full fine-tuning then keeps no
-    second copy of the weights, and no step runs a second forward pass."""
+    """Compute reference log-probabilities once, before training. Full fine-tuning then needs no second copy of the
+    weights, and no step runs a second forward pass."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's DPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's DPOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""
 
     @property
     def likelihood_hint(self) -> str:

@@ -57,28 +57,27 @@ class GMPOMethod(RewardedMethod):
     )
 
     type: Literal["gmpo"] = "gmpo"
-    """Geometric-mean policy optimisation, on prompts (arXiv 2507.20673). Experimental in TRL."""
+    """Geometric-mean policy optimization, on prompts (arXiv 2507.20673). Experimental in TRL."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What rewards are divided by, once the group's mean is taken away: the spread of the group, of the batch, or
-    nothing."""
+    """Normalization of advantages after subtracting the group mean: by the standard deviation of the group, of the
+    batch, or none."""
 
     epsilon: Annotated[float, Field(gt=0)] = 0.4
-    """How far each token may go from the model that gave the answers before it counts no more, as the logarithm of the
-    ratio: 0.4 allows ratios from 0.67 to 1.49."""
+    """Clip range of the log-ratio per token: 0.4 allows ratios from 0.67 to 1.49."""
 
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
-    """The same upwards. Left out: `epsilon`."""
+    """Upper clip range. Default: `epsilon`."""
 
     mask_truncated_completions: bool = False
-    """Leave answers that reach `max_completion_length` out of the loss."""
+    """Exclude completions that reach `max_completion_length` from the loss."""
 
     generation: GenerationSection = GenerationSection()
-    """How answers are generated."""
+    """Generation settings."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's GMPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself, and what the loss does not read, is refused."""
+    """Other arguments of TRL's GMPOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself, or that the loss ignores, are refused."""
 
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy."""

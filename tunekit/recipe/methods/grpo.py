@@ -43,34 +43,34 @@ class GRPOMethod(RewardedMethod):
     )
 
     type: Literal["grpo"] = "grpo"
-    """Group relative policy optimisation, on prompts (arXiv 2402.03300)."""
+    """Group relative policy optimization, on prompts (arXiv 2402.03300)."""
 
     loss_type: GRPOLoss = "dapo"
-    """Loss by TRL's name: `dapo`, `grpo`, `dr_grpo` and `bnpo` differ in what sums are divided by; `cispo`, `sapo`,
-    `luspo` and `vespo` in how they limit steps away from the model that gave the answers."""
+    """Loss by its TRL name: `dapo`, `grpo`, `dr_grpo` and `bnpo` differ in normalization; `cispo`, `sapo`, `luspo` and
+    `vespo` in how they limit the policy ratio."""
 
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """What is compared with the model that gave the answers: each token, or whole answers (GSPO, arXiv 2507.18071)."""
+    """Level of the importance-sampling ratio: token, or sequence (GSPO, arXiv 2507.18071)."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What rewards are divided by, once the group's mean is taken away: the spread of the group, of the batch, or
-    nothing."""
+    """Normalization of advantages after subtracting the group mean: by the standard deviation of the group, of the
+    batch, or none."""
 
     epsilon: Annotated[float, Field(gt=0)] = 0.2
-    """How far a step may go from the model that gave the answers, as a share, before it counts no more."""
+    """PPO clip range."""
 
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
-    """The same upwards. Left out: `epsilon`. For `cispo` the ratio itself at which tokens count no more, such as 5."""
+    """Upper PPO clip range. Default: `epsilon`. For `cispo`, the maximum ratio itself, such as 5."""
 
     mask_truncated_completions: bool = False
-    """Leave answers that reach `max_completion_length` out of the loss."""
+    """Exclude completions that reach `max_completion_length` from the loss."""
 
     generation: GenerationSection = GenerationSection()
-    """How answers are generated."""
+    """Generation settings."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's GRPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's GRPOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""
 
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""

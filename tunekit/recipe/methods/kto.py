@@ -35,26 +35,27 @@ class KTOMethod(ReferenceMethod):
     )
 
     type: Literal["kto"] = "kto"
-    """Kahneman-Tversky optimisation, on single answers that are good or bad (arXiv 2402.01306)."""
+    """Kahneman-Tversky optimization, on single answers labelled good or bad (arXiv 2402.01306)."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """Loss by TRL's name. `kto` compares an answer with others of its micro-batch, which has two rows at least."""
+    """Loss by its TRL name. `kto` compares an answer with others of its micro-batch, which must have at least two
+    rows."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the model is held to what it was before training: the higher, the closer it stays."""
+    """KL coefficient: the higher, the closer the model stays to the reference."""
 
     desirable_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the good answers."""
+    """Loss weight of desirable answers."""
 
     undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the bad answers."""
+    """Loss weight of undesirable answers."""
 
     precompute_ref_log_probs: bool = False
-    """Compute the log-probabilities of the reference model once, before training."""
+    """Compute reference log-probabilities once, before training."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's KTOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's KTOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""
 
     @property
     def couples_rows(self) -> bool:

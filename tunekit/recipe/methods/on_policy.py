@@ -68,38 +68,38 @@ REWARDED_ARGS = {
 
 
 class GenerationSection(Section):
-    """How answers are generated while a model learns from them."""
+    """Generation of completions during training."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of sampling. Below 1 the likely tokens come more often."""
+    """Sampling temperature."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Only the likeliest tokens that make up this share of the probability are sampled. 1: all."""
+    """Nucleus sampling: probability mass to sample from. 1: all."""
 
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Only so many of the likeliest tokens are sampled. 0: all."""
+    """Number of most likely tokens to sample from. 0: all."""
 
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    """Only tokens with at least this share of the likeliest one's probability are sampled."""
+    """Minimum probability of a token relative to the most likely one."""
 
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Above 1, tokens that were there before become less likely."""
+    """Penalty on repeated tokens; 1: none."""
 
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts at which an answer ends, besides the model's own end token."""
+    """Stop strings, besides the end token of the model."""
 
     use_vllm: Literal["auto"] | bool = "auto"
-    """Whether vLLM generates, rather than transformers. `auto`: where it is installed and there is a GPU."""
+    """Generate with vLLM instead of transformers. `auto`: if it is installed and there is a GPU."""
 
     vllm_mode: Literal["colocate", "server"] = "colocate"
-    """Where vLLM is: on the devices that train, or a server of its own (`trl vllm-serve`)."""
+    """Where vLLM runs: on the training devices (`colocate`), or on a server (`trl vllm-serve`)."""
 
     vllm_server_base_url: str | None = None
-    """Address of the server, such as `http://host:8000`."""
+    """URL of the vLLM server, such as `http://host:8000`."""
 
     vllm_gpu_memory_utilization: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """Share of each device's memory for vLLM where it is colocated: its copy of the weights and its cache. Left out:
-    the plan chooses."""
+    """Share of device memory for colocated vLLM: its copy of the weights and its KV cache. Default: chosen by the
+    plan."""
 
 
 class OnPolicyMethod(MethodSection):
@@ -156,21 +156,21 @@ class RewardedMethod(OnPolicyMethod):
     """Name of the method; each declares it anew."""
 
     rewards: list[Reward] = []
-    """What judges answers: rewards that come with tunekit (`exact_match`, or with settings `{type: numeric_match,
-    tolerance: 0.01, weight: 2}`), and functions of your own (`my_module:my_function`). Their values are multiplied by
-    their weights and summed. Training needs one at least, a plan none."""
+    """Reward functions: built-in ones (`exact_match`, or with settings `{type: numeric_match, tolerance: 0.01, weight:
+    2}`) and your own (`my_module:my_function`), combined as a weighted sum. Training needs at least one, a plan
+    none."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
+    """Completions per prompt, compared with each other. Must divide `train.global_batch_size`."""
 
     max_completion_length: Annotated[int, Field(gt=0)] = 512
-    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
+    """Maximum completion length in tokens. Prompts get the rest of `data.max_length`."""
 
     num_iterations: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps on the same answers before new ones are generated."""
+    """Optimizer steps per generated batch."""
 
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
+    """KL coefficient: how strongly the model is kept close to the reference. 0: no reference model."""
 
     if TYPE_CHECKING:
         epsilon: float

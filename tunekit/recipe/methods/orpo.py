@@ -15,7 +15,7 @@ from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
 
 
 class ORPOMethod(MarginMethod):
-    """Odds ratio preference optimisation: imitate and prefer at once, without a reference (TRL's ORPOTrainer)."""
+    """Odds ratio preference optimization, without a reference model (TRL's ORPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "experimental/orpo/orpo_config.py", "ORPOConfig"),
@@ -32,14 +32,14 @@ class ORPOMethod(MarginMethod):
     )
 
     type: Literal["orpo"] = "orpo"
-    """Odds ratio preference optimisation, on preference pairs (arXiv 2403.07691). Experimental in TRL."""
+    """Odds ratio preference optimization, on preference pairs (arXiv 2403.07691). Experimental in TRL."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the odds ratio beside the likelihood of the better answer."""
+    """Weight of the odds-ratio term relative to the likelihood of the chosen answer."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's ORPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's ORPOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""
 
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""

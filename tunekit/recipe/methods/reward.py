@@ -8,7 +8,7 @@ from tunekit.recipe.methods.spec import LearningRate, MethodPasses, MethodSectio
 
 
 class RewardMethod(MethodSection):
-    """Reward modelling: a score for each answer, higher for the better of two (TRL's RewardTrainer)."""
+    """Reward modeling: a scalar score per answer, higher for chosen ones (TRL's RewardTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/reward_config.py", "RewardConfig"),
@@ -25,14 +25,14 @@ class RewardMethod(MethodSection):
     )
 
     type: Literal["reward"] = "reward"
-    """Reward modelling, on preference pairs (Bradley-Terry). The result judges, and does not talk."""
+    """Reward modeling, on preference pairs (Bradley-Terry). The result scores texts and does not generate."""
 
     center_rewards_coefficient: Annotated[float | None, Field(gt=0)] = None
-    """How strongly scores are held around 0 (arXiv 2312.09244)."""
+    """Coefficient of the penalty that centers rewards around 0 (arXiv 2312.09244)."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's RewardConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's RewardConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""
 
     def passes(self, inputs: PassInputs) -> MethodPasses:
         """Return the passes of an optimizer step."""

@@ -35,26 +35,26 @@ class RLOOMethod(RewardedMethod):
     """REINFORCE leave-one-out, on prompts (arXiv 2402.14740)."""
 
     num_generations: Annotated[int, Field(ge=2)] = 2
-    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
+    """Completions per prompt, compared with each other. Must divide `train.global_batch_size`."""
 
     beta: Annotated[float, Field(ge=0)] = 0.05
-    """How strongly the model is held to what it was before training, as a part of the reward. 0: not at all."""
+    """KL coefficient, as part of the reward. 0: no reference model."""
 
     normalize_advantages: bool = False
-    """Divide what answers are preferred by through its spread."""
+    """Normalize advantages by their standard deviation."""
 
     epsilon: Annotated[float, Field(gt=0)] = 0.2
-    """How far a step may go from the model that gave the answers, as a share, before it counts no more."""
+    """PPO clip range."""
 
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
-    """The same upwards. Left out: `epsilon`."""
+    """Upper PPO clip range. Default: `epsilon`."""
 
     mask_truncated_completions: bool = False
-    """Leave answers that reach `max_completion_length` out of the loss."""
+    """Exclude completions that reach `max_completion_length` from the loss."""
 
     generation: GenerationSection = GenerationSection()
-    """How answers are generated."""
+    """Generation settings."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's RLOOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's RLOOConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""

@@ -6,7 +6,7 @@ from tunekit.recipe.methods.spec import LearningRate, MethodSection, MethodSpec
 
 
 class SFTMethod(MethodSection):
-    """Supervised fine-tuning: imitate the answers in the data (TRL's SFTTrainer)."""
+    """Supervised fine-tuning (TRL's SFTTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/sft_config.py", "SFTConfig"),
@@ -25,5 +25,5 @@ class SFTMethod(MethodSection):
     """Supervised fine-tuning."""
 
     trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's SFTConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
+    """Other arguments of TRL's SFTConfig, by its field names. Checked against the installed version; arguments that
+    tunekit sets itself are refused."""

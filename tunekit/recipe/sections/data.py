@@ -30,40 +30,39 @@ LossOn = Literal["assistant", "last", "all"]
 
 
 class DataSource(Section):
-    """Rows to train or evaluate on. A string alone is short for `{path: STRING}`."""
+    """Source of rows. A string is short for `{path: STRING}`."""
 
     shorthand = "path"
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
-    """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst) relative to the
-    working directory, a folder of files of one kind, a pattern (`chats/*.jsonl`), `example:NAME` for a file that ships
-    with tunekit, a URL (`https://...`, `s3://...`, `gs://...`, `hf://...`; a pattern where files can be listed), or a
-    dataset's name on the Hugging Face hub. In a .txt file two blank lines begin a new document."""
+    """Local file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text formats also as .gz or .zst)
+    relative to the working directory, folder of files of one kind, glob pattern (`chats/*.jsonl`), `example:NAME` for a
+    file shipped with tunekit, URL (`https://...`, `s3://...`, `gs://...`, `hf://...`; patterns where files can be
+    listed), or dataset name on the Hugging Face Hub. In a .txt file, two blank lines start a new document."""
 
     name: str | None = None
-    """Configuration of a hub dataset."""
+    """Configuration of a Hub dataset."""
 
     split: str | None = None
-    """Split of a hub dataset, slices allowed (`train[:5%]`). Left out: `train` for training, and for evaluation
-    the only one of `validation`, `test`, `eval` that exists."""
+    """Split of a Hub dataset, slices allowed (`train[:5%]`). Default: `train` for training; for evaluation, the only
+    one of `validation`, `test` and `eval` that exists."""
 
     revision: str | None = None
-    """Branch, tag or commit of a hub dataset."""
+    """Branch, tag or commit of a Hub dataset."""
 
     format: DataFormat | None = None
-    """Shape of the rows of this source. Left out: `data.format`."""
+    """Format of the rows of this source. Default: `data.format`."""
 
     columns: dict[str, str] | None = None
-    """The columns of this source where they have other names. Left out: `data.columns`, of which nothing holds for a
-    source that gives its own."""
+    """Column mapping of this source. Default: `data.columns`, which is ignored for a source with its own mapping."""
 
     loss_on: LossOn | None = None
-    """Tokens of this source that count in the loss. Left out: `data.loss_on`."""
+    """Tokens of this source in the loss. Default: `data.loss_on`."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of this source in training, as against the weights of the others: with 3 and 1, three rows of the one to
-    a row of the other (`data.weight_by` says whether rows or tokens). All sources of `data.train` have a weight or
-    none has: then every row of each is used once."""
+    """Sampling weight of this training source: weights of 3 and 1 give three rows of the first per row of the second
+    (`data.weight_by` selects rows or tokens). Either all sources of `data.train` have a weight or none: without
+    weights, every row is used once."""
 
 
 def _one_or_several(value: Any) -> str:
@@ -104,71 +103,70 @@ NEED_SEVERAL = ("mixing",)
 
 
 class DataSection(Section):
-    """The rows, and how they become tokens."""
+    """Data and its tokenization."""
 
     train: Sources
-    """Rows to train on. The sources of a list are trained on together, `weight` says in which proportion."""
+    """Rows to train on. A list of sources is mixed, in the proportion of their `weight`."""
 
     eval: Sources | None = None
-    """Rows to evaluate on before, during and after training; those of all sources of a list, each once."""
+    """Rows to evaluate on before, during and after training. For a list of sources, all rows of each."""
 
     format: DataFormat = "auto"
-    """Shape of the rows: `messages` (a list of {role, content}), `sharegpt` (conversations, a list of {from, value}),
-    `alpaca` (instruction, output, and input, system and history where they hold something), `prompt_completion`
-    (columns prompt and completion), `text` (a column text), `tokens` (input_ids, and labels), `preference` (chosen,
-    rejected, and prompt if they do not begin with it), `ranking` (prompt, completions, scores), `unpaired_preference`
-    (prompt, completion, label) or `prompts` (prompt, and what rewards look at). `auto` recognises it from the columns
-    and says which. `my_module:my_function` makes the rows: it gets each row as a dict and returns one of a shape
-    above, or None to leave it out; the working directory is searched for the module."""
+    """Format of the rows: `messages` (list of {role, content}), `sharegpt` (conversations, list of {from, value}),
+    `alpaca` (instruction, output, and optional input, system and history), `prompt_completion` (columns prompt and
+    completion), `text` (column text), `tokens` (input_ids, labels), `preference` (chosen, rejected, and prompt unless
+    they contain it), `ranking` (prompt, completions, scores), `unpaired_preference` (prompt, completion, label) or
+    `prompts` (prompt, and columns for rewards). `auto` detects it from the columns and reports it.
+    `my_module:my_function` converts rows: it receives each row as a dict and returns a row of a format above, or None
+    to skip it; the working directory is on the module path."""
 
     loss_on: LossOn = "assistant"
-    """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
-    turn, or completions; `all`: every token. Plain text always counts wholly. A turn with `weight: 0`, `train: false`
-    or `loss: false` is read and never counts."""
+    """Tokens in the loss. `assistant`: assistant turns or completions; `last`: the last assistant turn, or completions;
+    `all`: every token. Plain text always counts fully. Turns with `weight: 0`, `train: false` or `loss: false` are
+    masked."""
 
     max_length: Annotated[int, Field(ge=8)] = 1024
-    """Longest sequence, in tokens. A longer chat or completion is cut at the end, a longer text goes on in the next
-    sequence; the plan says how many."""
+    """Maximum sequence length in tokens. Longer chats and completions are truncated at the end, longer texts continue
+    in the next sequence; the plan reports how many."""
 
     packing: bool = False
-    """Put several documents into one sequence of `max_length` tokens. They do not see each other; a model that cannot
-    keep them apart is refused."""
+    """Pack several documents into one sequence of `max_length` tokens, without attention across documents. Models that
+    cannot isolate them are refused."""
 
     padding_free: Literal["auto"] | bool = "auto"
-    """Lay the rows of a micro-batch one behind the other instead of padding them to the longest. They do not see each
-    other. `auto`: on CUDA where flash attention runs; elsewhere they are padded. Packed
-    batches have no padding anyway."""
+    """Concatenate the rows of a micro-batch instead of padding them, without attention across rows. `auto`: on CUDA
+    with flash attention; padded elsewhere. Packed batches never have padding."""
 
     columns: dict[str, str] = {}
-    """The columns of the rows where they have other names: `{prompt: question, completion: answer}` reads the column
-    question as prompt and answer as completion. It holds for every source of `train` and `eval` that gives none of its
-    own."""
+    """Column mapping: `{prompt: question, completion: answer}` reads column question as prompt and answer as
+    completion. Applies to every source of `train` and `eval` without its own mapping."""
 
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
-    """So many rows of a source may be bad; they are left out, and said. One more, and nothing is trained."""
+    """Maximum number of invalid rows to skip per source; above it, the run fails."""
 
     eval_size: Annotated[float, Field(gt=0, le=0.5)] | None = None
-    """Share of the rows of `train` to hold out for evaluation, instead of `eval`. A row is chosen by its content alone:
-    the same rows stay held out when the file grows or is reordered, and equal rows stand on the same side."""
+    """Share of `train` rows to hold out for evaluation, instead of `eval`. Rows are selected by a hash of their
+    content: the same rows stay held out when the file grows or is reordered, and duplicates never leak across the
+    split."""
 
     weight_by: Literal["rows", "tokens"] = "rows"
-    """What `weight` counts: rows (each part of a text that is longer than `max_length` is one), or their tokens."""
+    """Unit of `weight`: rows (each part of a text longer than `max_length` is one), or tokens."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    """Where weighted sources end, by the names of datasets.interleave_datasets. `first_exhausted`: with the first that
-    is used up; no row is used twice, and what is too much of the others is left out. `all_exhausted`: with the last;
-    every row is used at least once, and rows of the smaller sources are repeated."""
+    """End of an epoch of weighted sources, as in datasets.interleave_datasets. `first_exhausted`: when the first source
+    is exhausted; no row repeats, surplus rows are skipped. `all_exhausted`: when the last one is; every row is used at
+    least once, and rows of smaller sources repeat."""
 
     mixing: Literal["interleave", "concatenate"] = "interleave"
-    """Order of several sources. `interleave`: they take turns, in proportion; `concatenate`: one after another, in the
-    order of the list. Rows that are shuffled have no such order."""
+    """Order of several sources. `interleave`: in turns, in proportion; `concatenate`: one after another, in the order
+    of the list. Irrelevant for shuffled rows."""
 
     shuffle: bool = True
-    """Train on the rows in random order, another one each epoch. false: in the order of the data."""
+    """Train on rows in random order, reshuffled every epoch. false: in the order of the data."""
 
     streaming: bool = False
-    """Read and tokenise the rows while training instead of before it, for data that does not fit on the disk. Needs
-    `train.max_steps`, as nobody knows how many rows there will be."""
+    """Read and tokenize rows during training instead of before, for data that does not fit on disk. Requires
+    `train.max_steps`, since the number of rows is unknown."""
 
     @property
     def sources(self) -> tuple[CompleteSource, ...]:

@@ -26,19 +26,19 @@ or what stands between its last `<answer>` and `</answer>`."""
 
 
 class FunctionReward(Section):
-    """A function of your own. `my_module:my_function` alone is short for it."""
+    """Your own reward function. `my_module:my_function` is short for it."""
 
     shorthand = "path"
 
     type: Literal["function"] = "function"
-    """A function of your own."""
+    """Your own function."""
 
     path: Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
-    """`module:function`. It is called with `prompts`, `completions` and every other column of the rows, a list each,
-    and returns a number for each completion, or None where it has nothing to say (TRL's signature)."""
+    """`module:function`. Called with `prompts`, `completions` and every other column as lists; returns a number per
+    completion, or None to abstain (TRL's signature)."""
 
     weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
+    """Weight of this reward in the sum."""
 
 
 class _TunekitReward(Section):
@@ -50,24 +50,24 @@ class _TunekitReward(Section):
     """Name of the reward; each declares it anew."""
 
     weight: float = 1.0
-    """What its values are multiplied by before they are summed with the others."""
+    """Weight of this reward in the sum."""
 
 
 class ExactMatchReward(_TunekitReward):
-    """1 where an answer equals the expected one, else 0."""
+    """1 if the answer equals the expected one, else 0."""
 
     type: Literal["exact_match"] = "exact_match"
-    """The answer is the expected text."""
+    """The answer equals the expected text."""
 
     column: str = "answer"
-    """Column of the rows with the expected answer."""
+    """Column with the expected answer."""
 
     extract: Extract = "all"
-    """Part of an answer that is compared: `all`, its `last_line`, its `last_number`, what stands in its last `boxed`
-    braces, or between its last `<answer>` tags (`answer_tag`)."""
+    """Part of the answer to compare: `all`, its `last_line`, its `last_number`, the content of its last `boxed` braces,
+    or of its last `<answer>` tags (`answer_tag`)."""
 
     ignore_case: bool = False
-    """Whether capital and small letters are the same."""
+    """Compare case-insensitively."""
 
 
 class NumericMatchReward(_TunekitReward):
@@ -78,32 +78,32 @@ class NumericMatchReward(_TunekitReward):
     """
 
     type: Literal["numeric_match"] = "numeric_match"
-    """The answer's number is the expected one."""
+    """The number in the answer equals the expected one."""
 
     column: str = "answer"
-    """Column of the rows with the expected number: a number, or a text that ends in one."""
+    """Column with the expected number: a number, or text that ends in one."""
 
     extract: Extract = "last_number"
-    """Part of an answer that is compared, as for exact_match."""
+    """Part of the answer to compare, as for exact_match."""
 
     tolerance: Annotated[float, Field(ge=0)] = 1e-6
-    """Largest difference from the expected number, as a share of it."""
+    """Maximum relative difference from the expected number."""
 
     unit: str | None = None
-    """Unit that must stand behind the number, such as `km`. Left out: the one of the expected answer, if it has one."""
+    """Required unit after the number, such as `km`. Default: the unit of the expected answer, if any."""
 
 
 class RegexReward(_TunekitReward):
-    """1 where an answer matches a regular expression, else 0: a format, such as reasoning before an answer."""
+    """1 if the answer matches a regular expression, else 0: a format, such as reasoning before an answer."""
 
     type: Literal["regex"] = "regex"
-    """The answer has a form."""
+    """The answer matches a pattern."""
 
     pattern: Annotated[str, Field(min_length=1)]
-    """Regular expression of Python's. A dot also matches a line break; space around the answer does not count."""
+    """Python regular expression. A dot also matches a newline; surrounding whitespace is ignored."""
 
     where: Literal["fullmatch", "search"] = "fullmatch"
-    """Whether the whole answer must match, or any part of it."""
+    """Match the whole answer, or any part of it."""
 
     @field_validator("pattern")
     @classmethod
@@ -116,16 +116,16 @@ class RegexReward(_TunekitReward):
 
 
 class JsonSchemaReward(_TunekitReward):
-    """1 where a whole answer is JSON that a schema allows, else 0; a quarter where it is JSON at all."""
+    """1 if the answer is JSON that matches a schema, else 0; 0.25 for other valid JSON."""
 
     type: Literal["json_schema"] = "json_schema"
-    """The answer is JSON of a form."""
+    """The answer is JSON that matches a schema."""
 
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
-    """File of the JSON schema."""
+    """File with the JSON schema."""
 
     column: str | None = None
-    """Column of the rows with a schema each, instead of one for all."""
+    """Column with a schema per row, instead of one for all."""
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield a conflict unless there is exactly one schema."""
@@ -134,16 +134,16 @@ class JsonSchemaReward(_TunekitReward):
 
 
 class LengthReward(_TunekitReward):
-    """0 for a short answer, falling to -1 for a long one (the soft punishment of DAPO, arXiv 2503.14476)."""
+    """0 for a short answer, falling to -1 for a long one (soft overlong punishment of DAPO, arXiv 2503.14476)."""
 
     type: Literal["length"] = "length"
     """The answer is not too long."""
 
     max_tokens: Annotated[int, Field(gt=0)]
-    """Tokens from which on an answer gets -1."""
+    """Number of tokens from which an answer gets -1."""
 
     free_tokens: Annotated[int, Field(ge=0)]
-    """Tokens up to which an answer gets 0."""
+    """Number of tokens up to which an answer gets 0."""
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield a conflict where the value has no tokens to fall over."""
@@ -153,23 +153,23 @@ class LengthReward(_TunekitReward):
 
 
 class RepetitionReward(_TunekitReward):
-    """Minus the share of an answer's n-grams that it has had before: 0 where none comes twice."""
+    """Minus the share of repeated n-grams in an answer: 0 without repetition."""
 
     type: Literal["repetition"] = "repetition"
     """The answer does not repeat itself."""
 
     ngram_size: Annotated[int, Field(gt=0)] = 3
-    """Words of an n-gram."""
+    """Words per n-gram."""
 
 
 class MathReward(_TunekitReward):
-    """1 where an answer is mathematically equal to the expected one, else 0 (math-verify)."""
+    """1 if the answer is mathematically equal to the expected one, else 0 (math-verify)."""
 
     type: Literal["math"] = "math"
-    """The answer is equal to the expected one, however it is written."""
+    """The answer is mathematically equal to the expected one."""
 
     column: str = "answer"
-    """Column of the rows with the expected answer, in LaTeX or as an expression."""
+    """Column with the expected answer, in LaTeX or as an expression."""
 
 
 class CodeReward(_TunekitReward):
@@ -190,51 +190,51 @@ class CodeReward(_TunekitReward):
     passes; names that no test imports or defines are the program's."""
 
     timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
-    """Longest time for a program with all of its tests."""
+    """Time limit for a program with all of its tests."""
 
     memory_mib: Annotated[int, Field(gt=0)] = 512
-    """Most memory that a program may have."""
+    """Memory limit of a program."""
 
     num_parallel: Annotated[int, Field(gt=0)] = 4
-    """Programs that run at the same time."""
+    """Programs to run in parallel."""
 
 
 class ModelReward(_TunekitReward):
-    """What a reward model says of an answer: one that `method: reward` trained, or any with a single output."""
+    """Score of a reward model: one trained with `method: reward`, or any model with a single output."""
 
     type: Literal["reward_model"] = "reward_model"
-    """A reward model judges."""
+    """Score of a reward model."""
 
     model: ModelSection
-    """The reward model: a run's name, a folder, or a name on the Hugging Face hub."""
+    """Reward model: a run's name, a folder, or a name on the Hugging Face Hub."""
 
 
 class JudgeReward(_TunekitReward):
-    """What a language model behind an OpenAI-compatible endpoint says of an answer, as a number from 0 to 1."""
+    """Score of an LLM judge behind an OpenAI-compatible endpoint, from 0 to 1."""
 
     type: Literal["judge"] = "judge"
-    """Another language model judges."""
+    """Score of an LLM judge."""
 
     base_url: Annotated[str, Field(min_length=1)]
-    """Address of the endpoint, such as `http://localhost:8000/v1`."""
+    """URL of the endpoint, such as `http://localhost:8000/v1`."""
 
     model: Annotated[str, Field(min_length=1)]
-    """Name of the model there."""
+    """Model name at the endpoint."""
 
     instruction: Annotated[str, Field(min_length=1)]
-    """What the judge is told to look at."""
+    """Grading instruction for the judge."""
 
     api_key_env: str | None = None
-    """Environment variable that holds the key. The key itself does not belong into a recipe."""
+    """Environment variable with the API key. Keys do not belong in recipes."""
 
     max_score: Annotated[float, Field(gt=0)] = 10.0
-    """Highest score that the judge may give; it is divided by it."""
+    """Maximum score of the judge; scores are divided by it."""
 
     num_parallel: Annotated[int, Field(gt=0)] = 8
-    """Requests at the same time."""
+    """Concurrent requests."""
 
     timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Longest wait for an answer."""
+    """Timeout of a request."""
 
 
 _AnyReward = (

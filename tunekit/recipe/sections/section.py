@@ -142,31 +142,31 @@ ONE_LENGTH = ("num_epochs", "max_steps")
 
 
 class TrainSection(Section):
-    """The optimisation: how long, how fast, in which steps."""
+    """Optimization: duration, batch size, learning rate, checkpoints."""
 
     num_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training rows; 1 if neither this nor `max_steps` is given."""
+    """Number of epochs; 1 if neither this nor `max_steps` is set."""
 
     max_steps: Annotated[int, Field(gt=0)] | None = None
-    """Optimizer steps, instead of `num_epochs`."""
+    """Number of optimizer steps, instead of `num_epochs`."""
 
     global_batch_size: Annotated[int, Field(gt=0)] = 16
-    """Sequences per optimizer step, over all devices and micro-batches: rows for sft, pairs for methods that learn from
-    pairs, answers for kto and for methods that let the model answer."""
+    """Sequences per optimizer step, over all devices and micro-batches: rows for sft, pairs for preference methods,
+    answers for kto and for methods that generate."""
 
     micro_batch_size: Annotated[int, Field(gt=0)] | None = None
-    """The same per forward pass on one device. Left out, the plan takes the most that fits."""
+    """Sequences per forward pass on one device. Default: the plan uses the largest that fits."""
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate. Left out, it goes by the method: for all weights 2e-5 for sft, 1e-5 for reward, 5e-6 for
-    orpo, 1e-6 for cpo, grpo, rloo, gmpo and distillation, 5e-7 for dpo and kto; ten times that for lora and qlora. The
-    plan says where it is from."""
+    """Peak learning rate. Default by method, for full fine-tuning: 2e-5 for sft, 1e-5 for reward, 5e-6 for orpo, 1e-6
+    for cpo, grpo, rloo, gmpo and distillation, 5e-7 for dpo and kto; ten times that for lora and qlora. The plan names
+    the source."""
 
     lr_scheduler_type: LrSchedulerType = "cosine"
     """Learning-rate schedule by its transformers name."""
 
     warmup_steps: Annotated[float, Field(ge=0)] = 0.03
-    """Steps of linear warm-up; below 1, a share of all steps."""
+    """Linear warm-up steps; below 1, a fraction of all steps."""
 
     optim: Optim = "adamw_torch_fused"
     """Optimizer by its transformers name."""
@@ -175,54 +175,52 @@ class TrainSection(Section):
     """Decoupled weight decay."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm for clipping."""
 
     gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """Recompute activations in the backward pass to save memory. `auto`: only where they would not fit."""
+    """Recompute activations in the backward pass to save memory. `auto`: only if they would not fit."""
 
     torch_compile: Literal["auto"] | bool = "auto"
-    """Compile each decoder layer with torch.compile. `auto`: where it is known to pay, which is on CUDA for packed rows
-    that no other kernels are used for; the plan says why not elsewhere."""
+    """Compile each decoder layer with torch.compile. `auto`: where it is known to pay off, on CUDA for packed rows
+    without fused kernels; the plan explains otherwise."""
 
     fp8: bool = False
-    """Compute the products of linear layers with factors of 8 bits (torchao). For training all weights on Hopper and
-    later; it is refused elsewhere."""
+    """Compute linear layers in 8-bit floating point (torchao). For full fine-tuning on Hopper or newer; refused
+    elsewhere."""
 
     seed: Annotated[int, Field(ge=0)] = 42
-    """Seed of adapter initialisation, row order and dropout."""
+    """Random seed of adapter initialization, data order and dropout."""
 
     logging_steps: Annotated[int, Field(gt=0)] = 1
-    """Steps between two logged losses."""
+    """Steps between logged losses."""
 
     eval_steps: Annotated[int, Field(gt=0)] | None = None
-    """Steps between two evaluations. Left out: four evaluations a run. With rows to evaluate on, the run always
-    evaluates before the first and after the last step."""
+    """Steps between evaluations. Default: four evaluations per run. With evaluation rows, a run always evaluates before
+    the first and after the last step."""
 
     save_steps: Annotated[int, Field(gt=0)] | None = None
-    """Steps between two checkpoints. Left out: four checkpoints a run."""
+    """Steps between checkpoints. Default: four checkpoints per run."""
 
     save_total_limit: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints that are kept: the newest ones, and the best besides. Two at least: one may turn out damaged."""
+    """Number of checkpoints to keep: the newest ones, plus the best. At least two, since one may be damaged."""
 
     metric_for_best_model: Annotated[str, Field(pattern=METRIC_PATTERN)] | None = None
-    """Measure of the evaluations by which the best checkpoint is told, as TRL names it. Left out: `eval_loss`, or
-    `eval_reward` for methods that learn from rewards."""
+    """Evaluation metric that selects the best checkpoint, by its TRL name. Default: `eval_loss`, or `eval_reward` for
+    methods that learn from rewards."""
 
     greater_is_better: bool | None = None
-    """Whether the best is the one with the greatest such measure. Left out: yes, but for one whose name ends in
-    `loss`."""
+    """True if a greater metric is better. Default: true, unless its name ends in `loss`."""
 
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """What is done when a loss or a gradient is not a number or infinite. It is seen before the weights are changed.
-    `stop`: the run ends and names the rows. `skip`: the step changes nothing. `rollback`: the run goes back to the last
-    checkpoint, and the step changes nothing when it comes again."""
+    """Action on a NaN or infinite loss or gradient, detected before weights change. `stop`: stop the run and name the
+    rows. `skip`: skip the step. `rollback`: resume from the last checkpoint and skip the step when it comes again."""
 
     max_non_finite: Annotated[int, Field(gt=0)] = 3
-    """Steps that are skipped or rolled back so, before the run ends after all."""
+    """Maximum number of steps to skip or roll back before the run stops."""
 
     retry_out_of_memory: bool = False
-    """Start again from the last checkpoint where memory runs out, once, with half the micro-batch and the same global
-    batch. A plan whose micro-batch is 1 is refused."""
+    """When memory runs out, restart once from the last checkpoint with half the micro-batch and the same global batch.
+    Refused if the planned micro-batch is 1."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
@@ -246,53 +244,52 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class ParallelSection(Section):
-    """How the run is spread over devices, where the plan is not to choose by itself. Sizes have Accelerate's names."""
+    """Parallelism across devices; everything defaults to the plan's choice. Sizes have Accelerate's names."""
 
     strategy: Literal["auto"] | Strategy = "auto"
-    """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the first that fits, in
-    the order of their cost; the plan says what ruled the others out."""
+    """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the cheapest that fits;
+    the plan explains why others were rejected."""
 
     num_processes: Annotated[int, Field(gt=0)] | None = None
-    """Processes in all, one for each device. On a machine without accelerators they share the processor. Left out: as
-    many as there are accelerators for, and one without any."""
+    """Total number of processes, one per device. Without accelerators they share the CPU. Default: one per accelerator,
+    or one."""
 
     dp_shard_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide weights, gradients and optimizer states among them; groups of them hold a copy each (hybrid
-    shard). Left out: the plan chooses."""
+    """Devices that shard weights, gradients and optimizer states; groups of them replicate (hybrid shard). Default:
+    chosen by the plan."""
 
     tp_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide the products of each layer (tensor parallel). Left out: the plan chooses."""
+    """Tensor-parallel size: devices that split each layer. Default: chosen by the plan."""
 
     cp_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide each sequence, in a ring (context parallel). Left out: the plan chooses."""
+    """Context-parallel size: devices that split each sequence, in a ring. Default: chosen by the plan."""
 
     sp_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide each sequence, by heads (DeepSpeed's Ulysses). Left out: the plan chooses."""
+    """Sequence-parallel size: devices that split each sequence by heads (DeepSpeed Ulysses). Default: chosen by the
+    plan."""
 
     reshard_after_forward: Literal["auto"] | bool = "auto"
-    """fsdp2: free a layer's weights after its forward pass, and gather them again for the backward pass. `auto`: where
+    """fsdp2: free a layer's weights after its forward pass and gather them again for the backward pass. `auto`: only if
     they would not fit otherwise."""
 
     offload_param_device: Literal["auto"] | OffloadDevice = "auto"
-    """Where the weights lie while they are not needed: `none` (on the device), `cpu` (in main memory) or `nvme` (zero3:
-    on a disk). `auto`: on the device, or else where they fit."""
+    """Where weights are offloaded to: `none`, `cpu`, or `nvme` (zero3). `auto`: none, or else where they fit."""
 
     offload_optimizer_device: Literal["auto"] | OffloadDevice = "auto"
-    """The same for gradients and optimizer states, which the processor then updates."""
+    """Where gradients and optimizer states are offloaded to; the CPU then runs the optimizer."""
 
     nvme_path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
-    """Folder on a fast local disk, for what is offloaded to `nvme`. Without it nothing is."""
+    """Folder on a fast local disk for `nvme` offloading. Required for it."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often the processes are started again after one of them failed, each time from the last checkpoint."""
+    """Number of automatic restarts after a process fails, each from the last checkpoint."""
 
     timeout_seconds: Annotated[int, Field(gt=0)] | None = None
-    """How long a process may wait for the others, or stand still itself, before the run is taken for hung and ends.
-    Left out: as long as reading or writing the model may take on slow storage, ten minutes at least."""
+    """Seconds that a process may wait for others, or make no progress, before the run counts as hung and stops.
+    Default: the time to read or write the model on slow storage, at least ten minutes."""
 
     grace_seconds: Annotated[float, Field(gt=0)] = 30.0
-    """How long a run has that is told to end by SIGTERM, until the scheduler kills it: it saves a checkpoint if
-    there is time for one."""
+    """Seconds between SIGTERM and the scheduler's kill: a checkpoint is saved if there is time."""
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -303,25 +300,24 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class OutputSection(Section):
-    """What is written, and where."""
+    """Run folder, samples and trackers."""
 
     dir: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
-    """Run folder, new or empty. Left out: `runs/<name>-<time>`."""
+    """Run folder, new or empty. Default: `runs/<name>-<time>`."""
 
     name: Annotated[str | None, Field(pattern=NAME_PATTERN, max_length=100)] = None
-    """Name of the run, used for its folder. Left out: the name of the recipe file."""
+    """Name of the run and its folder. Default: the name of the recipe file."""
 
     sample_prompts: list[str] | None = None
-    """Prompts answered before and after training. Left out: the first three prompts of the evaluation rows, or of
-    the training rows. An empty list: none."""
+    """Prompts to answer before and after training. Default: the first three prompts of the evaluation or training rows.
+    An empty list: none."""
 
     report_to: Annotated[
         list[Tracker],
         BeforeValidator(alone_in_list, json_schema_input_type=Tracker | list[Tracker]),
     ] = []
-    """Trackers that the run's figures are handed to as it goes, with the recipe as their configuration; one name or a
-    list. They come with `pip install 'tunekit[tracking]'`. The run has its own name there. The project is what the
-    tracker's own variable says (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`, `TRACKIO_PROJECT`), else `tunekit`. Where
-    nothing names a server (`MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`; wandb has one unless `WANDB_MODE=offline`), all
-    stays in the folder `trackers` of the run. A tracker that fails while the run trains neither ends it nor delays it:
-    the run folder is the record."""
+    """Experiment trackers that receive metrics and the recipe; one name or a list. Install with `pip install
+    'tunekit[tracking]'`. The project comes from the tracker's own variable (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`,
+    `TRACKIO_PROJECT`), else `tunekit`. Without a server (`MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`; wandb has one
+    unless `WANDB_MODE=offline`), everything stays in the `trackers` folder of the run. A failing tracker neither stops
+    nor delays a run: the run folder is the record."""
