@@ -31,7 +31,7 @@ class Parts:
     """Inputs from which every method builds its trainer.
 
     Attributes:
-        train: The optimisation.
+        train: The optimization.
         data: The longest sequence, and whether rows are shuffled.
         plan: Precision, micro-batch and memory choices.
         schedule: Steps.

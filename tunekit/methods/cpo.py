@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation and SimPO through TRL's CPOTrainer (experimental), on pairs already tokenised."""
+"""Contrastive preference optimization and SimPO through TRL's CPOTrainer (experimental), on pairs already tokenised."""
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.run_trainer import RunTrainer

@@ -1,4 +1,4 @@
-"""Direct preference optimisation through TRL's DPOTrainer, which tokenises the pairs that tunekit has read."""
+"""Direct preference optimization through TRL's DPOTrainer, which tokenises the pairs that tunekit has read."""
 
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import RunTrainer

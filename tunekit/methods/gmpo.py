@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimisation through TRL's GMPOTrainer (experimental)."""
+"""Geometric-mean policy optimization through TRL's GMPOTrainer (experimental)."""
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, generating_trainer, generation_arguments

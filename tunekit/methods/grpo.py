@@ -1,4 +1,4 @@
-"""Group relative policy optimisation through TRL's GRPOTrainer, which lets the model answer and asks the rewards."""
+"""Group relative policy optimization through TRL's GRPOTrainer, which lets the model answer and asks the rewards."""
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, generating_trainer, generation_arguments

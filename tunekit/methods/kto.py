@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation through TRL's KTOTrainer, which tokenises the answers that tunekit has read.
+"""Kahneman-Tversky optimization through TRL's KTOTrainer, which tokenises the answers that tunekit has read.
 
 Its loss `kto` holds each answer against how far the model has gone from its reference on answers to other prompts. TRL
 takes these from the same micro-batch: each prompt gets the answer before it. So which rows share a micro-batch is fixed

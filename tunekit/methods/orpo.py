@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation through TRL's ORPOTrainer (experimental), on pairs that tunekit has tokenised."""
+"""Odds ratio preference optimization through TRL's ORPOTrainer (experimental), on pairs that tunekit has tokenised."""
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.run_trainer import RunTrainer

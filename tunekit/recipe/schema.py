@@ -64,7 +64,7 @@ class Recipe(Section):
     """What is trained: all weights (`full`), or low-rank updates (`lora`, `qlora`)."""
 
     train: TrainSection = TrainSection()
-    """The optimisation."""
+    """The optimization."""
 
     parallel: ParallelSection = ParallelSection()
     """How the run is spread over devices."""

@@ -76,7 +76,7 @@ class MethodInfo(NamedTuple):
     name: str
     """`method.type`."""
     title: str
-    """Name in words, such as `Direct preference optimisation`."""
+    """Name in words, such as `Direct preference optimization`."""
     generates: bool
     """True if the model gives answers while it is trained."""
     is_rewarded: bool

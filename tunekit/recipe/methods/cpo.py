@@ -1,4 +1,4 @@
-"""Recipe section and spec of contrastive preference optimisation and SimPO."""
+"""Recipe section and spec of contrastive preference optimization and SimPO."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

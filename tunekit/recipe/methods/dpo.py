@@ -1,4 +1,4 @@
-"""Recipe section and spec of direct preference optimisation."""
+"""Recipe section and spec of direct preference optimization."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ SMOOTHED_LOSSES = ("aot", "aot_unpaired", "exo_pair", "robust")
 
 
 class DPOMethod(ReferenceMethod):
-    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer)."""
+    """Direct preference optimization: prefer the better of two answers (TRL's DPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/dpo_config.py", "DPOConfig"),

@@ -1,4 +1,4 @@
-"""Recipe section and spec of geometric-mean policy optimisation."""
+"""Recipe section and spec of geometric-mean policy optimization."""
 
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ UNREAD = (
 
 
 class GMPOMethod(RewardedMethod):
-    """Geometric-mean policy optimisation: GRPO with steadier steps (TRL's GMPOTrainer)."""
+    """Geometric-mean policy optimization: GRPO with steadier steps (TRL's GMPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "experimental/gmpo/gmpo_config.py", "GMPOConfig"),

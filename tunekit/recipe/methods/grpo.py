@@ -1,4 +1,4 @@
-"""Recipe section and spec of group relative policy optimisation."""
+"""Recipe section and spec of group relative policy optimization."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
 
 
 class GRPOMethod(RewardedMethod):
-    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer)."""
+    """Group relative policy optimization: generate answers, prefer the rewarded (TRL's GRPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/grpo_config.py", "GRPOConfig"),

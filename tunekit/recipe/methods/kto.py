@@ -1,4 +1,4 @@
-"""Recipe section and spec of Kahneman-Tversky optimisation."""
+"""Recipe section and spec of Kahneman-Tversky optimization."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ GOOD_TO_BAD = (1.0, 4 / 3)
 
 
 class KTOMethod(ReferenceMethod):
-    """Kahneman-Tversky optimisation: more of the good answers, less of the bad (TRL's KTOTrainer)."""
+    """Kahneman-Tversky optimization: more of the good answers, less of the bad (TRL's KTOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/kto_config.py", "KTOConfig"),

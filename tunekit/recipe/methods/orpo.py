@@ -1,4 +1,4 @@
-"""Recipe section and spec of odds ratio preference optimisation."""
+"""Recipe section and spec of odds ratio preference optimization."""
 
 from typing import Annotated, Any, Literal
 
