@@ -207,7 +207,8 @@ def test_a_process_that_cannot_react_ends_with_its_group(here):
     run = verbs.make_run("double.yaml", ["parallel.num_processes=2", "output.name=stiff"])
     words = ["tunekit.training.worker", str(run.path.resolve())]
     with (run.path / group.LOG).open("ab") as log, Group(words, run.plan.environment, log, num=2):
-        workers = workers_of(os.getpid())
+        # A process is known by its environment, which it has once it runs its own program.
+        workers = until(lambda: both if len(both := workers_of(os.getpid())) == 2 else None)
         workers[1].suspend()
         until(lambda: workers[1].status() == psutil.STATUS_STOPPED)
     assert are_gone(workers.values())

@@ -20,7 +20,7 @@ def _comparing(monkeypatch):
 
 def test_a_text_that_differs_is_shown_line_by_line():
     text = (FOLDER / "help.txt").read_text(encoding="utf-8")
-    line = "Check a recipe, its model and its data, without training."
+    line = "Validate a recipe, its model and its data without training."
     with pytest.raises(AssertionError) as failed:
         check_recorded("help.txt", text.replace(line, "Check a recipe."))
     assert f"- check       {line}\n" in re.sub(r"^- +", "- ", str(failed.value), flags=re.MULTILINE)

@@ -54,7 +54,7 @@ def test_a_tag_is_explained_by_each_of_its_words() -> None:
     entry = entries(adapter="full")["adapter.type"]
     assert entry.is_tag
     assert (entry.choices, entry.value, entry.default) == (("full", "lora", "qlora"), "full", "lora")
-    assert "full: Train every weight. lora: Low-rank adaptation." in entry.description
+    assert "full: Full fine-tuning. lora: Low-rank adaptation." in entry.description
 
 
 def test_sections_in_lists_have_fields_each() -> None:

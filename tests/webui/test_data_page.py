@@ -166,7 +166,7 @@ def test_all_rows_are_counted_with_the_line_at_which_they_are_cut(site, words):
     assert sum(bar["rows"] for bar in bars if bar["kind"] == "cut") == source.num_truncated > 0
     assert line[0]["range"].endswith("–64")
     said = text_of(data_charts.numbers(words, report, source))
-    assert f"Cut{source.num_truncated:,} ({source.num_truncated / source.num_rows:.1%})" in said
+    assert f"Truncated{source.num_truncated:,} ({source.num_truncated / source.num_rows:.1%})" in said
     assert f"{source.packing.packed_share:.1%}" in said
 
 

@@ -237,7 +237,7 @@ def site(tmp_path: Path) -> Site:
 
 def test_a_draft_begins_from_a_recipe_a_file_or_a_run_with_changes(site: Site) -> None:
     text = draft.opened(site, "recipe:sft/quickstart", ["adapter.rank=8", "train.num_epochs=null", "train.max_steps=3"])
-    assert text.startswith("# Teach pico")
+    assert text.startswith("# LoRA fine-tuning of pico")
     values = tunekit.read_text(text)
     assert values["adapter"]["rank"] == 8
     assert values["train"] == {"learning_rate": 2e-3, "max_steps": 3}

@@ -34,7 +34,7 @@ import platformdirs
 
 from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, Sequences, best_fit, mix
 from tunekit.data.sources.load import LoadedData
-from tunekit.data.sources.rows import Places, Rows, cache_folder
+from tunekit.data.sources.rows import Places, Rows, cache_folder, clear_folder
 from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import CompleteSource, DataSection
@@ -139,10 +139,7 @@ def list_entries() -> list[Entry]:
 
 def clear() -> int:
     """Remove every entry, and what writers left behind; return the bytes that were freed."""
-    root = cache_root()
-    freed = sum(file.stat().st_size for file in _files(root))
-    shutil.rmtree(root, ignore_errors=True)
-    return freed
+    return clear_folder(cache_root())
 
 
 def _read(place: Path) -> Entry | None:
@@ -311,10 +308,7 @@ class Split:
 
 
 def prepare_data(
-    section: DataSection,
-    data: LoadedData,
-    tokenizer: "PreTrainedTokenizerBase",
-    on_progress: Progress | None = None,
+    section: DataSection, data: LoadedData, tokenizer: "PreTrainedTokenizerBase", on_progress: Progress | None = None
 ) -> tuple[Split, ...]:
     """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache.
 
@@ -350,11 +344,7 @@ def mixing_of(section: DataSection) -> Mixing:
 
 
 def tokens_of(
-    rows: Rows,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int,
-    on_progress: Progress | None = None,
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, on_progress: Progress | None = None
 ) -> SourceTokens:
     """The tokens of one source: found in the cache, or made.
 

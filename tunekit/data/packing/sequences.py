@@ -39,10 +39,10 @@ import os
 import weakref
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Literal, Self
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.sources.rows import Rows
@@ -81,7 +81,7 @@ class Batch:
         return np.where(self.counted, self.ids, np.int32(IGNORED))
 
 
-class SequenceWriter:
+class SequenceWriter(ExitStack):
     """Writes sequences into a folder, in their order; a context manager.
 
     Args:
@@ -89,7 +89,8 @@ class SequenceWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: list[BinaryIO] = [(folder / name).open("wb") for name in _FILES]
+        super().__init__()
+        self._files: list[BinaryIO] = [self.enter_context((folder / name).open("wb")) for name in _FILES]
 
     def add(self, batch: Batch, row_lengths: "np.ndarray", rows: "np.ndarray") -> None:
         """Add sequences.
@@ -102,15 +103,6 @@ class SequenceWriter:
         arrays = (batch.ids, batch.counted, batch.lengths, row_lengths, rows)
         for file, values in zip(self._files, arrays, strict=True):
             file.write(values.tobytes())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files:
-            file.close()
 
 
 class Sequences(Sequence[dict[str, list[int]]]):

@@ -59,7 +59,7 @@ def open_hub(
         # and of files that are neither in the cache nor to be had by an OSError.
         message = " ".join(str(error).split())
         raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {message}") from error
-    return open_stream(dataset if streaming else dataset.to_iterable_dataset(), source.path)
+    return open_stream(dataset, source.path) if streaming else open_dataset(dataset, source.path)
 
 
 def open_dataset(dataset: "datasets.Dataset", name: str = "the dataset") -> Table:

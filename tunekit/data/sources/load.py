@@ -201,18 +201,22 @@ def find_files(source: DataSource, *, key: str, streaming: bool = False) -> File
     if path is None:
         _refuse_hub_parts(source, key, f"'{shown(name)}' is a URL")
         return _remote(name, shown(name), key, streaming=streaming)
+    what = f"'{name}' fits"
+    notes: tuple[str, ...] = ()
     if name.startswith(EXAMPLE_PREFIX):
-        files = _one(find_example(name.removeprefix(EXAMPLE_PREFIX)), name, key)
+        files = [LocalFile(find_example(name.removeprefix(EXAMPLE_PREFIX)), name)]
     elif path.is_dir():
-        files = _in_folder(path, name, key)
+        files, notes = _in_folder(path, name, key)
+        what = f"the folder '{name}' holds"
     elif not path.exists() and any(sign in name for sign in "*?["):
         files = _fitting(path, name, key)
     elif not _looks_like_file(name) and not path.exists():
         return None
     else:
-        files = _one(path, name, key)
-    _refuse_hub_parts(source, key, f"'{name}' is {'a file' if files.found[0].name == name else 'read from files'}")
-    return files
+        files = [LocalFile(path, name)]
+    kind = _one_kind({file.name: _check_file(file.path, file.name, key) for file in files}, what, key)
+    _refuse_hub_parts(source, key, f"'{name}' is {'a file' if files[0].name == name else 'read from files'}")
+    return Files(tuple(files), kind, notes)
 
 
 def is_hub_dataset(name: str) -> bool:
@@ -264,36 +268,25 @@ def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
     return Files(tuple(hub_file), kind)
 
 
-def _one(path: Path, name: str, key: str) -> Files:
-    return Files((LocalFile(path, name),), kind=_check_file(path, name, key))
-
-
-def _in_folder(folder: Path, name: str, key: str) -> Files:
-    """All files of a folder that can be read; what lies deeper, or is hidden, is not looked at."""
+def _in_folder(folder: Path, name: str, key: str) -> tuple[list[LocalFile], tuple[str, ...]]:
+    """All files of a folder that can be read, and a note of others; hidden and deeper ones are not looked at."""
     inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     readable = [path for path in inside if kind_of(path.name) is not None]
     if not readable:
         raise DataError(f"{key}.path: there is no file to read in the folder '{name}'", hint=f"read are {_KINDS}")
     unreadable = [path.name for path in inside if path not in readable]
     notes = (f"{name}: left aside, as no files of rows: {listed(unreadable)}",) if unreadable else ()
-    files = [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable]
-    return Files(tuple(files), kind=_one_local_kind(files, f"the folder '{name}' holds", key), notes=notes)
+    return [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable], notes
 
 
-def _fitting(pattern: Path, name: str, key: str) -> Files:
+def _fitting(pattern: Path, name: str, key: str) -> list[LocalFile]:
     """All files that fit a pattern."""
     # Path.glob raises for patterns such as a**b, and takes hidden files along.
     matches = glob.glob(str(pattern), recursive=True)  # noqa: PTH207
     paths = sorted(path for path in map(Path, matches) if not path.is_dir())
     if not paths:
         raise DataError(f"{key}.path: no file fits '{name}'")
-    files = [LocalFile(path, str(path)) for path in paths]
-    return Files(tuple(files), kind=_one_local_kind(files, f"'{name}' fits", key))
-
-
-def _one_local_kind(files: Sequence[LocalFile], what: str, key: str) -> str:
-    """Check every file, and that all are of one kind."""
-    return _one_kind({file.name: _check_file(file.path, file.name, key) for file in files}, what, key)
+    return [LocalFile(path, str(path)) for path in paths]
 
 
 def _one_kind(kind_by_name: Mapping[str, str], what: str, key: str) -> str:
@@ -329,8 +322,7 @@ def _check_file(path: Path, name: str, key: str) -> str:
             raise DataError(f"{key}.path: no file '{name}'", hint=f"there is no folder '{path.parent}'")
         where = "the working directory" if path.parent == Path() else str(path.parent)
         raise DataError(
-            f"{key}.path: no file '{name}' in {where}",
-            hint=f"did you mean '{path.with_name(near)}'?" if near else None,
+            f"{key}.path: no file '{name}' in {where}", hint=f"did you mean '{path.with_name(near)}'?" if near else None
         )
     kind = _known_kind(path.name, name, key)
     if not path.is_file():

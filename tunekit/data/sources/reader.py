@@ -37,7 +37,6 @@ from tunekit.data.formats.row_formats import (
     recognise,
     renamed,
 )
-from tunekit.data.formats.tokens import check_tokens
 from tunekit.data.sources.files import Fault, Table
 from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
 from tunekit.errors import DataError
@@ -90,7 +89,7 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
         case "text":
             return {"text": text(row["text"], "text")}
         case "tokens":
-            return check_tokens(row)
+            return convert.check_tokens(row)
         case "preference":
             return convert.preference(row, findings)
         case "ranking":

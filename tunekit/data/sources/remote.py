@@ -28,7 +28,7 @@ import platformdirs
 
 from tunekit.data.formats.row_formats import nearest, read_tables
 from tunekit.data.sources.files import ByteStream, suffix_of
-from tunekit.data.sources.rows import WEB, protocol_of, shown, without_user
+from tunekit.data.sources.rows import WEB, clear_folder, protocol_of, shown, without_user
 from tunekit.errors import DataError, DependencyError
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ def list_downloads() -> list[Path]:
 
 def clear_downloads() -> int:
     """Remove every copy, and what was half written; return the bytes that were freed."""
-    root = downloads_root()
-    freed = sum(path.stat().st_size for path in root.iterdir()) if root.is_dir() else 0
-    shutil.rmtree(root, ignore_errors=True)
-    return freed
+    return clear_folder(downloads_root())
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
@@ -85,6 +86,13 @@ def cache_folder() -> Path:
     except OSError as error:
         raise DataError(f"cannot write to {folder}: {error.strerror}", hint="set XDG_CACHE_HOME") from error
     return folder
+
+
+def clear_folder(folder: Path) -> int:
+    """Remove a folder of what can be made again; return the bytes that were freed."""
+    freed = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    shutil.rmtree(folder, ignore_errors=True)
+    return freed
 
 
 class RowStore(Sequence[Row]):

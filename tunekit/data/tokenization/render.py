@@ -254,12 +254,7 @@ class ChatRenderer:
         )
 
     def _by_markers(
-        self,
-        messages: Sequence[Row],
-        place: str,
-        num_prompt: int,
-        tools: list[Row] | None,
-        weightless: set[int],
+        self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None, weightless: set[int]
     ) -> Rendered:
         text, spans = self._marked_spans(messages, place, tools)
         if weightless:
@@ -307,12 +302,7 @@ class ChatRenderer:
                     yield head
 
     def _marked_spans(
-        self,
-        messages: Sequence[Row],
-        place: str,
-        tools: list[Row] | None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: Sequence[Row], place: str, tools: list[Row] | None, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         # apply_chat_template gives the marked tokens, not the marked characters, and goes wrong where a range begins
         # or ends on white space that belongs to no token; its renderer gives the characters.

@@ -181,7 +181,8 @@ def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
 
 def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
     """Yield what contradicts itself or the machine; what a library cannot do is refused by layout."""
-    requested, values = recipe.parallel, dict(recipe.parallel)
+    requested = recipe.parallel
+    values = dict(requested)
     num, this = hardware.num_accelerators, f"this is {hardware.device.name}"
     if (requested.num_processes or 1) > max(1, num):
         those = f"there are {num}" if num else this
@@ -204,7 +205,11 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
             yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
     if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
         yield "parallel.cp_size and parallel.sp_size: Accelerate takes one of them", "leave one out"
-    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if values[name] == "nvme"]
+    offloads = {
+        "offload_param_device": requested.offload_param_device,
+        "offload_optimizer_device": requested.offload_optimizer_device,
+    }
+    on_disk = [name for name, device in offloads.items() if device == "nvme"]
     if on_disk and requested.nvme_path is None:
         yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "name a folder on a fast local disk"
 

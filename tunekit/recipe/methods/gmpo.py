@@ -67,7 +67,7 @@ class GMPOMethod(RewardedMethod):
     """Clip range of the log-ratio per token: 0.4 allows ratios from 0.67 to 1.49."""
 
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
-    """Upper clip range. Default: `epsilon`."""
+    """Upper PPO clip range. Default: `epsilon`."""
 
     mask_truncated_completions: bool = False
     """Exclude completions that reach `max_completion_length` from the loss."""
