@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.circumstances import circumstances, in_words
@@ -198,24 +198,22 @@ def _lora() -> str:
     import tunekit
 
     run = tunekit.train(recipe("lora", adapter=LORA))
-    losses, gradients = _reference_lora(Path("lora") / "model")
-    after = _tensors(Path("lora") / "model")
-    return _compared(_first_loss(run), losses, {name: -after[name] / RATE for name in gradients}, gradients)
+    return _adapter_compared(run, Path("lora") / "model", _mean_loss)
 
 
-def _reference_lora(adapter: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the adapter's B matrices where these are zero, by PEFT and transformers alone."""
+def _adapter_compared(run: Any, adapter: Path, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> str:
+    """Compare an adapter's B matrices, zero before the step, with the gradients of a loss by PEFT and transformers."""
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(_model(), adapter, is_trainable=True)
-    moved = {name: parameter for name, parameter in model.named_parameters() if _is_b(name)}
-    for parameter in moved.values():
-        parameter.data.zero_()
-    loss = _mean_loss(model)
+    matrices = {name.replace(".default", ""): weight for name, weight in model.named_parameters() if _is_b(name)}
+    for matrix in matrices.values():
+        matrix.data.zero_()
+    loss = loss_of(model)
     loss.backward()
-    return loss.item(), {
-        name.replace(".default", ""): parameter.grad for name, parameter in moved.items() if parameter.grad is not None
-    }
+    gradients = {name: matrix.grad for name, matrix in matrices.items() if matrix.grad is not None}
+    after = _tensors(adapter)
+    return _compared(_first_loss(run), loss.item(), {name: -after[name] / RATE for name in gradients}, gradients)
 
 
 def _is_b(name: str) -> bool:
@@ -240,23 +238,16 @@ def _dpo() -> str:
     import tunekit
 
     run = tunekit.train(recipe("dpo", "pairs.jsonl", adapter=LORA, method={"type": "dpo"}))
-    from peft import PeftModel
+    return _adapter_compared(run, Path("dpo") / "model", _dpo_loss)
 
-    adapter = Path("dpo") / "model"
-    model = PeftModel.from_pretrained(_model(), adapter, is_trainable=True)
-    moved = {name: parameter for name, parameter in model.named_parameters() if _is_b(name)}
-    for parameter in moved.values():
-        parameter.data.zero_()
+
+def _dpo_loss(model: torch.nn.Module) -> torch.Tensor:
+    """Loss of DPO (arXiv 2305.18290, equation 7) with the model as its own reference."""
     losses = []
     for (question, answer), worse in zip(CHATS, WORSE, strict=True):
         chosen, rejected = (-_token_losses(model, _pair_row(question, text)).sum() for text in (answer, worse))
-        margin = 0.1 * ((chosen - chosen.detach()) - (rejected - rejected.detach()))
-        losses.append(-F.logsigmoid(margin))
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    gradients = {n.replace(".default", ""): p.grad for n, p in moved.items() if p.grad is not None}
-    after = _tensors(adapter)
-    return _compared(_first_loss(run), loss.item(), {name: -after[name] / RATE for name in gradients}, gradients)
+        losses.append(-F.logsigmoid(0.1 * ((chosen - chosen.detach()) - (rejected - rejected.detach()))))
+    return torch.stack(losses).mean()
 
 
 def _in_two(strategy: str) -> Callable[[], str]:
@@ -267,12 +258,12 @@ def _in_two(strategy: str) -> Callable[[], str]:
 
         if not (Path("lora") / "model").exists():
             raise Other("not compared", "the run in one process did not train")
-        made = verbs.make_run(recipe(strategy, adapter=LORA, parallel={"num_processes": 2, "strategy": strategy}))
-        in_processes(2, worked, made.path.resolve(), None)
+        prepared = verbs.make_run(recipe(strategy, adapter=LORA, parallel={"num_processes": 2, "strategy": strategy}))
+        in_processes(2, worked, prepared.path.resolve(), None)
         one, two = (_tensors(Path(name) / "model") for name in ("lora", strategy))
         gradients = {name: -value / RATE for name, value in one.items() if _is_b(name)}
         moved = {name: -two[name] / RATE for name in gradients}
-        return _compared(_first_loss(made), _first_loss(Run("lora")), moved, gradients)
+        return _compared(_first_loss(prepared), _first_loss(Run("lora")), moved, gradients)
 
     return run
 
@@ -300,13 +291,9 @@ def _first_loss(run: Any) -> float:
     return float(next(event["loss"] for event in run.events() if event["event"] == "log" and "loss" in event))
 
 
-def _tokenizer() -> PreTrainedTokenizerBase:
-    return make_tokenizer()
-
-
 def _row(question: str, answer: str) -> Row:
     """Token ids of an exchange and labels of its answer, by the tokenizer's own template."""
-    encoded = _tokenizer().apply_chat_template(
+    encoded = make_tokenizer().apply_chat_template(
         _messages(question, answer), return_dict=True, return_assistant_tokens_mask=True
     )
     ids, mask = encoded["input_ids"], encoded["assistant_masks"]
@@ -315,10 +302,10 @@ def _row(question: str, answer: str) -> Row:
 
 def _pair_row(question: str, answer: str) -> Row:
     """Token ids of an exchange and labels of all that stands behind its prompt, as preferences count it."""
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     ids = tokenizer.apply_chat_template(_messages(question, answer), return_dict=False)
-    asked = _messages(question, answer)[:1]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    messages = _messages(question, answer)[:1]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return ids, [-100] * len(prompt) + ids[len(prompt) :]
 
 

@@ -44,7 +44,7 @@ def _tiny_fields(model_type: str) -> dict[str, Any]:
         value = _tiny_value(field.name, field.default)
         if value is not None:
             tiny[field.name] = value
-    for name, spec in getattr(config_class, "sub_configs_defaults", {}).items():
+    for name, spec in config_class.sub_configs_defaults.items():
         below = spec.model_type if spec.config_class is AutoConfig else spec.config_class.model_type
         if below in CONFIG_MAPPING:
             tiny[name] = {**_tiny_fields(below), **spec.init_kwargs, "model_type": below}
