@@ -16,13 +16,18 @@ import os
 import shutil
 import stat
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
 from tunekit.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 MAX_BYTES = 64 * 2**20
 """Largest small file, in bytes."""
@@ -68,10 +73,33 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
+@cache
 def read_table(path: Path) -> Any:
-    """Return the data of a YAML file that comes with tunekit."""
+    """Return the data of a YAML file that comes with tunekit. They are read once, and nobody changes them."""
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     return yaml.load(path.read_text(encoding="utf-8"), loader)
+
+
+def load_template(path: Path, **filters: Callable[..., Any]) -> "Template":
+    """Return a jinja template that comes with tunekit. In `NAME.html.jinja` values are text, and are escaped.
+
+    Args:
+        path: The template, which may extend others beside it.
+        filters: Filters of its own by name.
+    """
+    import jinja2
+
+    is_page = path.name.endswith(".html.jinja")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path.parent),
+        autoescape=is_page,
+        keep_trailing_newline=not is_page,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(filters)
+    return environment.get_template(path.name)
 
 
 def is_inside(path: Path, root: Path) -> bool:
@@ -106,7 +134,7 @@ class ShippedRecipe:
     """The first comment line of the file."""
 
     path: Path
-    """Where the file lies."""
+    """Path of the file."""
 
 
 def recipe_root() -> Path:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from tunekit.migration.draft import reason
 from tunekit.migration.report import TOOLS
-from tunekit.migration.table import Table, read_table
+from tunekit.migration.table import Table, tool_table
 from tunekit.recipe.schema import holders_along
 from tunekit.recipe.sections.section import Tracker
 
@@ -23,7 +23,7 @@ def fields_of(table: Table) -> set[str]:
 
 @pytest.mark.parametrize("name", ["trainer", *TOOLS])
 def test_every_field_that_a_table_names_is_one_of_a_recipe(name) -> None:
-    table = read_table(name)
+    table = tool_table(name)
     assert table.rules()
     for field in fields_of(table):
         parts = tuple(field.split("."))

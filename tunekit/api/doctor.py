@@ -13,12 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
-import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware
+from tunekit.files import read_table
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
@@ -133,7 +133,7 @@ def diagnose() -> Diagnosis:
 
 def stack() -> list[str]:
     """The packages that decide how training goes, from `stack.yaml`."""
-    names: list[str] = yaml.safe_load(Path(__file__).with_name("stack.yaml").read_text(encoding="utf-8"))
+    names: list[str] = read_table(Path(__file__).with_name("stack.yaml"))
     return names
 
 

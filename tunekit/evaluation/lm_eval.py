@@ -163,7 +163,7 @@ def _score(task: str, metric: str, ours: Figured, theirs: Figured | None) -> Sco
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskManager":
-    """What knows tasks by their names, with their documents read.
+    """Return a manager of tasks by name, with their documents loaded.
 
     Args:
         tasks: Names of tasks, groups or tags, or paths of YAML files.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.row_formats import read_tables
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import template_in_time
+from tunekit.files import read_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
         lines += [f"# {note}" for note in notes]
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in _stops(folder, tokenizer)]
     architecture = _read(folder / "config.json").get("architectures", [""])[0]
-    if weights == "." and architecture not in read_tables(_TABLES)["imported"]:
+    if weights == "." and architecture not in read_table(_TABLES)["imported"]:
         notes.append(f"Ollama imports no {architecture} from safetensors: give --gguf too if it is for Ollama")
     return "\n".join(lines) + "\n", notes
 

@@ -27,7 +27,7 @@ from tunekit.errors import DependencyError, PlanError, RunError
 from tunekit.estimates.facts import Hardware
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
-from tunekit.files import has_controls
+from tunekit.files import has_controls, load_template
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan
 from tunekit.probe.hardware import probe_node
@@ -245,18 +245,10 @@ def seconds_of(time: str) -> int | None:
 
 def _script(run: Run, options: Sequence[str]) -> str:
     """The script of a job with options of sbatch."""
-    import jinja2
-
     plan, folder = run.plan, run.path.resolve()
     variables = {**plan.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = command_of(plan, sys.executable, str(folder), meeting=_meeting(plan))
-    template = jinja2.Template(
-        Path(__file__).with_name("job.sbatch.jinja").read_text(encoding="utf-8"),
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    script: str = template.render(
+    return load_template(Path(__file__).with_name("job.sbatch.jinja")).render(
         options=options,
         variables=[(name, shlex.quote(value)) for name, value in variables.items()],
         # Python leaves a signal ignored that was ignored when it started. What has no use for this one is started so.
@@ -267,7 +259,6 @@ def _script(run: Run, options: Sequence[str]) -> str:
         num_ports=NUM_PORTS,
         repeat_seconds=REPEAT_SECONDS,
     )
-    return script
 
 
 def _meeting(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from tunekit.migration.draft import (
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import read_table
+from tunekit.migration.table import tool_table
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo"}
 _NEEDS_FLASH = ("flash_attention", "flex_attention", "xformers_attention", "sage_attention")
@@ -196,4 +196,4 @@ def utilization(draft: Draft, entry: Entry) -> Fate:
 
 def rules(draft: Draft) -> dict[str, Rule]:
     """Axolotl's keys."""
-    return {**hf.trainer_rules(), **read_table("axolotl").rules()}
+    return {**hf.trainer_rules(), **tool_table("axolotl").rules()}

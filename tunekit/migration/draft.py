@@ -5,13 +5,11 @@ became of the key. So no key can get lost: one without a rule is unknown, and is
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tunekit.errors import RecipeError
+from tunekit.files import read_table
 from tunekit.migration.original import Entry, Original
 from tunekit.migration.report import Assumed, Fate, Line, Suspicion
 from tunekit.recipe.reading.parse import to_inline_yaml
@@ -143,11 +141,9 @@ def _unknown(draft: Draft, entry: Entry, known: Iterable[str]) -> Fate:
     return Fate("unsupported", f"unknown: not a key of {draft.tool}{suggestion}")
 
 
-@cache
 def data_file(name: str) -> Any:
     """Return what stands in one of the files beside this one."""
-    path = Path(__file__).parent / "tables" / f"{name}.yaml"
-    return yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
+    return read_table(Path(__file__).parent / "tables" / f"{name}.yaml")
 
 
 def reason(words: str) -> str:

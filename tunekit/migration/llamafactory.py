@@ -9,7 +9,7 @@ from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, Rule, UnfitError, carried, names, no_method, number, reason, text, truth
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
-from tunekit.migration.table import read_table
+from tunekit.migration.table import tool_table
 
 _METHODS = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 
@@ -173,7 +173,7 @@ def template(draft: Draft, entry: Entry) -> Fate:
             entry.key,
             f"template {name} is not the model's own, which is taken here: the model learned another form of dialogue",
         )
-    for beginning, family in read_table("llama-factory").words["templates"].items():
+    for beginning, family in tool_table("llama-factory").words["templates"].items():
         if name.startswith(beginning) and family not in model.replace("_", "-") and "/" in model:
             draft.suspect(
                 entry.key, f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
@@ -240,4 +240,4 @@ def beta(draft: Draft, entry: Entry) -> Fate:
 
 def rules(draft: Draft) -> dict[str, Rule]:
     """LLaMA-Factory's arguments."""
-    return {**hf.trainer_rules(), **read_table("llama-factory").rules()}
+    return {**hf.trainer_rules(), **tool_table("llama-factory").rules()}

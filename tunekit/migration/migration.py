@@ -166,7 +166,7 @@ _NEEDED = {
         ["dataset", "datasets", "dataset_name", "dataset._component_", "dataset.source"],
     ),
 }
-"""What a recipe needs, and the keys that name it."""
+"""Required fields of a recipe: the problem without one, and the keys of other tools that set it."""
 
 
 def _take_out(draft: Draft, fault: Fault) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration of any tool: values far from those that others train with, and images.
+"""Suspicious values of a configuration of any tool: far from those that others train with, or images.
 
 A configuration that trains on images, video or audio would become a recipe that trains on captions alone. Its model
 tells it by its name, or a key sets how images are read. Keys that only say which parts of a model are frozen stand in

@@ -9,7 +9,7 @@ from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, Rule, UnfitError, carried, no_method, number, reason, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import read_table
+from tunekit.migration.table import tool_table
 
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
@@ -164,4 +164,4 @@ def stopping(draft: Draft, entry: Entry) -> Fate:
 
 def rules(draft: Draft) -> dict[str, Rule]:
     """ms-swift's arguments."""
-    return {**hf.trainer_rules(), **read_table("ms-swift").rules()}
+    return {**hf.trainer_rules(), **tool_table("ms-swift").rules()}

@@ -27,12 +27,12 @@ class _Part(BaseModel):
 
 
 class Row(_Part):
-    """What becomes of a key: it is a field of the recipe, or is left out for one of the reasons."""
+    """Fate of a key: a field of the recipe, or dropped for one of the reasons."""
 
     field: str | None = None
     """The recipe's field that it becomes."""
     value: Any = None
-    """What the field is set to, whatever the key says."""
+    """Fixed value of the field, whatever the key says."""
     read: str | None = Field(None, alias="as")
     """The conversion of its value, one of `READERS`; by default that of the field's type."""
     values: dict[Any, Any] = {}
@@ -92,7 +92,7 @@ class Row(_Part):
 
 
 class Switch(_Part):
-    """What becomes of a key that is on or off."""
+    """Fate of a key that is on or off."""
 
     when_on: Row
     when_off: Row = Row(silent="is off")
@@ -117,9 +117,9 @@ class Table(_Part):
     marks: str = ""
     """Keys by which a configuration of the tool is told from others."""
     prefixes: str = ""
-    """Where the keys of data sets stand."""
+    """Sections that hold the keys of datasets."""
     words: dict[str, dict[str, Any]] = {}
-    """What functions know of the tool's names, by what they are names of."""
+    """Names of the tool that functions look up, by kind."""
     fields: dict[str, str | Row] = {}
     prepared: dict[str, str | Row] = {}
     """Keys that the tool's `prepare` has laid in, and the fields of the recipe that they became."""
@@ -255,6 +255,6 @@ def _of_adapter(rule: Rule) -> Rule:
 
 
 @cache
-def read_table(name: str) -> Table:
+def tool_table(name: str) -> Table:
     """Return a table: a tool's, or that of transformers' Trainer, whose arguments most tools take."""
     return Table.model_validate(data_file(name))

@@ -9,7 +9,7 @@ from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, Rule, UnfitError, carried, names, number, reason, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import read_table
+from tunekit.migration.table import tool_table
 
 _INSTRUCT = {"meta-llama": "-Instruct", "Qwen": "-Instruct", "google": "-it"}
 """Suffixes that makers add to the names of chat models."""
@@ -50,7 +50,7 @@ def _resolved(draft: Draft, entry: Entry) -> Entry:
 
 
 def _words(section: str) -> dict[str, Any]:
-    return read_table("torchtune").words[section]
+    return tool_table("torchtune").words[section]
 
 
 def _last(component: Any) -> str:
@@ -302,4 +302,4 @@ def logger(draft: Draft, entry: Entry) -> Fate:
 
 def rules(draft: Draft) -> dict[str, Rule]:
     """Torchtune's keys."""
-    return read_table("torchtune").rules()
+    return tool_table("torchtune").rules()

@@ -23,13 +23,13 @@ from tunekit.migration.draft import (
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
-from tunekit.migration.table import read_table
+from tunekit.migration.table import tool_table
 from tunekit.recipe.sections.section import Tracker
 
 
 def trainer_rules() -> dict[str, Rule]:
     """Return the rules of the arguments of transformers' Trainer."""
-    return read_table("trainer").rules()
+    return tool_table("trainer").rules()
 
 
 def set_batch(
@@ -83,7 +83,7 @@ def accumulation(draft: Draft, entry: Entry) -> Fate:
 def optimizer(draft: Draft, entry: Entry) -> Fate:
     """An optimizer by transformers' name, or by an older one."""
     name = lower(entry.value)
-    return draft.carry(entry, "train.optim", read_table("trainer").words["optimizers"].get(name, name))
+    return draft.carry(entry, "train.optim", tool_table("trainer").words["optimizers"].get(name, name))
 
 
 def warmup_steps(draft: Draft, entry: Entry) -> Fate:
@@ -283,7 +283,7 @@ def rewards(draft: Draft, entry: Entry) -> Fate:
 
 def _reward(name: str) -> dict[str, Any] | None:
     """A reward by its name elsewhere; None where there is none, here or in a file of the user's."""
-    known = read_table("trainer").words["rewards"]
+    known = tool_table("trainer").words["rewards"]
     if name in known:
         return dict(known[name])
     module, _, function = name.replace(":", ".").rpartition(".")

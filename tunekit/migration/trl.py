@@ -10,7 +10,7 @@ from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, no_method, number, text, trainer_arg
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import read_table
+from tunekit.migration.table import tool_table
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
@@ -38,7 +38,7 @@ def _method(draft: Draft) -> str:
     if task is not None:
         raise no_method(draft, task, task)
     keys = set(draft.original.values)
-    for method, telling in read_table("trl").words["telling"].items():
+    for method, telling in tool_table("trl").words["telling"].items():
         if keys & {*telling.split()}:
             return str(method)
     draft.suspect("", "the file does not say which command it is for: taken for `trl sft`; `-- trl dpo` says another")
@@ -149,7 +149,7 @@ def rules(draft: Draft) -> dict[str, Rule]:
     return {
         **dict.fromkeys(known, _pass_on),
         **hf.trainer_rules(),
-        **read_table("trl").rules(),
+        **tool_table("trl").rules(),
         **dict.fromkeys(fields, _field),
         **dict.fromkeys(generation, _generation),
     }

@@ -14,6 +14,7 @@ from tunekit.estimates.memory.memory import Confidence, MemoryEstimate, Part, Sa
 from tunekit.estimates.memory.sharding import ZeroBuckets
 from tunekit.estimates.memory.states import Dtype, Reference
 from tunekit.estimates.throughput.speed import Speed
+from tunekit.files import load_template
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 
@@ -333,14 +334,8 @@ class Plan(Facts):
         return self.explain()
 
     def _repr_html_(self) -> str:
-        import jinja2
-
-        environment = jinja2.Environment(
-            autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-        )
-        environment.filters["gib"] = gib
-        template = Path(__file__).with_name("plan.html.jinja").read_text(encoding="utf-8")
-        return environment.from_string(template).render(plan=self, colours=COLOURS)
+        template = load_template(Path(__file__).with_name("plan.html.jinja"), gib=gib)
+        return template.render(plan=self, colours=COLOURS)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan and its recipe as plain data, for JSON."""

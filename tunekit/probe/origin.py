@@ -19,6 +19,7 @@ import yaml
 
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import Ancestor, Origin
+from tunekit.files import read_table
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 
@@ -83,7 +84,7 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
             f"model.path: {section.path!r} has a broken {ADAPTER_CONFIG}: {error}", hint="save it again"
         ) from error
     _check_weights(folder, section.path)
-    values: dict[str, Any] = yaml.safe_load(PLAIN_ADAPTER.read_text(encoding="utf-8"))
+    values: dict[str, Any] = read_table(PLAIN_ADAPTER)
     unsupported = [name for name, plain in values.items() if config.get(name, plain) not in (plain, None)]
     targets = config.get("target_modules")
     if unsupported or not targets or (isinstance(targets, str) and targets != "all-linear"):

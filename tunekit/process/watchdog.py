@@ -210,7 +210,7 @@ class Heart:
 
     @property
     def at(self) -> str:
-        """What the process does now."""
+        """Current activity of the process."""
         return self._beat.at
 
     def mark(self, at: str, step: int | None = None) -> None:

@@ -72,7 +72,7 @@ _TABLE = Path(__file__).parent / "rulings.yaml"
 
 @cache
 def rulings() -> dict[str, Ruling]:
-    """What becomes of edits, by dotted key; a section's holds for what is below it and not named itself."""
+    """Effects of edits by dotted key; that of a section holds for all below it without one."""
     return {
         key: Ruling(group["effect"], group.get("why", ""), group.get("replans", False))
         for group in read_table(_TABLE)

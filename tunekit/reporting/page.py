@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from tunekit.files import load_template
 from tunekit.redact import redacted
 
 
@@ -23,16 +24,7 @@ def page_of(template: str, **values: Any) -> str:
         template: A file beside this one.
         values: What it names; all of it is text, but for what the template says is safe.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return redacted(environment.get_template(template).render(**values))
+    return redacted(load_template(Path(__file__).with_name(template)).render(**values))
 
 
 CURVES = (

@@ -59,11 +59,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from tunekit.errors import RunError
-from tunekit.files import open_regular, parse_json
-from tunekit.planner.plan import LOADER
+from tunekit.files import open_regular, parse_json, read_table
 from tunekit.redact import without_secrets
 
 Event = dict[str, Any]
@@ -212,8 +209,7 @@ class Measure:
 @cache
 def measures() -> tuple[Measure, ...]:
     """Return the measures of `measures.yaml`, in the order in which they are told."""
-    rows = yaml.load(Path(__file__).with_name("measures.yaml").read_bytes(), LOADER)
-    return tuple(Measure(**row) for row in rows)
+    return tuple(Measure(**row) for row in read_table(Path(__file__).with_name("measures.yaml")))
 
 
 _TIED = 1e-5

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
-from tunekit.files import has_controls, is_inside, is_name
+from tunekit.files import has_controls, is_inside, is_name, load_template
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.reading.phrases import near, plain_word
@@ -327,8 +327,6 @@ class Run:
         return f"{self.name}: {self.state}, step {status['step']} of {status['num_steps']}, in {self.path}"
 
     def _repr_html_(self) -> str:
-        import jinja2
-
         result = self.result()
         measures = result.get("measures", {})
         losses = [
@@ -337,9 +335,8 @@ class Run:
             if result.get(key) is not None and "reward" not in measures
         ]
         rows = [("state", self.state), ("folder", str(self.path)), *losses, *rows_of(measures)]
-        template = Path(__file__).with_name("run.html.jinja").read_text(encoding="utf-8")
-        page: str = jinja2.Template(template, autoescape=True).render(rows=rows, samples=self.samples())
-        return page
+        template = load_template(Path(__file__).with_name("run.html.jinja"))
+        return template.render(rows=rows, samples=self.samples())
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:

@@ -27,9 +27,9 @@ from tunekit.launching.stop import stop_run
 from tunekit.planner.variants import to_words
 from tunekit.runs.events import FINAL_PHASES, Event
 from tunekit.runs.run import set_tags
-from tunekit.runs.small_files import COMMAND, EXIT_CODES, WHO, read_object, request
+from tunekit.runs.small_files import COMMAND, EXIT_CODES, WHO, read_object, request, write_whole
 from tunekit.sweeps import folder
-from tunekit.sweeps.folder import Outcome, Sweep, Trial, find_sweep, runs_of, write_whole
+from tunekit.sweeps.folder import Outcome, Sweep, Trial, find_sweep, runs_of
 from tunekit.sweeps.study import Study, check_installed
 
 LOOK_SECONDS = 0.3

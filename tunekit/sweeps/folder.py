@@ -12,8 +12,6 @@ How a run stands is read from its own folder whenever somebody asks: nothing her
 """
 
 import json
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -32,7 +30,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import ENDED_EARLY
 from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run, matching
-from tunekit.runs.small_files import read_list, read_text
+from tunekit.runs.small_files import read_list, read_text, write_whole
 from tunekit.sweeps.measure import Measure
 from tunekit.sweeps.values import Axis, Changes, Span, read_span
 
@@ -367,10 +365,3 @@ def _new_folder(name: str) -> Path:
 
 def _write_trials(path: Path, trials: Sequence[Trial]) -> None:
     write_whole(path / TRIALS, json.dumps([asdict(trial) for trial in trials], indent=1, ensure_ascii=False))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file at once, so that readers see the old or the new."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

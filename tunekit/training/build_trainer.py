@@ -14,14 +14,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.packing.stream import stream
@@ -29,9 +27,10 @@ from tunekit.data.prepare import read_dataset
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import DependencyError
 from tunekit.estimates.facts import continued_adapter
+from tunekit.files import read_table
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import Task, attach_adapter, load_model, merge_adapter, use_liger
-from tunekit.planner.plan import LOADER, VARLEN, Plan, Schedule
+from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import Recipe
@@ -158,10 +157,9 @@ def _stream(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", 
     return stream(recipe.data, tokenizer, learner_of(recipe.method.type), seed=recipe.train.seed, skipped=skipped)
 
 
-@cache
 def upstream() -> dict[str, Any]:
     """Return the names of other libraries that a run overrides: `upstream.yaml`, beside this file."""
-    names: dict[str, Any] = yaml.load(Path(__file__).with_name("upstream.yaml").read_text(encoding="utf-8"), LOADER)
+    names: dict[str, Any] = read_table(Path(__file__).with_name("upstream.yaml"))
     return names
 
 

@@ -8,14 +8,11 @@ is a law.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-import yaml
-
-from tunekit.planner.plan import LOADER
+from tunekit.files import read_table
 from tunekit.recipe.methods import Method, compares_with_reference, generates, is_rewarded
 
 Logs = Sequence[Mapping[str, Any]]
@@ -117,11 +114,9 @@ class Trends:
                 yield name, words()[name].format(window=WINDOW, **figures)
 
 
-@cache
 def words() -> dict[str, str]:
     """Return the words of each warning by its name: `health_warnings.yaml`, beside this file."""
-    file = Path(__file__).with_name("health_warnings.yaml")
-    messages: dict[str, str] = yaml.load(file.read_text(encoding="utf-8"), LOADER)
+    messages: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
     return messages
 
 

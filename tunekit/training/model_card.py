@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tunekit.data.sources.load import is_hub_dataset
 from tunekit.data.sources.rows import shown
+from tunekit.files import load_template
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.reading.parse import dotted
@@ -134,18 +135,10 @@ def write_card(
 
 def _template() -> "Template":
     """Return the page of a card: `model_card.md.jinja`, beside this file."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     # A cell is one line, and ends at its next bar.
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    return environment.get_template("model_card.md.jinja")
+    return load_template(
+        Path(__file__).with_suffix(".md.jinja"), cell=lambda text: text.replace("|", "\\|").replace("\n", " ")
+    )
 
 
 def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:

@@ -20,13 +20,11 @@ our names gives way to the column that is read as it.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from tunekit.errors import DataError
+from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.sections.data import SourceFormat
 
@@ -37,15 +35,7 @@ Row = dict[str, Any]
 """One valid row: the columns of its format and no others, but that `prompts` keep all."""
 
 
-@cache
-def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a data file of this package."""
-    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    tables: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), loader)
-    return tables
-
-
-TABLES = read_tables(Path(__file__).with_name("formats.yaml"))
+TABLES: dict[str, Any] = read_table(Path(__file__).with_name("formats.yaml"))
 """Tables of `formats.yaml`."""
 
 _FORMATS: dict[SourceFormat, dict[str, Any]] = TABLES["formats"]

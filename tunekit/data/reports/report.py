@@ -15,6 +15,7 @@ from typing import Any
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.sources.rows import Skipped
+from tunekit.files import load_template
 
 
 @dataclass(frozen=True)
@@ -328,14 +329,8 @@ class DataReport:
         return self._render(page=False)
 
     def _render(self, *, page: bool) -> str:
-        import jinja2
-
-        environment = jinja2.Environment(
-            autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-        )
-        environment.filters["visible"] = visible
-        template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-        return environment.from_string(template).render(report=self, page=page)
+        template = load_template(Path(__file__).with_name("report.html.jinja"), visible=visible)
+        return template.render(report=self, page=page)
 
     def __str__(self) -> str:
         lines = [f"warning: {warning}" for warning in self.warnings()]

@@ -26,10 +26,11 @@ from urllib.parse import unquote
 
 import platformdirs
 
-from tunekit.data.formats.row_formats import nearest, read_tables
+from tunekit.data.formats.row_formats import nearest
 from tunekit.data.sources.files import ByteStream, suffix_of
 from tunekit.data.sources.rows import WEB, clear_folder, protocol_of, shown, without_user
 from tunekit.errors import DataError, DependencyError
+from tunekit.files import read_table
 
 if TYPE_CHECKING:
     import httpx2
@@ -394,7 +395,7 @@ class _StoreReader(ByteStream):
 @contextmanager
 def _as_os_errors(kind: type) -> Iterator[None]:
     """Convert a filesystem's own errors to OSError; they share no common base class."""
-    errors = read_tables(_TABLES)["foreign_errors"].items()
+    errors = read_table(_TABLES)["foreign_errors"].items()
     names = [name for module, names in errors if kind.__module__.startswith(module) for name in names]
     foreign = tuple(vars(import_module(module))[name] for module, _, name in (name.rpartition(".") for name in names))
     try:
@@ -417,8 +418,8 @@ def _unreachable(url: str, error: BaseException, key: str) -> DataError:
 
 
 def _login(url: str) -> str | None:
-    """How to log in where a URL leads, if that is known."""
-    protocol, tables = protocol_of(url), read_tables(_TABLES)
+    """Return the way to log in to the server of a URL, if known."""
+    protocol, tables = protocol_of(url), read_table(_TABLES)
     log_in: str | None = tables["log_in"].get(tables["aliases"].get(protocol, protocol))
     return log_in
 

@@ -96,7 +96,7 @@ class Measured:
 
     @property
     def counts(self) -> TokenReport:
-        """What became of the rows, as of rows that are tokenized before a run."""
+        """Counts of rows that were trained on, truncated and dropped, as for rows tokenized before a run."""
         return TokenReport(
             num_rows=len(self.rows),
             num_sequences=len(self.kept),

@@ -4,10 +4,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from tunekit.estimates.facts import Device, Facts, Figures
-from tunekit.estimates.models.model_config import LOADER
+from tunekit.files import read_table
 
 GIGA, TERA = 1e9, 1e12
 
@@ -108,8 +106,7 @@ def pcie_bytes_per_second(generation: int, width: int) -> float | None:
 @cache
 def catalogue() -> tuple[Accelerator, ...]:
     """The accelerators of the table."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    return tuple(Accelerator.model_validate(entry) for entry in yaml.load(text, Loader=LOADER))
+    return tuple(map(Accelerator.model_validate, read_table(Path(__file__).with_suffix(".yaml"))))
 
 
 def reported_as(name: str) -> Accelerator | None:

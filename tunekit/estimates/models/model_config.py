@@ -16,17 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
 from tunekit.errors import ModelError
+from tunekit.files import read_table
 
 Config = Mapping[str, Any]
 """A config.json, or the part of one that describes the decoder."""
-
-
-LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-"""YAML loader of tables: in C where PyYAML was built with it, ten times as fast."""
 
 
 class ModelTypes(BaseModel):
@@ -53,8 +49,7 @@ class ModelTypes(BaseModel):
 @cache
 def model_types() -> ModelTypes:
     """The table of types."""
-    text = Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8")
-    return ModelTypes.model_validate(yaml.load(text, Loader=LOADER))
+    return ModelTypes.model_validate(read_table(Path(__file__).with_name("model_types.yaml")))
 
 
 WITH_VISION = frozenset({"gemma3"})
@@ -178,7 +173,7 @@ class KnownModel:
 @cache
 def known_models() -> dict[str, KnownModel]:
     """The table by hub name."""
-    table = yaml.load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"), Loader=LOADER)
+    table = read_table(Path(__file__).with_name("models.yaml"))
     return {
         name: KnownModel(entry["config"], entry["num_params"], table["sources"][entry["source"]], kind == "chat")
         for entry in table["models"]

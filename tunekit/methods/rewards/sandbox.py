@@ -44,9 +44,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from tunekit.errors import DependencyError
+from tunekit.files import read_table
 
 _SCRIPT, _TESTS, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "handles.py", "sandbox.yaml"))
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
@@ -184,7 +183,7 @@ def _filter() -> bytes:
     import fcntl
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
-    for name in yaml.safe_load(_CALLS.read_text(encoding="utf-8"))["allowed"]:
+    for name in read_table(_CALLS)["allowed"]:
         with suppress(OSError):  # this machine has no such call
             rules.add_rule(pyseccomp.ALLOW, name)
     for name, flags in (("open", 1), ("openat", 2)):

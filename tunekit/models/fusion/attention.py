@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tunekit.files import read_table
 from tunekit.kernels.rope import qk_norm_rope
 from tunekit.models.fusion.forms import CACHES, Norm, norm_rule
 from tunekit.models.fusion.lora_layers import is_watched, num_outputs, project, random_linear
@@ -71,7 +71,7 @@ class Attention:
 @functools.cache
 def _forms() -> dict[str, dict[tuple[str, ...], str]]:
     """The parts of a forward by name, each with its possible lines and what they mean: `attention.yaml`."""
-    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    table = read_table(Path(__file__).with_suffix(".yaml"))
     return {
         part: {_lines(source): meaning for meaning, sources in forms.items() for source in sources}
         for part, forms in table.items()

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tunekit.files import read_table
 from tunekit.kernels.glu import Activation, glu_lora, glu_packed
 from tunekit.kernels.rms_norm import Casting, rms_norm
 from tunekit.models.fusion.lora_layers import num_outputs, project, project_parts
@@ -36,9 +36,8 @@ from tunekit.models.fusion.proof import Fusion, Kept, MakeTrial, Trial, is_fused
 from tunekit.models.fusion.structure import Structure, parse_structure, structure_of
 
 
-@functools.cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    table: dict[str, Any] = read_table(Path(__file__).with_suffix(".yaml"))
     return table
 
 

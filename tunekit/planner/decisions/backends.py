@@ -37,8 +37,6 @@ from functools import cache
 from math import ceil
 from pathlib import Path
 
-import yaml
-
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
@@ -46,7 +44,8 @@ from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.planner.plan import LOADER, VARLEN, VLLM, FlashAttention, Kernels, Reason
+from tunekit.files import read_table
+from tunekit.planner.plan import VARLEN, VLLM, FlashAttention, Kernels, Reason
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
@@ -69,7 +68,7 @@ FA4_HEAD_DIMS = {9: (128,), 10: (64, 128)}
 @cache
 def families() -> Mapping[str, frozenset[str]]:
     """Types of models by what was seen of them, from `families.yaml`."""
-    table = yaml.load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"), LOADER)
+    table = read_table(Path(__file__).with_name("families.yaml"))
     return {name: frozenset(types) for name, types in table.items()}
 
 

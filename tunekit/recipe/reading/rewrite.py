@@ -45,19 +45,6 @@ def edit_text(text: str, key: str, value: Any) -> str:
     return _rewritten(text, values, _with(values, key, value))
 
 
-def rewrite_text(text: str, values: Mapping[str, Any]) -> str:
-    """A recipe's text, changed as little as it takes to say these values.
-
-    Args:
-        text: The YAML text.
-        values: What it is to say, as plain data with shorthand written out.
-
-    Raises:
-        RecipeError: The text cannot be read.
-    """
-    return _rewritten(text, read_text(text), dict(values))
-
-
 def _rewritten(text: str, have: dict[str, Any], want: dict[str, Any]) -> str:
     if _same(have, want):
         return text

@@ -98,7 +98,7 @@ def type_alone(value: Any) -> Any:
 
 
 METRIC_PATTERN = r"^eval_[\w/.-]+$"
-"""What the name of an evaluation's measure looks like."""
+"""Pattern of the name of an evaluation metric."""
 
 Optim = Literal[
     "adamw_torch",
@@ -293,7 +293,7 @@ class ParallelSection(Section):
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What a run's name may look like: it becomes a folder's name on every system."""
+"""Pattern of a run's name: it becomes a folder's name on every system."""
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """What shows figures of many runs: TensorBoard, Weights & Biases, MLflow or trackio."""
