@@ -52,14 +52,14 @@ def test_what_is_kept_is_shown_the_largest_first_with_its_total(caches):
     header, *lines, fetched, total = [re.split(r"\s{2,}", line.strip()) for line in answer.stdout.splitlines()]
     assert header == ["source", "holds", "sequences", "tokens", "size", "age"]
     assert [line[:3] for line in lines] == [
-        ["many.jsonl", "what is trained on", "1,600"],
+        ["many.jsonl", "training sequences", "1,600"],
         ["many.jsonl", "tokens of a source", "1,600"],
-        ["few.jsonl", "what is trained on", "16"],
+        ["few.jsonl", "training sequences", "16"],
         ["few.jsonl", "tokens of a source", "16"],
     ]
     assert lines[0][3] == lines[1][3] > lines[2][3]
     assert {line[5] for line in lines} == {"now"}
-    assert fetched == ["2 fetched files", "3.8 MiB", "3 days"]
+    assert fetched == ["2 downloaded files", "3.8 MiB", "3 days"]
     assert total[0] == "total"
     assert float(total[1].removesuffix(" MiB")) == pytest.approx(
         3.8 + sum(float(line[4].removesuffix(" MiB")) for line in lines), abs=0.3

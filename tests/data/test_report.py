@@ -195,7 +195,7 @@ def test_a_long_sample_is_shown_without_its_middle(folder):
     shown = sample_text(sample, in_colour=False).plain
     # 1,022 tokens: the prompt of 20, 1,000 letters, the end and a line break; 600 are shown.
     assert shown.startswith("<|im_start|>user↵\nq<|im_end|>↵\n<|im_start|>assistant↵\n⟦" + "a" * 380 + "⟧")
-    assert "\n[422 more, of which 422 count]\n⟦" in shown
+    assert "\n[422 more, 422 in the loss]\n⟦" in shown
     assert shown.endswith("]\n⟦" + "a" * 198 + "<|im_end|>⟧↵")
 
 

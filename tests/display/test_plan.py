@@ -52,7 +52,7 @@ def refused():
     """The refusals of a machine that is too small, and of one that cannot train at all."""
     with pytest.raises(PlanError) as too_small:
         planned("meta-llama/Llama-3.1-8B", "t4", adapter="full", parallel={"strategy": "single"})
-    return {"t4": too_small.value, "tpu-v5p": PlanError("tunekit trains on CUDA devices only", hint="plan for another")}
+    return {"t4": too_small.value, "tpu-v5p": PlanError("tunekit supports CUDA devices only", hint="plan for another")}
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,8 @@ def test_nothing_is_wider_than_the_terminal(plans, refused, offloaded, width):
 
 def test_the_first_lines_say_what_fits_where_how_fast_and_for_how_much(plans):
     first, second, basis = lines(plan_view(plans["8xh100"]))[:3]
-    assert first.rstrip() == "full on meta-llama/Llama-3.1-8B fits 8 x H100 SXM 80 GB: " + plans["8xh100"].layout.name
-    assert re.match(r"[\d.]+ GiB of 73\.3 GiB on each; [\d,]+ to [\d,]+ tokens/s, .* USD", second)
+    assert first.rstrip() == "full on meta-llama/Llama-3.1-8B fits on 8 x H100 SXM 80 GB: " + plans["8xh100"].layout.name
+    assert re.match(r"[\d.]+ of 73\.3 GiB per device; [\d,]+ to [\d,]+ tokens/s, .* USD", second)
     assert "a prediction" in basis
     nodes = lines(plan_view(plans["4x8xh200"]), 200)[0]
     assert "32 x H200" in nodes and "in 4 nodes" in nodes
@@ -121,7 +121,7 @@ def test_the_mark_below_the_bar_stands_under_the_limit(plans):
     found = lines(plan_view(plans["rtx4090"]))
     at = found.index(bar_of(plans["rtx4090"]))
     assert found[at + 1].index("▲") == found[at].index(LIMIT)
-    assert "left of 22.1 GiB that may be used; the device has 24.0 GiB" in found[at + 1]
+    assert "free of the 22.1 GiB limit (device: 24.0 GiB)" in found[at + 1]
 
 
 def test_in_colour_the_bar_has_the_colours_of_its_legend(plans):
@@ -137,9 +137,9 @@ def test_in_colour_the_bar_has_the_colours_of_its_legend(plans):
 def test_tensors_and_what_is_no_tensor_are_told_apart(plans):
     plan = plans["8xh100"]
     text = drawn(plan_view(plan))
-    tensors, _, besides = text.partition("\nbesides")
+    tensors, _, others = text.partition("\nother")
     for part, size in plan.memory.parts.items():
-        assert f"{LETTERS[part]} {part} {gib(size)}" in (besides if part in NO_TENSORS else tensors)
+        assert f"{LETTERS[part]} {part} {gib(size)}" in (others if part in NO_TENSORS else tensors)
     assert f"{gib(plan.memory.tensor_bytes)} of tensors, {plan.memory.peak_words} ({plan.memory.confidence})" in tensors
 
 
@@ -159,8 +159,8 @@ def test_what_was_ruled_out_is_told_with_its_number_and_what_to_change_first(off
         assert re.search(rf"^{re.escape(one.layout.name)} +{re.escape(one.why)}", text, re.MULTILINE)
     assert gib(offloaded.rejected[0].needed_bytes) in text
     assert "if memory runs out  less: 1 GiB" in text
-    assert re.search(r"^main memory +480\.0 GiB on each node", text, re.MULTILINE)
-    assert re.search(r"^disk +96\.0 GiB on each node", text, re.MULTILINE)
+    assert re.search(r"^host memory +480\.0 GiB per node", text, re.MULTILINE)
+    assert re.search(r"^disk +96\.0 GiB per node", text, re.MULTILINE)
 
 
 def test_every_decision_has_a_row_with_its_reason(plans):
@@ -187,7 +187,7 @@ def test_a_machine_that_is_too_small_says_by_how_much_and_what_would_fit(plans, 
     assert re.search(rf"^t4 +does not fit +{needed:.0f} of {limit:.1f}", text, re.MULTILINE)
     assert re.search(rf"^t4 +{re.escape(error.hint.splitlines()[0])}", text, re.MULTILINE)
     assert re.search(r"^tpu-v5p +none, see below", text, re.MULTILINE)
-    assert re.search(r"^tpu-v5p +tunekit trains on CUDA devices only; plan for another", text, re.MULTILINE)
+    assert re.search(r"^tpu-v5p +tunekit supports CUDA devices only; plan for another", text, re.MULTILINE)
 
 
 def test_main_memory_is_a_figure_where_a_plan_needs_it(plans, offloaded):
@@ -200,7 +200,7 @@ def test_main_memory_is_a_figure_where_a_plan_needs_it(plans, offloaded):
 def test_figures_that_have_no_room_are_named(plans):
     changes = {f"train.{name}": 1 for name in ("seed", "logging_steps", "eval_steps", "save_steps")}
     variants = Variants(plans["t4"].recipe, (Variant("rtx4090", changes, plans["8xh100"]),))
-    assert "a wider terminal has room for" in drawn(variants_table(variants), 60)
+    assert "widen the terminal to show" in drawn(variants_table(variants), 60)
     assert "a wider terminal" not in drawn(variants_table(variants), 140)
 
 
@@ -215,14 +215,14 @@ def test_what_holds_for_several_variants_is_said_once(plans):
 def test_a_notebook_draws_the_same_and_escapes_names(offloaded):
     odd = offloaded.recipe.model_copy(update={"model": offloaded.recipe.model.model_copy(update={"path": "<b>odd"})})
     page = offloaded.model_copy(update={"recipe": odd})._repr_html_()
-    assert "full on &lt;b&gt;odd fits 8 x H100 SXM 80 GB" in page and "<b>odd" not in page
+    assert "full on &lt;b&gt;odd fits on 8 x H100 SXM 80 GB" in page and "<b>odd" not in page
     for part, size in offloaded.memory.parts.items():
         assert f"{part} {gib(size)}" in page and COLOURS[part] in page
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", page)]
     assert sum(widths) == pytest.approx(
         100 * offloaded.memory.total_bytes / offloaded.device.memory_total_bytes, abs=0.1
     )
-    for words in ("main memory: 480.0 GiB on each node", "no DeepSpeed here", "less: 1 GiB", offloaded.figures):
+    for words in ("host memory: 480.0 GiB per node", "no DeepSpeed here", "less: 1 GiB", offloaded.figures):
         assert words in page
 
 
@@ -231,7 +231,7 @@ def test_a_plan_as_text_has_all_of_it(offloaded):
     assert text.startswith(offloaded.headline + "\n" + offloaded.figures)
     for words in (
         offloaded.memory_line(),
-        "disk: 96.0 GiB on each node",
+        "disk: 96.0 GiB per node",
         "no DeepSpeed here",
         "if memory runs out: less",
     ):

@@ -330,10 +330,10 @@ def test_a_tied_head_has_no_tensor():
     ],
 )
 def test_an_unknown_type_is_refused_rather_than_guessed(config):
-    with pytest.raises(ModelError, match=rf"'{config['model_type']}' model cannot be told .*; .* known without are"):
+    with pytest.raises(ModelError, match=rf"cannot derive the tensors of a '{config['model_type']}' model .*; .* supported without them: "):
         tensors_of(config)
 
 
 def test_a_number_that_is_none_is_named():
-    with pytest.raises(ModelError, match="hidden_size of a 'llama' model is None"):
+    with pytest.raises(ModelError, match="hidden_size of a 'llama' model must be a positive integer, got None"):
         tensors_of({"model_type": "llama", "hidden_size": None})

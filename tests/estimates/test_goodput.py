@@ -88,12 +88,12 @@ def test_the_number_of_steps_between_checkpoints_is_suggested_and_what_was_asked
     assert (suggested.save_steps, suggested.best_save_steps) == (103, 103)
     assert (asked.save_steps, asked.best_save_steps) == (500, 103)
     assert asked.share < suggested.share
-    best = "a checkpoint every 103 steps loses least, if it stops the training for 1.5 s"
-    often = "1.7 failures to be expected (one in 4 days)"
-    assert suggested.words() == f"99.5% of the time is useful: {often}, {best}"
+    best = "a checkpoint every 103 steps is best, if saving stalls training for 1.5 s"
+    often = "1.7 failures expected (one per 4 days)"
+    assert suggested.words() == f"99.5% goodput: {often}, {best}"
     assert asked.words().endswith(f"with a checkpoint every 500 steps; {best}")
 
 
 def test_an_unlikely_failure_is_said_with_its_chance():
     # 64 devices for a week are 0.212 failures, of which none happens in exp(-0.212) of all weeks.
-    assert "a failure with a chance of 19% (one in 33 days)" in run(64, 24 * 7).words()
+    assert "19% chance of a failure (one per 33 days)" in run(64, 24 * 7).words()

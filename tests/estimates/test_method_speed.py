@@ -117,7 +117,7 @@ def test_a_reference_computed_before_is_one_pass_over_all_rows():
     with_it, without = (speed_of(one, DEVICE, FIGURES, [], num_steps=10) for one in (alone, STEP))
     assert with_it.seconds.low - without.seconds.low == pytest.approx(100)
     assert with_it.tokens_per_second == without.tokens_per_second
-    assert "2 min to 3 min for the reference before the first step" in with_it.basis
+    assert "2 min to 3 min for the reference before training" in with_it.basis
 
 
 def test_generating_takes_the_longest_of_memory_launches_and_links_and_comes_on_top():
@@ -148,7 +148,7 @@ def test_published_speeds_of_generating_with_transformers_are_within_the_range(b
 def test_generating_is_told_apart_and_needs_the_speed_of_the_memory():
     one = Step(**{**vars(STEP), "generating": Generating(num_tokens=100, read_bytes=6e12, flops=0)})
     assert (
-        "; 6 s to 10 s of 6.7 s to 10.9 s a step is generating" in speed_of(one, DEVICE, FIGURES, [], num_steps=1).basis
+        "; generation takes 6 s to 10 s of 6.7 s to 10.9 s per step" in speed_of(one, DEVICE, FIGURES, [], num_steps=1).basis
     )
     blind = FIGURES.model_copy(update={"memory_bytes_per_second": None})
     assert seconds_of(one, RATE, blind) is None
@@ -239,7 +239,7 @@ def test_a_plan_says_how_long_its_method_takes(method, adapter):
         resolve(recipe(name, adapter=adapter, batch=64), hardware, LLAMA_8B, ROWS) for name in ("sft", method)
     )
     assert other.speed.seconds.low / other.schedule.num_steps > sft.speed.seconds.low / sft.schedule.num_steps
-    assert ("a step is generating" in other.explain()) == (method == "grpo")
+    assert ("; generation takes" in other.explain()) == (method == "grpo")
 
 
 def test_a_recorded_run_tells_how_much_of_a_step_is_generating():
@@ -265,7 +265,7 @@ def test_a_recorded_run_tells_how_much_of_a_step_is_generating():
     assert (share.low, share.high) == (pytest.approx(0.6), pytest.approx(0.6))
     assert known.speed.tokens_per_second.low == pytest.approx(100)
     (reason,) = (reason for reason in known.reasons if reason.topic == "generation")
-    assert reason.why.endswith("; 60% of a step")
+    assert reason.why.endswith("; 60% of the step time")
     assert record.computing_flops_per_second == pytest.approx(record.flops_per_second / 0.4)
     by_vllm = record.model_copy(update={"by_vllm": True})
     assert resolve(asked, LAPTOP, LLAMA_1B, ROWS, [by_vllm]).speed.generation_share is None

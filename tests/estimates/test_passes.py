@@ -362,19 +362,19 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
     # Two sequences are padded to the longer, one is not.
     masked = attention == "sdpa" and method.type == "dpo"
     assert (padding.is_free, padding.mask_length) == (False, 1024 if masked else None)
-    assert padding.why == f"TRL pads the batches of {method.type}"
+    assert padding.why == f"TRL pads {method.type} batches"
 
 
 @pytest.mark.parametrize(
     ("method", "adapter", "words"),
     [
-        (DPOMethod(), FullAdapter(), ("dpo, beta 0.1", "each row is two sequences; the reference is a second model")),
+        (DPOMethod(), FullAdapter(), ("dpo, beta 0.1", "each row is two sequences; reference: a second model")),
         (
             DPOMethod(precompute_ref_log_probs=True),
             FullAdapter(),
             (
                 "dpo, beta 0.1",
-                "each row is two sequences; log-probabilities of the reference are computed before training",
+                "each row is two sequences; reference log-probabilities precomputed before training",
             ),
         ),
         (
@@ -382,7 +382,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "grpo, 8 answers of up to 512 tokens",
-                "beta 0.04: the reference is the model without its adapters; they are used for 2 steps",
+                "beta 0.04: reference: the model without its adapters; they are used for 2 steps",
             ),
         ),
         (RLOOMethod(beta=0), FullAdapter(), ("rloo, 2 answers of up to 512 tokens", "beta 0: no reference")),
@@ -399,7 +399,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "dpo, loss sigmoid + 0.5 sft, beta 0.1",
-                "each row is two sequences; the reference is the model without its adapters; the sft loss is a mean "
+                "each row is two sequences; reference: the model without its adapters; the sft loss is a mean "
                 "over the tokens of a micro-batch: how a batch is cut shows in it a little",
             ),
         ),

@@ -117,8 +117,8 @@ def test_padding_slows_the_slow_end_only():
 def test_without_a_peak_there_is_no_guess(step, figures):
     speed = speed_of(step, DEVICE, figures, [], num_steps=1000)
     assert (speed.tokens_per_second, speed.seconds, speed.cost_usd, speed.mfu) == (None, None, None, None)
-    assert speed.words(at_most=False) == "not predicted"
-    assert "Round 100 computes in a second is not known" in speed.basis
+    assert speed.words(at_most=False) == "throughput unknown"
+    assert "throughput on Round 100 unknown" in speed.basis
 
 
 def test_without_a_link_there_is_no_guess_but_a_run_spread_like_it_tells():
@@ -127,8 +127,8 @@ def test_without_a_link_there_is_no_guess_but_a_run_spread_like_it_tells():
     unknown = speed_of(two, DEVICE, FIGURES, [recorded()], num_steps=1000)
     assert unknown.tokens_per_second is None
     assert unknown.basis == (
-        "how fast the link between the devices of a node is, is not known; "
-        "a finished run spread like this one will tell"
+        "bandwidth between the devices of a node unknown; "
+        "throughput unknown until a run has finished in this layout"
     )
     told = speed_of(two, DEVICE, FIGURES, [recorded(), recorded(6000, layout=two.layout)], num_steps=1000)
     # 6,000 tokens of 2.8 GFLOP were 8.4 TFLOP/s each; 14 TFLOP of two devices take as long as 7 of one.
@@ -196,10 +196,10 @@ def test_recorded_runs_count_more_than_the_sheet():
     # Runs that did 14 and 11.2 TFLOP a second: half the operations a token, twice the tokens.
     assert speed.tokens_per_second == Range(low=8000, high=10_000)
     assert speed.seconds == Range(low=100, high=125)
-    assert speed.basis.startswith("from 2 runs on this device, which took 75% to 80% of the planned memory")
+    assert speed.basis.startswith("measured in 2 runs on this device, which used 75% to 80% of the planned memory")
     one = speed_of(STEP, DEVICE, FIGURES, [recorded()], num_steps=100)
     assert one.words(at_most=False) == "10,000 tokens/s, 2 min, 0.10 USD"
-    assert one.basis.startswith("from 1 run on this device, which took 80% of the planned memory")
+    assert one.basis.startswith("measured in 1 run on this device, which used 80% of the planned memory")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def reason(plan):
 def test_rows_that_are_not_tokenised_give_upper_bounds():
     seen, counted = planned(), planned(ROWS_COUNTED)
     assert ", at most " in reason(seen).choice
-    assert reason(seen).why.endswith("; every row taken as 1024 tokens")
+    assert reason(seen).why.endswith("; every row counted as 1024 tokens")
     assert "at most" not in reason(counted).choice
     assert "every row" not in reason(counted).why
     assert counted.speed.seconds.low < seen.speed.seconds.low
@@ -303,4 +303,4 @@ def test_models_that_are_not_counted_have_no_speed():
     recipe = Recipe.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
     plan = resolve(recipe, hardware, LLAMA_1B.model_copy(update={"model_type": "mamba"}), ROWS_SEEN)
     assert plan.speed is None
-    assert reason(plan).choice == "not predicted"
+    assert reason(plan).choice == "throughput unknown"

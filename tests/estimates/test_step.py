@@ -142,22 +142,22 @@ def test_words_say_how_many_tokens_hide_the_gathering():
     fsdp = Layout(strategy="fsdp2", dp_shard_size=8, sync_each_batch=False)
     said = words(fsdp, rows=2)
     enough = 4 * 7 / 8 / (NVLINK_SHARE.low * 450e9) * (0.5 * 989e12) / 8
-    assert said.startswith("28.1 GB a micro-batch between the devices of a node, hidden by its 8,192 tokens (")
-    assert said.endswith(" are needed); 14.1 GB once a step between the devices of a node")
-    assert float(said.split(" are needed")[0].split()[-1].replace(",", "")) == pytest.approx(enough, rel=0.15)
-    assert "perhaps hidden by its 512 tokens" in words(fsdp, length=512)
+    assert said.startswith("28.1 GB per micro-batch between the devices of a node, hidden by its 8,192 tokens (")
+    assert said.endswith(" needed); 14.1 GB per step between the devices of a node")
+    assert float(said.split(" needed")[0].split()[-1].replace(",", "")) == pytest.approx(enough, rel=0.15)
+    assert "possibly hidden by its 512 tokens" in words(fsdp, length=512)
     assert "not hidden by its 1,024 tokens" in words(fsdp, on="8xrtx4090", length=1024)
 
 
 def test_words_say_what_tensor_parallel_waits_for_and_what_is_not_known():
     layout = Layout(strategy="fsdp2", dp_shard_size=2, tp_size=4)
-    assert "of a micro-batch is waiting for other devices" in words(layout)
+    assert "of a micro-batch spent waiting for other devices" in words(layout)
     assert words(Layout()) is None
     made, hardware = planned(layout)
     nothing = hardware.figures.model_copy(update={"link_bytes_per_second": None})
     said = communication_words(made, RATE, nothing)
     assert (
-        said == "how fast the link between the devices of a node is, is not known, so neither is how long devices wait"
+        said == "bandwidth between the devices of a node unknown, and so is the time spent waiting"
     )
 
 

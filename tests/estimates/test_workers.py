@@ -120,45 +120,45 @@ def test_the_trainer_has_the_workers_of_its_plan(folder, tmp_path):
 
 
 def test_a_plan_says_why_it_has_workers(folder):
-    made = "a process makes 2,000,000 tokens/s of micro-batches"
+    made = "a process collates 2,000,000 tokens/s"
     plan = fast_tiny_model(folder)
     assert reason(plan, "workers").startswith(
-        f"{plan.dataloader_num_workers} beside each device; {made}, a device computes"
+        f"{plan.dataloader_num_workers} per device; {made}, a device computes"
     )
     few = fast_tiny_model(folder, most_cores=2)
     assert few.dataloader_num_workers == 1
-    assert reason(few, "workers").endswith("; there are cores for no more")
+    assert reason(few, "workers").endswith("; no cores left for more")
     stream = {"train": "rows.jsonl", "max_length": 256, "streaming": True}
     assert fast_tiny_model(folder, data=stream).dataloader_num_workers == 0
 
 
 def test_a_plan_says_why_it_has_none(folder):
-    made = "none; a process makes 2,000,000 tokens/s of micro-batches"
+    made = "none; a process collates 2,000,000 tokens/s"
     round_100 = LAPTOP.model_copy(update={"accelerators": (DEVICE,), "figures": FIGURES})
     plan = planned(round_100)
     # 8 billion parameters take 4 operations each of 70 TFLOP/s at most.
     assert reason(plan, "workers").startswith(f"{made}, a device computes at most 2,")
     assert plan.dataloader_num_workers == 0
     unknown = planned(round_100.model_copy(update={"figures": None}))
-    assert reason(unknown, "workers") == f"{made}; how many a device computes is not known"
+    assert reason(unknown, "workers") == f"{made}; device throughput unknown"
     assert unknown.dataloader_num_workers == 0
     grpo = planned(round_100, method="grpo")
-    assert reason(grpo, "workers") == "none; prompts alone are loaded; answers are generated"
+    assert reason(grpo, "workers") == "none; only prompts are loaded; answers are generated"
     stream = planned(round_100, data={"train": "r.jsonl", "streaming": True}, train={"max_steps": 9})
-    assert reason(stream, "workers") == "none; one process reads a stream, in its order"
+    assert reason(stream, "workers") == "none; one process reads the stream, in order"
 
 
 def test_a_plan_says_what_its_head_saves():
     """One row of 1,024 tokens has 1,024 x 128,256 logits of two bytes."""
     h100 = planned(find_machine("h100").hardware(), train={"micro_batch_size": 1})
     assert reason(h100, "head") == (
-        "tunekit's head in chunks; logits of a micro-batch would be 0.24 GiB; 1,024 tokens at a time, their gradients "
-        "with them, and of none that do not count"
+        "tunekit's chunked loss head; full logits would take 0.24 GiB per micro-batch; 1,024 tokens at a time "
+        "with their gradients, masked tokens skipped"
     )
     answers = planned(find_machine("h100").hardware(), train={"micro_batch_size": 1}, method="grpo")
-    assert "logits of a micro-batch would be 0.12 GiB" in reason(answers, "head")
+    assert "full logits would take 0.12 GiB per micro-batch" in reason(answers, "head")
     asked = planned(
         find_machine("h100").hardware(), train={"micro_batch_size": 1}, model={"path": "m", "kernels": "torch"}
     )
-    kept = "folded by Triton; tunekit's is one of its kernels, and those are torch's"
+    kept = "reduced by Triton; tunekit's head needs tunekit's kernels, not torch's"
     assert reason(asked, "head").endswith(kept)

@@ -401,7 +401,7 @@ def run_command(arguments, capsys, monkeypatch, code=None) -> str:
 def test_the_command_prints_a_table_or_json(sft, workspace, capsys, monkeypatch):
     arguments = ["eval", sft.path, "--data", workspace / "eval.jsonl", "--limit", "4"]
     out = run_command(arguments, capsys, monkeypatch)
-    for words in ("before", "after", "difference", "perplexity", "4 rows", "bootstrap", "paired", "kept in"):
+    for words in ("before", "after", "difference", "perplexity", "4 rows", "bootstrap", "paired", "saved to"):
         assert words in out, words
     made = json.loads(run_command([*arguments, "--no-before", "--json"], capsys, monkeypatch))
     assert made["scores"][0]["name"] == "loss" and made["scores"][0]["before"] is None

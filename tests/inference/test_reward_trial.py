@@ -131,7 +131,7 @@ def test_the_answers_and_values_are_drawn(here, width):
         console.print(*trial_parts(trial), sep="\n")
     shown = captured.get()
     assert all(len(line.rstrip()) <= width for line in shown.splitlines())
-    for words in ("reward", "in groups", "low", "sum by weight", "without signal", "rows.jsonl:1", "best", "worst"):
+    for words in ("reward", "within groups", "low", "weighted sum", "without signal", "rows.jsonl:1", "best", "worst"):
         assert words in shown
 
 

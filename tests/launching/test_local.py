@@ -378,7 +378,7 @@ def test_a_run_that_failed_is_resumed_in_its_folder(here, uninterrupted, kill_on
     command = [sys.executable, "-m", "tunekit", "resume", run.name]
     answer = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    assert "going on from step" in answer.stdout
+    assert "resuming from step" in answer.stdout
     assert run.state == "finished"
     assert losses(run) == uninterrupted
 

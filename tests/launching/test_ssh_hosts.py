@@ -245,7 +245,7 @@ def test_doctor_measures_the_exchange_between_hosts(hosts, workspace):
     assert code == 0, words
     assert "2 ranks, gloo" in words
     assert "10.77.0.1 (eth0), 10.77.0.2 (eth0)" in words
-    rows = re.findall(r"(all-\w+) +([\d.]+) ([KM])iB +([\d.]+) ms +([\d.]+) GB/s +not known", words)
+    rows = re.findall(r"(all-\w+) +([\d.]+) ([KM])iB +([\d.]+) ms +([\d.]+) GB/s +unknown", words)
     assert len(rows) == 6, words
     for collective, size, unit, milliseconds, speed in rows:
         # For two ranks, by nccl-tests: all of the bytes in an all-reduce, half of them in an all-gather.

@@ -139,8 +139,8 @@ def test_the_report_counts_and_shows_what_is_different_and_json_has_it() -> None
     console = Console(width=300, record=True)
     console.print(*migration_parts(report), sep="\n")
     shown = console.export_text()
-    assert "2 different, 0 cannot be had" in shown
-    section = shown.partition("different  the recipe trains otherwise in this")[2].partition("\n\n")[0]
+    assert "2 different, 0 unsupported" in shown
+    section = shown.partition("different  the recipe behaves differently here")[2].partition("\n\n")[0]
     assert "datasets[0].type: alpaca" in section and "excess_length_strategy: drop" in section
     as_json = report.to_dict()
     assert [line["key"] for line in as_json["keys"] if line["kind"] == "different"] == ["datasets[0].type"]

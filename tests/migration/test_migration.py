@@ -693,7 +693,7 @@ def test_the_command_prints_the_report_and_writes_a_recipe_that_is_not_there_yet
     config = str(CONFIGS / "axolotl-doubtful.yaml")
     answer = run(config, "-o", "mine.yaml", "--num-devices", "2")
     assert answer.returncode == 0, answer.stderr
-    titles = ("carried over", "decided by tunekit", "cannot be had", "suspicious in the original", "ask for nothing")
+    titles = ("carried over", "decided by tunekit", "unsupported", "suspicious in the original", "without effect")
     order = [answer.stdout.index(title, answer.stdout.index("# from Axolotl")) for title in titles]
     assert order == sorted(order)
     assert "did you mean 'lora_dropout'?" in answer.stdout

@@ -49,7 +49,7 @@ def test_405b_does_not_fit_32_devices_whatever_a_guide_says():
     found = start(LLAMA_405B, "4x8xh100")
     assert (found.num_devices, found.asked_nodes) == (128, 4)
     assert found.words()[0].startswith(
-        "Megatron-Core or TorchTitan can, but not on 32 devices; to start with, on 128 x "
+        "Megatron-Core or TorchTitan can, but not on 32 devices; starting point on 128 x "
     )
 
 
@@ -111,8 +111,8 @@ def test_words_fit_a_terminal_and_leave_out_what_is_not_known():
     for on in ("4x8xh100", "32x8xh100", "8xrtx4090"):
         assert max(map(len, start(LLAMA_405B, on).words())) <= 100
     known, unknown = start(LLAMA_405B, "32x8xh100"), start(LLAMA_405B, "8xrtx4090")
-    assert known.words()[-1].startswith("speed (a prediction): ")
-    assert known.words()[-1].endswith(" USD a billion tokens")
+    assert known.words()[-1].startswith("throughput (estimate): ")
+    assert known.words()[-1].endswith(" USD per billion tokens")
     # Nothing is known of a network between such cards.
     assert unknown.tokens_per_second is None
     assert not any(line.startswith("speed") for line in unknown.words())

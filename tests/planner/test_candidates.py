@@ -134,17 +134,17 @@ def test_a_layout_that_is_asked_for_is_taken(parallel, name):
 REFUSED = {
     "qlora with zero3": (
         {"adapter": "qlora", "parallel": {"strategy": "zero3"}},
-        "ZeRO-3: ZeRO-3 does not divide the 4-bit weights of bitsandbytes; use ddp, or adapter.type=lora",
+        "ZeRO-3: ZeRO-3 does not shard bitsandbytes 4-bit weights; use ddp, or adapter.type=lora",
     ),
     "qlora with fsdp2": (
         {"adapter": "qlora", "parallel": {"strategy": "fsdp2"}},
-        "FSDP2, full shard, no reshard: Accelerate shards 4-bit weights only where they are stored in a floating type "
+        "FSDP2, full shard, no reshard: Accelerate shards 4-bit weights only if they are stored in a floating-point type "
         "(bnb_4bit_quant_storage), and tunekit stores them in bytes; "
         "use ddp, or adapter.type=lora",
     ),
     "8-bit optimizer with fsdp2": (
         {"adapter": "full", "train": {"optim": "adamw_8bit"}, "parallel": {"strategy": "fsdp2"}},
-        "FSDP2, full shard, no reshard: adamw_8bit takes no step on sharded tensors; use train.optim=adamw_torch_fused",
+        "FSDP2, full shard, no reshard: adamw_8bit does not support sharded tensors; use train.optim=adamw_torch_fused",
     ),
     "8-bit optimizer on the processor": (
         {
@@ -152,28 +152,28 @@ REFUSED = {
             "train": {"optim": "adamw_8bit"},
             "parallel": {"strategy": "zero2", "offload_optimizer_device": "cpu"},
         },
-        "ZeRO-2, optimizer on the CPU: DeepSpeed cannot run adamw_8bit on the processor; "
+        "ZeRO-2, optimizer on the CPU: DeepSpeed cannot run adamw_8bit on the CPU; "
         "use train.optim=adamw_torch_fused",
     ),
     "adapters with tensor parallel": (
         {"parallel": {"tp_size": 2}},
-        "FSDP2, full shard, tensor parallel 2: PEFT's adapters do not run on layers divided by tensor parallel; "
+        "FSDP2, full shard, tensor parallel 2: PEFT adapters do not support tensor parallel layers; "
         "use fsdp2 without tp_size",
     ),
     "packing with context parallel": (
         {"data": {"packing": True}, "parallel": {"cp_size": 2}},
-        "FSDP2, full shard, context parallel 2: context parallel drops the mask that keeps packed documents apart; "
+        "FSDP2, full shard, context parallel 2: context parallelism drops the mask that separates packed documents; "
         "set data.packing=false",
     ),
     "eager with context parallel": (
         {"model": {"path": "m", "attn_implementation": "eager"}, "parallel": {"cp_size": 2}},
-        "FSDP2, full shard, context parallel 2: context parallel divides sdpa, not eager; "
+        "FSDP2, full shard, context parallel 2: context parallelism supports sdpa, not eager; "
         "set model.attn_implementation=sdpa",
     ),
     "packing with Ulysses": (
         {"data": {"packing": True}, "parallel": {"sp_size": 2}},
-        "ZeRO-3, Ulysses 2: sdpa does not keep packed documents apart when they are divided; "
-        "use flash_attention_2, or rows without packing",
+        "ZeRO-3, Ulysses 2: sdpa does not separate packed documents when they are split; "
+        "use flash_attention_2, or unset packing",
     ),
     "both ways to divide a sequence": (
         {"parallel": {"sp_size": 2, "cp_size": 2}},
@@ -189,7 +189,7 @@ REFUSED = {
     ),
     "a disk without a path": (
         {"parallel": {"offload_param_device": "nvme"}},
-        "parallel.offload_param_device: nvme needs parallel.nvme_path; name a folder on a fast local disk",
+        "parallel.offload_param_device: nvme needs parallel.nvme_path; set it to a folder on a fast local disk",
     ),
     "heads that do not divide": (
         {"adapter": "full", "parallel": {"tp_size": 3}},
@@ -197,13 +197,13 @@ REFUSED = {
     ),
     "more shards than devices": (
         {"parallel": {"dp_shard_size": 16}},
-        "parallel.dp_shard_size=16: there is no such layout for 8 x H100 SXM 80 GB and a batch of 16; "
-        "leave some of it to the plan",
+        "parallel.dp_shard_size=16: no such layout for 8 x H100 SXM 80 GB with a batch of 16; "
+        "unset some of them",
     ),
     "ddp with shards": (
         {"parallel": {"strategy": "ddp", "dp_shard_size": 8}},
-        "parallel.strategy=ddp, parallel.dp_shard_size=8: there is no such layout for 8 x H100 SXM 80 GB and a batch "
-        "of 16; leave some of it to the plan",
+        "parallel.strategy=ddp, parallel.dp_shard_size=8: no such layout for 8 x H100 SXM 80 GB with a batch "
+        "of 16; unset some of them",
     ),
 }
 
@@ -225,7 +225,7 @@ def test_what_needs_several_devices_is_refused_on_one(strategy):
 def test_what_a_library_cannot_run_stays_in_the_plan_with_its_reason():
     hardware = find_machine("8xrtx4090").hardware()
     asked = recipe(adapter="full", train={"optim": "paged_adamw_8bit"}, data={"max_length": 512})
-    with pytest.raises(PlanError, match="FSDP2, full shard: paged_adamw_8bit takes no step on sharded tensors"):
+    with pytest.raises(PlanError, match="FSDP2, full shard: paged_adamw_8bit does not support sharded tensors"):
         resolve(asked, hardware, LLAMA_8B, ROWS)
 
 
@@ -233,12 +233,12 @@ def test_main_memory_that_is_known_is_counted():
     hardware = find_machine("h100").hardware()
     asked = recipe(adapter="full", data={"max_length": 512})
     assert (
-        "whether this machine has that much main memory is not known"
+        "host memory of this machine unknown"
         in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     )
-    assert "with adapter.type=lora all would stay on the devices" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
+    assert "adapter.type=lora would fit without offloading" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
-    with pytest.raises(PlanError, match=r"of main memory in each node, 28.8 GiB may be used"):
+    with pytest.raises(PlanError, match=r"of host memory per node, limit 28.8 GiB"):
         resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)
 
 

@@ -24,15 +24,15 @@ def reason(plan, topic):
 @pytest.mark.parametrize(
     ("hardware", "options", "compiled", "said"),
     [
-        (H100, {"kernels": "torch", "packing": True}, True, "packed rows are about as long as each other"),
-        (H100, {"packing": True}, False, "tunekit's kernels do what there is to gain from it"),
-        (H100, {"kernels": "torch"}, False, "each length would be compiled anew"),
-        (H100, {"kernels": "torch", "packing": True, "adapter": "qlora"}, False, "4-bit weights are not compiled"),
-        (LAPTOP, {"packing": True}, False, "compiling takes longer than it saves on CPU (test)"),
-        (T4, {"packing": True}, False, "from compute capability 8.0 on"),
-        (LAPTOP, {"train": {"torch_compile": True}}, True, "as in the recipe"),
-        (H100, {"kernels": "torch", "packing": True, "train": {"torch_compile": False}}, False, "as in the recipe"),
-        (H100, {"packing": True, "adapter": "full", "train": {"fp8": True}}, True, "casts to float8 are slow unless"),
+        (H100, {"kernels": "torch", "packing": True}, True, "packed rows have similar lengths"),
+        (H100, {"packing": True}, False, "no gain beyond tunekit's kernels"),
+        (H100, {"kernels": "torch"}, False, "every new length would recompile"),
+        (H100, {"kernels": "torch", "packing": True, "adapter": "qlora"}, False, "4-bit weights cannot be compiled"),
+        (LAPTOP, {"packing": True}, False, "compilation takes longer than it saves on CPU (test)"),
+        (T4, {"packing": True}, False, "pay off from compute capability 8.0"),
+        (LAPTOP, {"train": {"torch_compile": True}}, True, "set by the recipe"),
+        (H100, {"kernels": "torch", "packing": True, "train": {"torch_compile": False}}, False, "set by the recipe"),
+        (H100, {"packing": True, "adapter": "full", "train": {"fp8": True}}, True, "float8 casts are slow unless"),
     ],
 )
 def test_layers_are_compiled_where_it_is_known_to_pay(hardware, options, compiled, said):
@@ -52,13 +52,13 @@ REFUSED = {
     "no compiler": (
         LAPTOP.model_copy(update={"cxx": False}),
         {"train": {"torch_compile": True}},
-        "train.torch_compile: torch compiles for a CPU with g++, which is not here; install g++",
+        "train.torch_compile: torch compiles CPU code with g++, which is not installed; install g++",
     ),
-    "4 bits": (H100, {"adapter": "qlora", "train": {"torch_compile": True}}, "4-bit weights of bitsandbytes are not"),
+    "4 bits": (H100, {"adapter": "qlora", "train": {"torch_compile": True}}, "bitsandbytes 4-bit weights cannot be"),
     "zero": (
         TWO,
         {"adapter": "full", "parallel": {"strategy": "zero2"}, "train": {"torch_compile": True}},
-        "the hooks by which DeepSpeed gathers and sums would split what is compiled; leave train.torch_compile out",
+        "the gather and reduce hooks of DeepSpeed would break the compiled graph; unset train.torch_compile",
     ),
     "float8 on ada": (
         RTX_4090,
@@ -66,7 +66,7 @@ REFUSED = {
         "train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is RTX 4090",
     ),
     "float8 on a cpu": (LAPTOP, {"adapter": "full", "train": {"fp8": True}}, "train.fp8: needs a CUDA device"),
-    "float8 lora": (H100, {"train": {"fp8": True}}, "train.fp8: trains all weights, and adapter.type is lora"),
+    "float8 lora": (H100, {"train": {"fp8": True}}, "train.fp8: requires full fine-tuning, but adapter.type is lora"),
     "float8 is missing": (
         H100.model_copy(update={"torchao": False}),
         {"adapter": "full", "train": {"fp8": True}},
@@ -75,7 +75,7 @@ REFUSED = {
     "float8 zero": (
         TWO,
         {"adapter": "full", "parallel": {"strategy": "zero3"}, "train": {"fp8": True}},
-        "float8 is not tried with weights that DeepSpeed divides",
+        "float8 is untested with DeepSpeed ZeRO",
     ),
 }
 

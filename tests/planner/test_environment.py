@@ -45,7 +45,7 @@ def test_what_the_user_has_set_is_kept_and_said():
     hardware = find_machine("h100").hardware().model_copy(update={"environment": theirs})
     plan = resolve(recipe(), hardware, LLAMA_1B, ROWS)
     assert plan.environment == theirs
-    assert "PYTORCH_ALLOC_CONF as it was set here" in why(plan, "environment")
+    assert "PYTORCH_ALLOC_CONF from the current environment" in why(plan, "environment")
 
 
 def test_the_one_thread_that_torchrun_sets_is_nobodys_wish():
@@ -68,7 +68,7 @@ def test_a_process_waits_three_times_as_long_as_another_may_read_or_write(wait_b
 def test_a_forced_timeout_holds_in_steps_and_not_while_a_model_is_read():
     plan = resolve(recipe(parallel={"timeout_seconds": 30}), laptop(), LLAMA_1B, ROWS)
     assert (plan.timeout_seconds, plan.patience_seconds, plan.exchange_timeout_seconds) == (30, 600, 660)
-    assert why(plan, "timeout").startswith("30 s to stand still in a step, 10 min while loading or saving; parallel.")
+    assert why(plan, "timeout").startswith("30 s without progress in a step, 10 min while loading or saving; set by parallel.")
     longer = resolve(recipe(parallel={"timeout_seconds": 7200}), laptop(), LLAMA_1B, ROWS)
     assert (longer.timeout_seconds, longer.patience_seconds) == (7200, 7200)
 

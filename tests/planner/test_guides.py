@@ -151,8 +151,8 @@ def test_seventy_billion_with_all_states_do_not_fit_eight_cards_of_80_gb():
 def test_a_speed_of_experts_says_that_it_is_told_from_dense_models():
     sparse = Row("Qwen/Qwen3-30B-A3B", "8xh100", "FSDP2, full shard").plan()
     dense = BACKEND["does not fit one GPU, fits one node, 32B: FSDP2 full shard"].plan()
-    assert "of 989 TFLOP/s, as dense models reach" in sparse.speed.basis
-    assert "as dense models reach" not in dense.speed.basis
+    assert "of 989 TFLOP/s, as for dense models" in sparse.speed.basis
+    assert "as for dense models" not in dense.speed.basis
 
 
 def test_a_long_sequence_is_a_fifth_of_the_device():
@@ -165,7 +165,7 @@ def test_gradients_are_summed_in_every_micro_batch_where_they_do_not_fit_undivid
     plan = SIZES["30B to 70B on 8 x 80 GB: FSDP2 with reshard"].plan()
     assert plan.gradient_accumulation_steps > 1 and plan.layout.sync_each_batch
     (reason,) = (reason for reason in plan.reasons if reason.topic == "layout")
-    assert "gradients are summed in every micro-batch, since they would not fit undivided" in reason.why
+    assert "gradients reduced in every micro-batch, since they would not fit unsharded" in reason.why
     # Undivided they take two bytes a parameter, which is more than is left.
     left = plan.memory_limit_bytes - plan.memory.total_bytes
     assert 2 * plan.num_params > left

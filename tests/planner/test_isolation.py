@@ -39,7 +39,7 @@ def test_own_attention_is_for_models_that_were_seen_to_be_right_with_it():
     assert {name for name in families()["varlen"] if VERDICTS[name]["varlen"] != "isolates"} == set()
     assert len(families()["varlen"]) > 60
     assert why_not_isolated(model("llama"), VARLEN) is None
-    assert why_not_isolated(model("new"), VARLEN) == "tunekit_varlen was not seen to keep them apart in new"
+    assert why_not_isolated(model("new"), VARLEN) == "tunekit_varlen is not verified to separate documents in new"
 
 
 def test_squeezed_scores_are_kept_apart_by_a_mask():
@@ -98,7 +98,7 @@ def test_layers_that_are_not_attention_are_no_isolation_in_a_model_that_nobody_k
     assert why_not_isolated(model("new"), attention) is None
     assert why_not_isolated(model("new", *known), attention) is None
     why = why_not_isolated(model("new", *known, "linear_attention", "conv"), attention)
-    assert why == "its conv and linear_attention layers do not keep them apart"
+    assert why == "its conv and linear_attention layers do not separate documents"
 
 
 def recipe(attention="auto", **data):
@@ -110,26 +110,26 @@ REFUSED = {
     "state": (
         recipe(packing=True),
         model("qwen3_next"),
-        "data.packing: documents in one row would see each other in m: qwen3_next has layers that carry a state from "
-        "one to the next; set data.packing=false",
+        "data.packing: documents in one row would attend to each other in m: qwen3_next layers carry state "
+        "from one document to the next; set data.packing=false",
     ),
     "layer-types": (
         recipe(padding_free=True),
         model("new", "full_attention", "mamba"),
-        "data.padding_free: documents in one row would see each other in m: its mamba layers do not keep them apart; "
+        "data.padding_free: documents in one row would attend to each other in m: its mamba layers do not separate documents; "
         "set data.padding_free=false",
     ),
     "code": (
         recipe(packing=True),
         model("bloom"),
-        "data.packing: documents in one row would see each other in m: the code of bloom does not keep them apart; "
+        "data.packing: documents in one row would attend to each other in m: the code of bloom does not separate documents; "
         "set data.packing=false",
     ),
     "mask": (
         recipe("eager", packing=True),
         model("gpt_oss", "full_attention", "sliding_attention"),
-        "data.packing: documents in one row would see each other in m: the code of gpt_oss does not keep them apart "
-        "with eager; set data.packing=false, or use flash_attention_2 on a device that has it",
+        "data.packing: documents in one row would attend to each other in m: the code of gpt_oss does not separate documents "
+        "with eager; set data.packing=false, or use flash_attention_2 on a device that supports it",
     ),
 }
 
@@ -146,6 +146,6 @@ def test_the_plan_refuses_one_row_for_documents_that_would_see_each_other(name):
 def test_what_only_flash_attention_isolates_is_packed_with_it():
     equipped = H100.model_copy(update={"flash_attn": True})
     assert resolve(recipe(packing=True), equipped, model("gpt_oss"), ROWS).padding_free
-    with pytest.raises(PlanError, match="the code of gpt_neo does not keep them apart with flash_attention_2"):
+    with pytest.raises(PlanError, match="the code of gpt_neo does not separate documents with flash_attention_2"):
         resolve(recipe(packing=True), equipped, model("gpt_neo"), ROWS)
     assert resolve(recipe("eager", packing=True), equipped, model("gpt_neo"), ROWS).padding_free

@@ -29,13 +29,13 @@ def why(plan):
 @pytest.mark.parametrize(
     ("hardware", "sections", "kernels", "said"),
     [
-        (H100, {}, "tunekit", "in Triton, for each module that computes what they do; the log names the others"),
-        (LAPTOP, {}, "tunekit", "in their torch forms, as Triton needs an accelerator; the head is what pays there"),
-        (H100.model_copy(update={"triton": False}), {}, "tunekit", "in their torch forms, as Triton is not installed"),
-        (T4, {}, "torch", "made for compute capability 8.0 and later, and T4"),
-        (AMD, {}, "torch", "tunekit's kernels are not tried on ROCm"),
+        (H100, {}, "tunekit", "Triton, for every module they match; the log lists the others"),
+        (LAPTOP, {}, "tunekit", "torch implementations (Triton needs an accelerator); most of the gain is in the loss head"),
+        (H100.model_copy(update={"triton": False}), {}, "tunekit", "torch implementations (Triton is not installed)"),
+        (T4, {}, "torch", "need compute capability 8.0 or newer; T4"),
+        (AMD, {}, "torch", "tunekit's kernels are untested on ROCm"),
         (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2", "tp_size": 2}}, "torch", "divides weights into"),
-        (TWO, {"adapter": "full", "parallel": {"strategy": "zero3"}}, "torch", "ZeRO-3 gathers the weights of a"),
+        (TWO, {"adapter": "full", "parallel": {"strategy": "zero3"}}, "torch", "ZeRO-3 gathers weights one module at a time"),
         (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2"}}, "tunekit", "in Triton"),
     ],
     ids=["h100", "cpu", "no-triton", "t4", "rocm", "tensor-parallel", "zero3", "fsdp2"],
@@ -50,7 +50,7 @@ def test_own_kernels_are_used_where_they_are_known_to_be_right(hardware, section
 def test_kernels_can_be_asked_for(kernels):
     plan = planned(H100, kernels)
     assert plan.kernels == kernels
-    assert why(plan).startswith("as in the recipe")
+    assert why(plan).startswith("set by the recipe")
 
 
 REFUSED = {
@@ -59,15 +59,15 @@ REFUSED = {
         LLAMA_1B,
         {},
         "liger",
-        "model.kernels: liger's kernels are written in Triton, which does not run on CPU (test); use tunekit, whose "
-        "operations torch can compute too, or torch",
+        "model.kernels: liger kernels need Triton, which does not run on CPU (test); use tunekit, which has "
+        "torch implementations too, or torch",
     ),
     "liger-is-missing": (
         H100.model_copy(update={"liger_kernel": False}),
         LLAMA_1B,
         {},
         "liger",
-        "model.kernels: liger-kernel is not installed; pip install 'tunekit[gpu]', or leave model.kernels out",
+        "model.kernels: liger-kernel is not installed; pip install 'tunekit[gpu]', or unset model.kernels",
     ),
     "liger-does-not-know-it": (
         H100,
@@ -81,7 +81,7 @@ REFUSED = {
         LLAMA_1B,
         {"adapter": "full", "parallel": {"strategy": "fsdp2", "tp_size": 2}},
         "tunekit",
-        "tensor parallel divides weights into DTensors, which only torch's own operations take; leave model.kernels",
+        "tensor parallel weights are DTensors, which only torch's own operations support; unset model.kernels",
     ),
 }
 

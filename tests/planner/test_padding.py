@@ -26,27 +26,27 @@ def padding(plan: Plan) -> tuple[bool, str, str]:
     return plan.padding_free, reason.choice, reason.why
 
 
-PADDED, FREE = "to the longest row of a micro-batch", "none: rows lie one behind the other"
-A_MASK = "sdpa keeps them apart by a mask over the whole micro-batch"
+PADDED, FREE = "to the longest row in the micro-batch", "none (padding-free)"
+A_MASK = "sdpa separates documents by a mask over the whole micro-batch"
 
 SDPA = H100.model_copy(update={"accelerators": (H100.device.model_copy(update={"compute_capability": (7, 5)}),)})
 """A device without flash attention."""
 
 CASES = {
-    "sdpa": (planned(SDPA), PADDED, "laid one behind the other, sdpa would need a mask that grows with their square"),
-    "own": (planned(), FREE, "tunekit_varlen is told where each begins"),
-    "own, one row": (planned(size=1), PADDED, "one row at a time needs none"),
-    "flash": (planned(FLASH), FREE, "flash_attention_2 is told where each begins"),
-    "flash, one row": (planned(FLASH, size=1), PADDED, "one row at a time needs none"),
+    "sdpa": (planned(SDPA), PADDED, "padding-free with sdpa would need a quadratic mask"),
+    "own": (planned(), FREE, "tunekit_varlen reads the row boundaries"),
+    "own, one row": (planned(size=1), PADDED, "one row per micro-batch"),
+    "flash": (planned(FLASH), FREE, "flash_attention_2 reads the row boundaries"),
+    "flash, one row": (planned(FLASH, size=1), PADDED, "one row per micro-batch"),
     "flash, state": (
         planned(FLASH, model_type="qwen3_next"),
         PADDED,
-        "laid one behind the other, rows would see each other: qwen3_next has layers that carry a state from one to "
+        "padding-free rows would attend to each other: qwen3_next layers carry state from one document to "
         "the next",
     ),
-    "asked for with sdpa": (planned(SDPA, padding_free=True), FREE, f"as in the recipe; {A_MASK}"),
-    "asked for with flash": (planned(FLASH, padding_free=True), FREE, "as in the recipe"),
-    "not wanted": (planned(FLASH, padding_free=False), PADDED, "as in the recipe"),
+    "asked for with sdpa": (planned(SDPA, padding_free=True), FREE, f"set by the recipe; {A_MASK}"),
+    "asked for with flash": (planned(FLASH, padding_free=True), FREE, "set by the recipe"),
+    "not wanted": (planned(FLASH, padding_free=False), PADDED, "set by the recipe"),
     "packed with sdpa": (planned(SDPA, packing=True), FREE, f"packed; {A_MASK}"),
     "packed with flash": (planned(FLASH, packing=True), FREE, "packed"),
 }
@@ -77,7 +77,7 @@ def test_a_mask_over_the_whole_micro_batch_keeps_it_small():
         plan = planned(SDPA, size=None, **data)
         assert plan.micro_batch_size == 2
         (reason,) = (reason for reason in plan.reasons if reason.topic == "batch")
-        assert reason.why == "enough to keep it busy; more would only widen the mask of sdpa"
+        assert reason.why == "enough to keep the device busy; more would only widen the sdpa mask"
         assert planned(FLASH, size=None, **data).micro_batch_size == 16
     assert planned(SDPA, size=None).micro_batch_size == 16
     assert planned(SDPA, size=None, packing=True, max_length=4096).micro_batch_size == 1

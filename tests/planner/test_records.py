@@ -40,7 +40,7 @@ def test_a_plan_reserves_what_runs_took_and_says_so():
     records = [recorded(10, 10, 10.7)]
     before, after = (resolve(recipe(), H100, LLAMA_8B, ROWS, known) for known in ((), records))
     (reason,) = (reason for reason in after.reasons if reason.topic == "reserve")
-    assert (reason.choice, reason.why) == ("7% beyond the tensors", "from 1 run on this device")
+    assert (reason.choice, reason.why) == ("7% on top of the tensors", "measured in 1 run on this device")
     assert after.memory.parts["reserve"] == pytest.approx(0.07 * after.memory.tensor_bytes, rel=1e-6)
     assert not [reason for reason in before.reasons if reason.topic == "reserve"]
 

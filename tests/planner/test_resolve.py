@@ -89,7 +89,7 @@ def test_a_method_has_a_learning_rate_of_its_own(method):
     ("adapter", "words"),
     [
         ("full", "default of dpo for full (Zephyr, arXiv 2310.16944); cosine schedule"),
-        ("qlora", "default of dpo for qlora (ten times the rate for all weights of Zephyr, arXiv 2310.16944); cosine"),
+        ("qlora", "default of dpo for qlora (ten times the full fine-tuning rate of Zephyr, arXiv 2310.16944); cosine"),
     ],
 )
 def test_a_plan_says_where_a_default_learning_rate_is_from(adapter, words):
@@ -111,7 +111,7 @@ def test_idle_accelerators_are_mentioned():
     three = H100.model_copy(update={"accelerators": H100.accelerators * 3})
     plan = resolve(recipe(), three, LLAMA_1B, ROWS)
     assert plan.layout.num_processes == 2
-    assert "1 more is left idle: the batch cannot be divided over all" in plan.explain()
+    assert "1 idle: the batch does not divide evenly over all" in plan.explain()
 
 
 REFUSED = {
@@ -124,7 +124,7 @@ REFUSED = {
         recipe(model={"path": "m", "attn_implementation": "flash_attention_2"}),
         LAPTOP,
         "model.attn_implementation: flash_attention_2 needs a CUDA device of compute capability 8.0 or newer and "
-        "16-bit products; this is CPU (test) with float32; use sdpa",
+        "a 16-bit dtype; this is CPU (test) with float32; use sdpa",
     ),
     "flash-absent": (
         recipe(model={"path": "m", "attn_implementation": "flash_attention_3"}),
@@ -134,7 +134,7 @@ REFUSED = {
     "too-long": (
         recipe(data={"max_length": 200_000}),
         H100,
-        "data.max_length: 200000 is more than the 131072 positions of llama-3.2-1b; set it to 131072 or less",
+        "data.max_length: 200000 exceeds the 131072 positions of llama-3.2-1b; set it to 131072 or less",
     ),
     "batch-not-divided": (
         recipe(train={"micro_batch_size": 3}),
@@ -150,14 +150,14 @@ REFUSED = {
     "tied-head-saved": (
         recipe(adapter={"type": "lora", "modules_to_save": ["lm_head"]}),
         H100,
-        "adapter.modules_to_save: llama-3.2-1b stores no weights of lm_head; "
-        "a head tied to the embedding has no weights of its own; name the module that holds them",
+        "adapter.modules_to_save: llama-3.2-1b has no weights of lm_head; "
+        "a head tied to the embedding has no weights of its own; set the module that holds them",
     ),
     "paged-on-cpu": (
         recipe(train={"optim": "paged_adamw_8bit"}),
         LAPTOP,
-        "train.optim: paged_adamw_8bit moves its states between an accelerator and main memory; "
-        "CPU (test) has one memory; use adamw_8bit",
+        "train.optim: paged_adamw_8bit pages its states between an accelerator and host memory; "
+        "CPU (test) has only host memory; use adamw_8bit",
     ),
 }
 
@@ -171,14 +171,14 @@ def test_refusal_says_what_and_what_to_do(name):
 
 
 def test_what_does_not_fit_is_refused_with_the_change_that_would():
-    with pytest.raises(PlanError, match=r"does not fit RTX 4090.*adapter\.type=lora would fit with"):
+    with pytest.raises(PlanError, match=r"does not fit on RTX 4090.*set adapter\.type=lora: needs "):
         resolve(recipe(adapter="full"), RTX_4090, LLAMA_8B, ROWS)
-    with pytest.raises(PlanError, match=r"does not fit T4.*adapter\.type=qlora would fit with"):
+    with pytest.raises(PlanError, match=r"does not fit on T4.*set adapter\.type=qlora: needs "):
         resolve(recipe(model={"path": "m", "dtype": "float16"}), T4, LLAMA_8B, ROWS)
     with pytest.raises(PlanError, match=r"leaving train\.micro_batch_size and"):
         forced = recipe(train={"micro_batch_size": 16, "gradient_checkpointing": False})
         resolve(forced, RTX_4090, LLAMA_8B, ROWS)
-    with pytest.raises(PlanError, match="no single change of the recipe would fit"):
+    with pytest.raises(PlanError, match="no single change of the recipe fits"):
         resolve(recipe(), with_gpu("tiny", 4, (9, 0)), LLAMA_8B, ROWS)
 
 
@@ -191,30 +191,30 @@ def test_the_suggested_change_does_fit():
     ("name", "length", "words"),
     [
         ("meta-llama/Llama-3.1-8B", 8192, None),
-        ("meta-llama/Llama-3.1-8B", 16384, "rows of 16,384 tokens (checked: up to 8,192)"),
-        ("meta-llama/Llama-3.1-405B", 2048, "406 B parameters (checked: up to 70.6 B)"),
+        ("meta-llama/Llama-3.1-8B", 16384, "rows of 16,384 tokens (verified: up to 8,192)"),
+        ("meta-llama/Llama-3.1-405B", 2048, "406 B parameters (verified: up to 70.6 B)"),
     ],
 )
 def test_a_plan_outside_of_what_its_formulas_were_checked_on_says_so_in_its_first_line(name, length, words):
     asked = recipe(data={"max_length": length})
     plan = resolve(asked, find_machine("8xh200").hardware(), known_model(name), ROWS)
     first, *_ = plan.explain().splitlines()
-    wanted = "" if words is None else f"; memory was not checked for {words}"
-    assert first == f"lora on some-model fits 8 x {plan.device.name}: {plan.layout_words}{wanted}"
+    wanted = "" if words is None else f"; memory estimate not verified for {words}"
+    assert first == f"lora on some-model fits on 8 x {plan.device.name}: {plan.layout_words}{wanted}"
 
 
 def test_a_type_that_was_never_traced_is_named_in_the_first_line_with_those_that_were():
     model = LLAMA_1B.model_copy(update={"model_type": "falcon_h1"})
     plan = resolve(recipe(), H100, model, ROWS)
-    assert "; memory was not checked for falcon_h1 (checked: deepseek_v3, gemma, " in plan.explain().splitlines()[0]
-    assert "(formulas of a Llama of its sizes; an upper bound: tunekit's kernels keep less)" in plan.memory_line()
+    assert "; memory estimate not verified for falcon_h1 (verified: deepseek_v3, gemma, " in plan.explain().splitlines()[0]
+    assert "(formulas of a Llama of the same size; upper bound, since tunekit's kernels store less)" in plan.memory_line()
 
 
 def test_the_figures_of_memory_say_on_which_side_they_err():
     plan = resolve(recipe(model={"path": "m", "kernels": "torch"}), H100, LLAMA_1B, ROWS)
-    assert plan.memory_basis == "formulas within 3 % of traces of torch's modules"
-    assert resolve(recipe(), H100, LLAMA_1B, ROWS).memory_basis == f"{plan.memory_basis}; an upper bound: " + (
-        "tunekit's kernels keep less"
+    assert plan.memory_basis == "formulas within 3% of traces of torch modules"
+    assert resolve(recipe(), H100, LLAMA_1B, ROWS).memory_basis == f"{plan.memory_basis}; upper bound, since " + (
+        "tunekit's kernels store less"
     )
 
 
@@ -238,19 +238,19 @@ def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_w
 @pytest.mark.parametrize(
     ("name", "method", "coefficient", "words"),
     [
-        ("openai/gpt-oss-20b", {"type": "sft"}, 0.9, "kept equally busy, router_aux_loss_coef 0.9"),
-        ("mistralai/Mixtral-8x7B-v0.1", {"type": "dpo"}, 0.02, "kept equally busy, router_aux_loss_coef 0.02"),
-        ("Qwen/Qwen3-30B-A3B", {"type": "grpo"}, 0.001, "kept equally busy, router_aux_loss_coef 0.001"),
+        ("openai/gpt-oss-20b", {"type": "sft"}, 0.9, "load balancing, router_aux_loss_coef 0.9"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "dpo"}, 0.02, "load balancing, router_aux_loss_coef 0.02"),
+        ("Qwen/Qwen3-30B-A3B", {"type": "grpo"}, 0.001, "load balancing, router_aux_loss_coef 0.001"),
         (
             "mistralai/Mixtral-8x7B-v0.1",
             {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.1}},
             0.1,
-            "kept equally busy, router_aux_loss_coef 0.1",
+            "load balancing, router_aux_loss_coef 0.1",
         ),
         ("mistralai/Mixtral-8x7B-v0.1", {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}, 0.0, None),
-        ("mistralai/Mixtral-8x7B-v0.1", {"type": "orpo"}, None, "not kept equally busy"),
-        ("mistralai/Mixtral-8x7B-v0.1", {"type": "reward"}, None, "not kept equally busy"),
-        ("deepseek-ai/DeepSeek-V3", {"type": "sft"}, None, "not kept equally busy"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "orpo"}, None, "no load balancing"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "reward"}, None, "no load balancing"),
+        ("deepseek-ai/DeepSeek-V3", {"type": "sft"}, None, "no load balancing"),
         ("Qwen/Qwen3-8B", {"type": "sft"}, None, None),
     ],
 )
@@ -263,7 +263,7 @@ def test_the_loss_of_routers_and_its_coefficient_stand_in_the_plan(name, method,
 
 def test_a_weight_for_a_loss_of_routers_that_a_model_does_not_have_is_refused():
     asked = recipe(method={"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.1}})
-    with pytest.raises(PlanError, match=r"router_aux_loss_coef: .* \(llama\) has no loss of routers to weight; leave"):
+    with pytest.raises(PlanError, match=r"router_aux_loss_coef: .* \(llama\) has no router loss; unset it"):
         resolve(asked, H100, LLAMA_1B, ROWS)
 
 

@@ -67,14 +67,14 @@ def test_a_copy_to_write_from_is_made_where_main_memory_has_room_for_it(strategy
     size = planned(parallel=sharing).saving.checkpoint_bytes
     roomy, tight = (planned(parallel=sharing, main_memory=int(share * size)) for share in (2, 0.5))
     assert roomy.saving.in_background and not tight.saving.in_background
-    assert "written while training goes on" in reason(roomy, "checkpoints").why
-    assert reason(tight, "checkpoints").why == "training waits: a copy to write from would not fit main memory"
+    assert "written in the background" in reason(roomy, "checkpoints").why
+    assert reason(tight, "checkpoints").why == "training waits: a copy to write from would not fit in host memory"
 
 
 def test_training_waits_where_one_process_writes_all():
     alone = planned("1xh100", adapter="lora", main_memory=2**41)
     assert not alone.saving.in_background
-    assert reason(alone, "checkpoints").why == "training waits: one process writes all of it"
+    assert reason(alone, "checkpoints").why == "training waits: one process writes everything"
 
 
 def test_what_is_free_is_told_and_too_little_is_refused():
@@ -82,7 +82,7 @@ def test_what_is_free_is_told_and_too_little_is_refused():
     assert reason(plan, "disk space").why.endswith("the one being written, the result and the rows; 100.0 GiB free")
     needed = plan.saving.run_bytes
     check_disk(plan, needed, "runs")
-    with pytest.raises(PlanError, match="the run takes up to") as refused:
+    with pytest.raises(PlanError, match="the run needs up to") as refused:
         check_disk(plan, needed - 1, "runs")
     assert "train.save_total_limit=2" in refused.value.hint and "adapter.type=lora" in refused.value.hint
     # Of another machine the plan says what is needed, and no more.
@@ -97,7 +97,7 @@ def test_rewards_tell_the_best_of_a_method_that_learns_from_them():
 
 @pytest.mark.parametrize("asked", [{"metric_for_best_model": "eval_loss"}, {"greater_is_better": False}])
 def test_the_best_of_no_evaluations_is_refused(asked):
-    with pytest.raises(PlanError, match="there are no rows to evaluate on"):
+    with pytest.raises(PlanError, match="no evaluation rows"):
         planned(train=asked)
 
 

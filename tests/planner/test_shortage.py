@@ -40,7 +40,7 @@ def test_what_is_to_fit_is_less_than_what_did_not():
 
 def test_the_plan_stands_beside_what_was_measured():
     found = ran_out(taken_bytes=10, free_bytes=1, asked_bytes=2, allocated_bytes=9)
-    assert found.words() == "2.00 GiB more were asked for; 9.00 GiB were allocated and 10.0 GiB reserved, 1.00 GiB free"
+    assert found.words() == "2.00 GiB requested; 9.00 GiB allocated and 10.0 GiB reserved, 1.00 GiB free"
     assert found.table().splitlines() == [
         "                         planned      measured",
         "  weights               3.00 GiB      3.00 GiB",
@@ -64,21 +64,21 @@ def plan():
 def test_a_smaller_micro_batch_is_tried_before_the_result_changes(plan):
     before = plan(micro_batch_size=8, gradient_checkpointing=True)
     words, changes = change_that_fits(before, LLAMA_1B, before.memory.total_bytes - 1)
-    assert words.startswith("train.micro_batch_size=4 would fit with ")
-    assert words.endswith(", and the result stays the same")
+    assert words.startswith("set train.micro_batch_size=4: needs ")
+    assert words.endswith(", with the same result")
     assert changes == ("train.micro_batch_size=4",)
 
 
 def test_with_one_sequence_activations_are_recomputed(plan):
     before = plan(micro_batch_size=1, gradient_checkpointing=False)
     words, changes = change_that_fits(before, LLAMA_1B, before.memory.total_bytes - 1)
-    assert words.startswith("train.gradient_checkpointing=true would fit with ")
+    assert words.startswith("set train.gradient_checkpointing=true: needs ")
     assert changes == ("train.gradient_checkpointing=true",)
     after = plan(micro_batch_size=1, gradient_checkpointing=True)
-    assert f"would fit with {gib(after.memory.total_bytes)}," in words
+    assert f"needs {gib(after.memory.total_bytes)}," in words
 
 
 def test_where_no_micro_batch_fits_something_else_has_to_change(plan):
     words, changes = change_that_fits(plan(), LLAMA_1B, 6 * GIB)
-    assert words.startswith("adapter.type=lora would fit with ")
+    assert words.startswith("set adapter.type=lora: needs ")
     assert changes == ("adapter.type=lora",)

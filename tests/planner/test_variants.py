@@ -82,7 +82,7 @@ def test_what_is_not_swept_over_stays_as_it_is():
         ({"adapter.type": ["lora", "qlorra"]}, r"with adapter\.type=qlorra: .*did you mean 'qlora'"),
         ({"adapter.rnak": [8]}, r"with adapter\.rnak=8: .*did you mean 'rank'"),
         ({"adapter.type": ["lora", "full"], "adapter.rank": [8]}, r"with adapter\.type=full adapter\.rank=8: "),
-        ({"adapter.rank": [1, 2] * 6, "train.seed": [1, 2, 3] * 3}, r"12 x 9 = 108 plans is more than the 100"),
+        ({"adapter.rank": [1, 2] * 6, "train.seed": [1, 2, 3] * 3}, r"12 x 9 = 108 plans exceeds the limit of 100"),
     ],
 )
 def test_a_value_that_is_not_valid_is_refused_by_name_before_anything_is_planned(values, message):
@@ -155,7 +155,7 @@ def test_what_fits_is_held_on_the_devices_unless_the_recipe_says_otherwise(offlo
 def test_where_nothing_fits_only_the_least_is_shown():
     asked = recipe(model="meta-llama/Llama-3.1-70B", adapter="lora", parallel={"strategy": "single"})
     found = list(largest_length(asked, plan_of("t4", "meta-llama/Llama-3.1-70B"), "t4", 131072))
-    assert [variant.note for variant in found] == ["as it is", "next"]
+    assert [variant.note for variant in found] == ["unchanged", "next"]
     assert all(isinstance(variant.plan, PlanError) for variant in found)
 
 

@@ -45,8 +45,8 @@ def test_vllm_generates_where_it_is_installed_and_fits_and_takes_its_share_of_th
     needed = 2 * LLAMA_8B.num_params + 32 * 1024 * 128 * 2**10
     assert needed < share * plan.device.memory_total_bytes < 1.15 * needed
     assert "generation" not in plan.memory.phases and "kv cache" not in plan.memory.parts
-    assert f"by vLLM on the devices that train, with {share:.0%} of their memory" in why(plan)
-    assert "it is installed, and fits beside the model; for it TRL adds the adapter to the weights" in why(plan)
+    assert f"vLLM on the training devices, {share:.0%} of their memory" in why(plan)
+    assert "installed, and fits beside the model; TRL merges and unmerges the adapter for it" in why(plan)
     assert plan.memory.total_bytes <= plan.memory_limit_bytes
     assert Plan.from_yaml(plan.to_yaml(), plan.recipe).vllm == plan.vllm
 
@@ -61,7 +61,7 @@ def test_many_answers_get_no_more_than_trls_default_share():
 
 def test_it_is_left_out_where_it_is_not_known_to_be_or_does_not_fit():
     unknown = planned(H100.model_copy(update={"vllm": None}))
-    assert unknown.vllm is None and "whether vLLM is installed there is not known" in why(unknown)
+    assert unknown.vllm is None and "unknown whether vLLM is installed there" in why(unknown)
     missing = planned(H100.model_copy(update={"vllm": False}))
     assert missing.vllm is None and "vLLM is not installed" in why(missing)
     assert "kv cache" in missing.memory.parts or "generation" in missing.memory.phases
@@ -74,7 +74,7 @@ def test_a_server_takes_nothing_of_the_devices():
     plan = planned(generation=generation)
     assert plan.vllm == VLLM(mode="server")
     assert "vllm" not in plan.memory.parts and "generation" not in plan.memory.phases
-    assert f"by vLLM on a server, {URL}; as in the recipe" in why(plan)
+    assert f"vLLM server, {URL}; set by the recipe" in why(plan)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_what_vllm_cannot_do_is_refused_with_the_reason(hardware, changes, probl
 def test_an_adapter_on_divided_weights_is_refused_with_vllm_and_generates_with_transformers():
     eight = find_machine("8xh100").hardware().model_copy(update={"vllm": True})
     divided = {"strategy": "fsdp2"}
-    with pytest.raises(PlanError, match="TRL merges no adapter into weights that FSDP2 divides"):
+    with pytest.raises(PlanError, match="TRL cannot merge an adapter into FSDP2-sharded weights"):
         planned(eight, parallel=divided, generation={"use_vllm": True})
     plan = planned(eight, parallel=divided)
-    assert plan.vllm is None and "TRL merges no adapter into weights that FSDP2 divides" in why(plan)
+    assert plan.vllm is None and "TRL cannot merge an adapter into FSDP2-sharded weights" in why(plan)
     assert planned(eight, parallel=divided, adapter="full").vllm is not None
 
 

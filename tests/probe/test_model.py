@@ -280,11 +280,11 @@ def test_what_was_fetched_of_a_hub_model_comes_before_the_table(saved, tmp_path,
 UNKNOWN = {
     "unknown-type": (
         {"model_type": "quasi_llama"},
-        "the tensors of a 'quasi_llama' model cannot be told from its config.json alone; "
-        "its safetensors files say them; known without are llama, ",
+        "cannot derive the tensors of a 'quasi_llama' model from config.json alone; "
+        "provide its safetensors files; supported without them: llama, ",
     ),
     "encoder": ({"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
-    "no-layers": ({"num_hidden_layers": None}, "num_hidden_layers of a 'llama' model is None; mend its config.json"),
+    "no-layers": ({"num_hidden_layers": None}, "num_hidden_layers of a 'llama' model must be a positive integer, got None; fix config.json"),
 }
 
 

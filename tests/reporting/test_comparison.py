@@ -55,7 +55,7 @@ def test_losses_on_other_rows_have_no_winner(runs, tmp_path):
     (other / "fingerprints.json").write_text(json.dumps(prints))
     found = tunekit.compare([runs[0], other])
     assert not figure(found, "eval_loss").best and figure(found, "loss").best
-    assert "not ranked: they were evaluated on different rows" in found.notes
+    assert "not ranked: evaluated on different rows" in found.notes
     assert "Content of data/eval.arrow" in found.surroundings
 
 
@@ -93,8 +93,8 @@ def test_the_command_shows_compares_and_writes(runs, tmp_path):
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        (["one"], "1 run cannot be compared"),
-        (["one", "one"], "is named twice"),
+        (["one"], "cannot compare 1 run"),
+        (["one", "one"], "is listed twice"),
         (["one", "nothing"], "no run 'nothing'"),
         (["one", "no-plan"], "plan.yaml cannot be read"),
         (["one", "torn"], "torn/plan.yaml is damaged"),

@@ -55,7 +55,7 @@ def test_memory_that_ran_out_is_told_with_the_plan_beside_the_truth(folder):
         work(run)
     found = tunekit.diagnose_run(run)
     assert (found.cause, found.rank) == ("memory", 0)
-    assert found.what.startswith("step 4: ") and "is out of memory: 2.00 GiB more were asked for" in found.what
+    assert found.what.startswith("step 4: ") and "is out of memory: 2.00 GiB requested" in found.what
     assert "planned" in found.hint and "measured" in found.hint
     # So much more than was planned that nothing smaller would do, and the same would end in the same way.
     assert found.changes == () and not found.can_go_on

@@ -75,7 +75,7 @@ def test_a_report_tells_what_was_trained_and_what_came_of_it(run):
         assert words in page.text, words
 
 
-@pytest.mark.parametrize(("low", "high", "words"), [(1e-3, 1e9, "as planned"), (1e-3, 1e-2, "from the highest")])
+@pytest.mark.parametrize(("low", "high", "words"), [(1e-3, 1e9, "as planned"), (1e-3, 1e-2, "from the upper bound")])
 def test_what_was_predicted_stands_beside_what_was_measured(low, high, words, run, tmp_path):
     folder, plan = shutil.copytree(run.path, tmp_path / "copy"), run.plan
     ranges = {"tokens_per_second": Range(low=low, high=high), "seconds": Range(low=60, high=600)}
@@ -137,7 +137,7 @@ def test_a_run_that_has_not_finished_has_a_report_too(phase, run, tmp_path):
     (folder / "events.jsonl").write_text("".join(kept if phase != "starting" else kept[:1]))
     text = Page(tunekit.report(folder)).text
     assert "step 2 of 4" in text and "the <disk> is full" in text
-    assert "Nothing was logged yet" in text if phase == "starting" else "Training loss" in text
+    assert "Nothing logged yet" in text if phase == "starting" else "Training loss" in text
 
 
 def test_a_long_curve_is_thinned_and_loses_no_spike():

@@ -67,7 +67,7 @@ def test_the_next_plan_says_what_the_run_measured(here):
     assert plan.speed.tokens_per_second.low == pytest.approx(expected)
     assert plan.speed.tokens_per_second.high == pytest.approx(expected)
     assert plan.speed.seconds.high == pytest.approx(3 * 4 * 64 / expected)
-    assert "from 1 run on this device, which took " in plan.explain()
+    assert "measured in 1 run on this device, which used " in plan.explain()
 
 
 def test_another_adapter_is_another_kind_of_run(here):

@@ -124,7 +124,7 @@ def test_what_a_recipe_leaves_out_of_the_adapter_is_the_runs(here, sft):
     assert plan.memory.parts["reference"] == 4 * plan.num_trainable_params
     words = plan.explain()
     assert f"a frozen copy of the adapter of {sft.name}" in words
-    assert f"the adapter of {sft.name} is trained further, on {here / 'model'}" in words
+    assert f"adapter of {sft.name} trained further, on {here / 'model'}" in words
 
 
 def test_what_contradicts_the_adapter_is_refused_with_its_place(here, sft):
@@ -243,7 +243,7 @@ def test_a_trained_embedding_that_the_head_shares_stays_one_of_an_adapter(here):
     adapter = save_adapter(here / "adapter-tied", tied, target_modules=["o_proj"], modules_to_save=["embed_tokens"])
     further = tunekit.train(recipe("sft", str(adapter), train=QUIET, output=OTHER))
     assert torch.equal(logits_of(tied, further.model_path), logits_of(tied, adapter))
-    with pytest.raises(PlanError, match=r"cannot be merged: the head would change with it; use adapter.type=lora"):
+    with pytest.raises(PlanError, match=r"so merging it would change the head; use adapter.type=lora"):
         verbs.plan(recipe("sft", str(adapter), adapter="full"))
 
 
@@ -271,13 +271,13 @@ def test_an_adapter_that_no_recipe_describes_is_refused(here):
 def test_an_adapter_goes_on_over_a_quantised_base_and_the_plan_says_so(here, sft):
     run = tunekit.train(recipe("dpo", "my-sft", adapter="qlora"))
     assert run.plan.recipe.adapter.rank == 4
-    assert "was trained over an unquantised one and goes on over a 4-bit base" in run.plan.explain()
+    assert "trained on an unquantized one, continues on a 4-bit base" in run.plan.explain()
     (looked,) = logged(run, "reference")
     assert looked["max_difference"] == 0
     back = verbs.plan(recipe("dpo", run.name))
     assert back.recipe.adapter.type == "qlora", "as the run had it"
     assert (
-        "trained over a 4-bit base and goes on over an unquantised one"
+        "trained on a 4-bit base, continues on an unquantized one"
         in verbs.plan(recipe("dpo", run.name, adapter="lora")).explain()
     )
 

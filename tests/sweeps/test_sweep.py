@@ -140,7 +140,7 @@ def test_the_table_marks_the_best_of_those_that_finished(resumed):
     (line,) = [line for line in printed.splitlines() if "← best" in line]
     assert line.split()[:3] == [str(best.trial.number), str(best.trial.changes["train.save_total_limit"]), "0.003"]
     assert f"{best.run.result()['eval_loss']:.4f}" in line and "12/12" in line
-    assert f"the best run is {best.run.path}" in printed
+    assert f"best run: {best.run.path}" in printed
     shown = command("sweep", "show", made.name)
     assert shown[0] == 0 and line in shown[1]
 

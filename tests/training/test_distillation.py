@@ -163,7 +163,7 @@ def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused_before_anything
     what = "has another tokenizer: [2-9] of 259 tokens have another number"
     with pytest.raises(ModelError, match=rf"method\.teacher: '.*other' {what}"):
         verbs.make_run(recipe(here, teacher=tmp_path / "other"))
-    with pytest.raises(PlanError, match=r"method\.teacher: pico has a vocabulary of [\d,]+, and model one of 259"):
+    with pytest.raises(PlanError, match=r"method\.teacher: pico has a vocabulary of [\d,]+, but model of 259"):
         verbs.plan(recipe(here, teacher="pico"))
     with pytest.raises(ModelError, match=r"method\.teacher: no folder './nowhere'"):
         verbs.plan(recipe(here, teacher="./nowhere"))

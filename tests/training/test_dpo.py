@@ -188,9 +188,9 @@ def test_a_pair_whose_prompt_leaves_no_room_is_left_out_and_longer_answers_are_c
 
 def test_log_probabilities_of_weights_that_are_not_there_yet_are_refused(here):
     spread = {"num_processes": 2, "strategy": "fsdp2"}
-    with pytest.raises(PlanError, match="TRL computes log-probabilities beforehand when FSDP2 has not yet") as error:
+    with pytest.raises(PlanError, match="TRL precomputes log-probabilities before FSDP2 has loaded") as error:
         verbs.plan(recipe(method={"precompute_ref_log_probs": True}, parallel=spread))
-    assert "leave method.precompute_ref_log_probs out" in str(error.value.hint)
+    assert "unset method.precompute_ref_log_probs" in str(error.value.hint)
     for method in ({}, {"precompute_ref_log_probs": True}):
         verbs.plan(recipe(adapter="full", method=method, parallel=spread))
 

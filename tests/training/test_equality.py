@@ -53,7 +53,7 @@ def test_every_layout_trains_as_one_process_does(subject, folder, capsys):
 def test_offloading_with_fsdp2_cannot_run_on_a_cpu(folder):
     """As the table says: the plan refuses it, and the libraries fail where the plan is forced."""
     recipe = recipe_of(LORA, folder, micro_batch_size=2)
-    with pytest.raises(PlanError, match="FSDP2 pins the memory to which it offloads"):
+    with pytest.raises(PlanError, match="FSDP2 offloads to pinned memory"):
         tunekit.plan({**recipe, "parallel": OFFLOADED.parallel})
     run = verbs.make_run({**recipe, "parallel": FSDP2_2.parallel, "output": {"dir": str(folder / "forced")}})
     offloaded = {"offload_param_device": "cpu", "offload_optimizer_device": "cpu"}

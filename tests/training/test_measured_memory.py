@@ -157,14 +157,14 @@ def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     run = train_within(workspace, recipe("full") | BY_TRL, "training", 500, tmp_path / "first")
     assert run.state == "failed"
     first, heads, weights, *_, total = run.status()["exit_reason"].splitlines()
-    asked, _, change = first.partition(" more were asked for; ")
+    asked, _, change = first.partition(" requested; set ")
     assert asked.startswith("step 1: CPU") and "is out of memory: " in asked
     assert heads.split() == ["planned", "measured"]
     name, planned, _, measured, _ = weights.split()
     assert name == "weights" and planned == measured
-    assert total.startswith("  in all  ")
+    assert total.startswith("  total  ")
     # The same limit, and what was said to fit.
-    settings = change.partition(" would fit")[0].split(" and ")
+    settings = change.partition(": needs ")[0].split(" and ")
     found = tunekit.diagnose_run(run)
     assert found.cause == "memory" and list(found.changes) == settings
     changed = {name: json.loads(value) for name, value in (s.removeprefix("train.").split("=") for s in settings)}

@@ -405,7 +405,7 @@ def test_a_plan_says_what_these_methods_do(here):
     orpo = {reason.topic: reason for reason in verbs.plan(recipe({"type": "orpo"})).reasons}
     assert orpo["method"].why.startswith("experimental in TRL")
     assert "TRL_EXPERIMENTAL_SILENCE=1" in orpo["environment"].why
-    assert orpo["head"].choice.startswith("all logits at once")
+    assert orpo["head"].choice.startswith("full logits")
 
 
 def test_kto_needs_a_neighbour_on_every_device(here):

@@ -407,7 +407,7 @@ def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapte
 
 def test_what_deepspeed_divided_is_taken_back_as_it_was(full, tmp_path):
     run = copied(full, tmp_path / "run")
-    with pytest.raises(RunError, match="DeepSpeed reads no checkpoint of single device") as refused:
+    with pytest.raises(RunError, match="DeepSpeed cannot load a checkpoint of single device") as refused:
         verbs.resume(run, ["parallel.strategy=zero2", "parallel.num_processes=2", "train.max_steps=8"])
     assert "parallel.strategy=single parallel.num_processes=1" in refused.value.hint
 

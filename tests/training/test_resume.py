@@ -108,8 +108,8 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(adapter, num, para
 @pytest.mark.parametrize(
     ("parallel", "why"),
     [
-        ({"strategy": "fsdp2", "tp_size": 2}, "transformers resumes no model whose layers were divided"),
-        ({"strategy": "zero3", "sp_size": 2}, "transformers cannot skip rows that Ulysses divides"),
+        ({"strategy": "fsdp2", "tp_size": 2}, "transformers cannot resume tensor parallel models"),
+        ({"strategy": "zero3", "sp_size": 2}, "transformers cannot skip rows that Ulysses splits"),
     ],
     ids=["tensor parallel", "ulysses"],
 )

@@ -254,7 +254,7 @@ def test_a_measure_that_no_evaluation_tells_is_an_error_that_lists_them(folder):
 
 
 def test_a_measure_without_rows_to_evaluate_on_is_refused(folder):
-    with pytest.raises(PlanError, match="there are no rows to evaluate on"):
+    with pytest.raises(PlanError, match="no evaluation rows"):
         tunekit.plan(recipe_for(folder, {"metric_for_best_model": "eval_loss"}, evaluates=False))
 
 
@@ -276,7 +276,7 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_its_rows_are_read(fold
     with small_disk(folder / "refused", "3m"):
         asked = recipe_for(folder, runs="refused")
         with pytest.raises(
-            PlanError, match=r"the run takes up to 3\.7 MiB on the disk of .* 3\.0 MiB are free"
+            PlanError, match=r"the run needs up to 3\.7 MiB on the disk of .* 3\.0 MiB are free"
         ) as told:
             made(asked)
         assert "adapter.type=lora" in told.value.hint

@@ -67,7 +67,7 @@ def test_sources_of_different_formats_and_masks_are_trained_on_by_weight(here):
     ]
     assert all(text.count("⟦") == 1 and "assistant\n⟦" in text for text in found if "double" in text)
     (mixture,) = (reason for reason in run.plan.reasons if reason.topic == "mixture")
-    assert mixture.why == "weights 2 : 1 by rows; no row is used twice; 16, 8 rows"
+    assert mixture.why == "weights 2 : 1 by rows; no row repeated; 16, 8 rows"
     report = json.loads((run.path / "data" / "report.json").read_text(encoding="utf-8"))
     shares = [part["token_share"] for part in report["mixture"]]
     assert mixture.choice == "doubles.jsonl {:.1%}, triples.jsonl {:.1%} of the tokens".format(*shares)
@@ -76,7 +76,7 @@ def test_sources_of_different_formats_and_masks_are_trained_on_by_weight(here):
 
 def test_the_plan_estimates_the_shares_before_anything_is_tokenised(here):
     (mixture,) = (reason for reason in tunekit.plan(recipe(MIXED)).reasons if reason.topic == "mixture")
-    assert mixture.choice.endswith("of the text, before it is tokenised")
+    assert mixture.choice.endswith("of the text, before tokenization")
     assert "16, 8 rows" in mixture.why
 
 
@@ -93,7 +93,7 @@ def test_a_stream_is_trained_on_in_its_order_like_the_same_rows_prepared_before(
     streamed = tunekit.train(recipe("doubles.jsonl", streaming=True, packing=packing, **order))
     assert not (streamed.path / "data" / "train.arrow").exists()
     (data,) = (reason for reason in streamed.plan.reasons if reason.topic == "data")
-    assert data.choice == "a stream of rows"
+    assert data.choice == "stream of rows"
     if not packing:
         prepared = tunekit.train(recipe("doubles.jsonl", shuffle=False))
         assert streamed.metrics()["loss"].tolist() == prepared.metrics()["loss"].tolist()

@@ -35,16 +35,16 @@ def comparison_parts(comparison: Comparison, width: int) -> Iterator[RenderableT
         figures.add_row(figure.what, *words)
     yield figures
     if any(figure.best for figure in comparison.figures):
-        yield Text("* the best", style="dim")
+        yield Text("* best", style="dim")
     for note in comparison.notes:
         yield Text(f"note: {note}", style="yellow")
     for overlay in comparison.overlays:
         if overlay.key in DRAWN or overlay is comparison.overlays[0]:
             yield Text(f"\n{_drawn(overlay, letters, width)}")
     yield ""
-    yield _differences("recipe", comparison.recipe, letters) or Text("the recipes are the same")
+    yield _differences("recipe", comparison.recipe, letters) or Text("the recipes are identical")
     yield ""
-    yield _differences("besides", comparison.surroundings, letters) or Text("nothing else is known to differ")
+    yield _differences("other", comparison.surroundings, letters) or Text("no other known differences")
 
 
 def _table(first: str, letters: str) -> Table:

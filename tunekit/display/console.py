@@ -184,15 +184,15 @@ class Progress:
 
     def _on_restart(self, event: Event) -> None:
         self.stop()
-        words = f"{event['reason']}\nrestart {event['attempt']}, from step {event['step']}"
+        words = f"{event['reason']}\nrestart {event['attempt']} from step {event['step']}"
         self.console.print(Text(words, style="yellow"))
 
     def _on_resume(self, event: Event) -> None:
         for words in event["skipped"]:
             self.console.print(Text(f"skipped {words}", style="yellow"))
-        words = f"going on from step {event['step']}"
+        words = f"resuming from step {event['step']}"
         if event.get("weights_only"):
-            words = f"beginning with the weights of {event['path']}"
+            words = f"starting from the weights of {event['path']}"
         self.console.print(Text(words, style="dim"))
 
     def _on_log(self, event: Event) -> None:
@@ -228,13 +228,13 @@ def _fitting(told: Sequence[str], width: int) -> str:
 
 def queue_words(event: Event) -> str:
     """Describe what a run waits for, and its position in the queue."""
-    return f"in line for {', '.join(event['devices'])}, place {event['place']}, behind {', '.join(event['behind'])}"
+    return f"queued for {', '.join(event['devices'])}, position {event['place']}, behind {', '.join(event['behind'])}"
 
 
 def hosts_words(hosts: Sequence[Event]) -> str:
     """The hosts of a run, with the way by which each reaches the others."""
     ways = ((host["name"], [host["interface"] or "", *host["infiniband"]]) for host in hosts)
-    return "hosts  " + ", ".join(f"{name} ({' '.join(filter(None, way)) or 'alone'})" for name, way in ways)
+    return "hosts  " + ", ".join(f"{name} ({' '.join(filter(None, way)) or 'no interface'})" for name, way in ways)
 
 
 def summary(result: Event, run: Run) -> RenderableType:
@@ -250,14 +250,14 @@ def summary(result: Event, run: Run) -> RenderableType:
     if result["eval_loss"] is not None and "reward" not in measures:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
     if measures and result["eval_loss"] is not None:
-        table.add_row("held out", Text("before → after", style="dim"))
+        table.add_row("eval", Text("before → after", style="dim"))
     for label, words in rows_of(measures):
         table.add_row(label, words)
     if result["tokens_per_second"]:
-        together = f" in {len(ranks)} processes together" if len(ranks) > 1 else ""
+        together = f" over {len(ranks)} processes" if len(ranks) > 1 else ""
         mfu = "" if result.get("mfu") is None else f", MFU {result['mfu']:.1%}"
-        tokens = f"{result['num_tokens']:,} tokens in {duration(result['step_seconds'])} of steps"
-        table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
+        tokens = f"{result['num_tokens']:,} tokens in {duration(result['step_seconds'])} of training steps"
+        table.add_row("throughput", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
         table.add_row("time", _time_words(result))
     if result.get("generation_seconds") is not None:
         table.add_row("generation", _generation_words(result, run.plan.speed))
@@ -265,15 +265,15 @@ def summary(result: Event, run: Run) -> RenderableType:
         shares = [rank["wait_seconds"] / rank["step_seconds"] for rank in ranks[:MAX_RANKS]]
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
         more = f" ({len(ranks) - MAX_RANKS} more in events.jsonl)" if len(ranks) > MAX_RANKS else ""
-        table.add_row("waiting", f"at least {waited} of the steps, for the slowest in each{more}")
+        table.add_row("waiting", f"at least {waited} of the step time, for the slowest rank{more}")
         traced = [rank for rank in ranks if rank.get("communication_step") is not None]
         if traced:
-            table.add_row("exchanges", _exchange_words(traced))
+            table.add_row("communication", _exchange_words(traced))
     if result.get("checkpoints") is not None:
         for label, words in _checkpoint_rows(result["checkpoints"], result["seconds"]):
             table.add_row(label, words)
     sizes = [rank["peak_memory_bytes"] for rank in ranks] or [result["peak_memory_bytes"]]
-    peak = gib(max(sizes)) if len(sizes) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
+    peak = gib(max(sizes)) if len(sizes) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} per process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
     table.add_row("model", result["model"])
     return Group("", table, *samples_table(run), *contrast_table(run))
@@ -287,7 +287,7 @@ def _checkpoint_rows(found: Event, seconds: float) -> Iterator[tuple[str, str]]:
     share = found["wait_seconds"] / seconds if seconds else 0.0
     if share >= NOTABLE_SHARE:
         each = gib(found["bytes"] / found["num"])
-        waited = f"training waited {duration(found['wait_seconds'])} for them, {share:.0%} of the time"
+        waited = f"training waited {duration(found['wait_seconds'])}, {share:.0%} of the time"
         yield "checkpoints", f"{found['num']} of {each} each; {waited}"
 
 
@@ -296,24 +296,24 @@ def _time_words(result: Event) -> str:
     whole = result["seconds"]
     if "ranks" not in result:
         return duration(whole)
-    computing = "forward and backward" if len(result["ranks"]) == 1 else "forward, backward and exchanges"
+    computing = "forward and backward" if len(result["ranks"]) == 1 else "forward, backward and communication"
     generation = result.get("generation_seconds") or 0.0
     parts = {
         computing: result["step_seconds"] - result["optimizer_seconds"] - generation,
         **({"generation": generation} if generation else {}),
-        "updates": result["optimizer_seconds"],
-        "rows": result["data_seconds"],
+        "optimizer": result["optimizer_seconds"],
+        "data": result["data_seconds"],
         "evaluation": result["evaluation_seconds"],
         "saving": result["saving_seconds"],
     }
-    parts["loading and the rest"] = whole - sum(parts.values())
+    parts["loading and other"] = whole - sum(parts.values())
     shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
     return f"{duration(whole)}: {shares}"
 
 
 def _generation_words(result: Event, planned: Speed | None) -> str:
     """Describe the share of generation in the steps, beside the planned share if it is known."""
-    words = f"{result['generation_seconds'] / result['step_seconds']:.0%} of the steps"
+    words = f"{result['generation_seconds'] / result['step_seconds']:.0%} of the step time"
     if planned is None or planned.generation_share is None:
         return words
     return f"{words} (planned {_range_words([planned.generation_share.low, planned.generation_share.high])})"
@@ -322,10 +322,10 @@ def _generation_words(result: Event, planned: Speed | None) -> str:
 def _exchange_words(ranks: Sequence[Event]) -> str:
     """Describe the share of collectives in a step."""
     share = _range_words([rank["communication_share"] for rank in ranks])
-    words = f"{share} of step {ranks[0]['communication_step']} in each process, measured by torch's profiler; "
+    words = f"{share} of step {ranks[0]['communication_step']} per process, measured by torch's profiler; "
     if ranks[0]["exposed_share"] is None:
-        return words + "part of it may overlap with computing"
-    return words + f"{_range_words([rank['exposed_share'] for rank in ranks])} while nothing was computed"
+        return words + "part of it may overlap with compute"
+    return words + f"{_range_words([rank['exposed_share'] for rank in ranks])} not overlapped with compute"
 
 
 def _range_words(shares: Sequence[float]) -> str:
@@ -449,7 +449,7 @@ def loss_curve(run: Run, width: int) -> str:
 
 def coverage_table(report: "Report") -> RenderableType:
     """Render the modules of a model that are fused, and those that are not with the reason."""
-    table = plain_table("module", *numbers("number"), "kernel", "differs from the original by, or why there is none")
+    table = plain_table("module", *numbers("number"), "kernel", "difference from the original, or why there is none")
     for line in report.lines:
         kernel = Text(line.form or "none", style="green" if line.is_fused else "yellow")
         remark = line.reason or (f"rounding, {line.difference:.1g} of a row" if line.difference else "nothing")
@@ -466,7 +466,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     if hardware is not None and hardware.cpu is not None:
         free, total = gib(hardware.cpu.memory_free_bytes), gib(hardware.cpu.memory_total_bytes)
         cores = "1 core" if hardware.num_cores == 1 else f"{hardware.num_cores} cores"
-        machine.add_row("processor", f"{hardware.cpu.name}, {cores}")
+        machine.add_row("CPU", f"{hardware.cpu.name}, {cores}")
         machine.add_row("memory", f"{free} of {total} free")
         machine.add_row("nodes", str(hardware.num_nodes))
         if hardware.note:
@@ -478,7 +478,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
         style = {"ok": "green", "absent": "dim"}.get(package.state, "red")
         bounds = package.bounds or "any"
         packages.add_row(package.name, Text(package.version or package.state, style=style), bounds, package.hint or "")
-    features = plain_table("feature", "", "", "how to get it")
+    features = plain_table("feature", "", "", "how to install")
     for feature in diagnosis.features:
         mark = Text("yes", style="green") if feature.available else Text("no", style="yellow")
         features.add_row(feature.name, mark, feature.detail, feature.hint or "")
@@ -491,7 +491,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
 def exchange_table(exchange: Exchange) -> RenderableType:
     """Render the measured bandwidth between ranks beside the rate of their slowest link."""
     link = exchange.expected
-    expected = "not known" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
+    expected = "unknown" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
     table = plain_table("collective", *numbers("size", "time", "bus bandwidth", "expected"))
     for measurement in exchange.measured:
         kib = measurement.size_bytes / 2**10
@@ -504,7 +504,7 @@ def exchange_table(exchange: Exchange) -> RenderableType:
 
 def _accelerator_table(hardware: Hardware) -> Table:
     """The accelerators of this node."""
-    table = plain_table("accelerator", *numbers("memory free", "of"), "capability", "link", "used")
+    table = plain_table("accelerator", *numbers("free memory", "total"), "capability", "link", "used")
     for device in (*hardware.accelerators, *hardware.unused):
         capability = device.gfx or ".".join(map(str, device.compute_capability or ()))
         table.add_row(

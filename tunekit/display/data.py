@@ -19,8 +19,8 @@ from tunekit.planner.plan import gib
 
 HOLDS: dict[Kind, str] = {
     "tokens": "tokens of a source",
-    "sequences": "what is trained on",
-    "log-probabilities": "what a reference says of it",
+    "sequences": "training sequences",
+    "log-probabilities": "reference log-probabilities",
 }
 """Description of each kind of cache entry."""
 
@@ -42,15 +42,15 @@ def data_report_parts(report: DataReport, console: Console) -> list[RenderableTy
         parts += ["", _heading("mixture", report.mixture_words), _mixture_table(report)]
     for source in report.sources:
         parts += ["", _heading(source.title), _facts_table(source, report)]
-        parts += ["", _heading(f"{source.title}: row lengths", "tokens, before anything is cut")]
+        parts += ["", _heading(f"{source.title}: row lengths", "tokens, before truncation")]
         parts.append(_histogram_table(source, report.max_length))
         if source.special_tokens:
             parts += ["", _heading(f"{source.title}: special tokens"), _special_tokens_table(source)]
         if source.samples:
-            key = "green tokens count in the loss" if in_colour else "tokens between ⟦ and ⟧ count in the loss"
+            key = "green tokens are in the loss" if in_colour else "tokens between ⟦ and ⟧ are in the loss"
             parts += ["", _heading(f"{source.title}: samples", key)]
         for number, sample in enumerate(source.samples, start=1):
-            head = f"{number}: {sample.num_tokens:,} tokens, {sample.num_trained:,} count"
+            head = f"{number}: {sample.num_tokens:,} tokens, {sample.num_trained:,} in the loss"
             parts += ["", Text(head, style="dim"), sample_text(sample, in_colour=in_colour)]
     return parts
 
@@ -64,7 +64,7 @@ def sample_text(sample: Sample, *, in_colour: bool) -> Text:
     if is_long:
         middle = pieces[HEAD_PIECES:-TAIL_PIECES]
         counting = sum(piece.trained for piece in middle)
-        text.append(f"\n[{len(middle):,} more, of which {counting:,} count]\n", style="italic")
+        text.append(f"\n[{len(middle):,} more, {counting:,} in the loss]\n", style="italic")
         _append(text, pieces[-TAIL_PIECES:], in_colour=in_colour)
     text.rstrip()
     return text
@@ -89,7 +89,7 @@ def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> Renderab
         entries: Sets of prepared rows.
         downloads: Copies of files.
     """
-    table = plain_table("source", "holds", *numbers("sequences", "tokens", "size", "age"))
+    table = plain_table("source", "contents", *numbers("sequences", "tokens", "size", "age"))
     for entry in entries:
         counts = (f"{entry.account[name]:,}" for name in ("num_sequences", "num_tokens"))
         holds = HOLDS[entry.kind]
@@ -97,7 +97,7 @@ def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> Renderab
     num_download_bytes = sum(file.stat().st_size for file in downloads)
     if downloads:
         newest = max(downloads, key=lambda file: file.stat().st_mtime)
-        table.add_row(counted(len(downloads), "fetched file"), "", "", "", gib(num_download_bytes), _age(newest))
+        table.add_row(counted(len(downloads), "downloaded file"), "", "", "", gib(num_download_bytes), _age(newest))
     total = gib(num_download_bytes + sum(entry.size_bytes for entry in entries))
     table.add_row("total", "", "", "", total, "", style="bold")
     return table
@@ -117,7 +117,7 @@ def _heading(title: str, explanation: str = "") -> Text:
 
 
 def _mixture_table(report: DataReport) -> Table:
-    columns = numbers("weight", "sequences", "trained on", "tokens", "share")
+    columns = numbers("weight", "sequences", "used", "tokens", "share")
     table = plain_table("source", *columns, header_style="dim")
     for part in report.mixture:
         counts = (f"{number:,}" for number in (part.num_available, part.num_taken, part.num_tokens))
@@ -151,7 +151,7 @@ def _bar(share: float) -> str:
 
 
 def _special_tokens_table(source: SourceReport) -> Table:
-    table = plain_table("token", "used as", *numbers("id", "times", "trained"), header_style="dim")
+    table = plain_table("token", "used as", *numbers("id", "count", "trained"), header_style="dim")
     for token in source.special_tokens:
         counts = (f"{number:,}" for number in (token.num_tokens, token.num_trained))
         table.add_row(Text(visible(token.text)), ", ".join(token.roles), str(token.id), *counts)

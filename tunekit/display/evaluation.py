@@ -22,8 +22,8 @@ VERDICTS = {
 
 _METHODS = {
     "bootstrap": f"bootstrap over rows ({NUM_RESAMPLES:,} resamples, seed {SEED})",
-    "Wilson": "Wilson's of shares",
-    "normal": "normal, by lm-evaluation-harness's standard errors",
+    "Wilson": "Wilson score for proportions",
+    "normal": "normal, from the standard errors of lm-evaluation-harness",
 }
 
 
@@ -32,10 +32,10 @@ def evaluation_view(made: Evaluation) -> RenderableType:
     step = "" if made.step is None else f", step {made.step}"
     head = Text.assemble((made.model + step, "bold"), f" on {made.what}")
     if made.before is not None:
-        head.append(f", beside {made.before} before training", style="dim")
+        head.append(f", compared with {made.before} before training", style="dim")
     notes = [Text(f"note: {note}", style="dim") for note in made.notes]
     where = f"computed in {made.settings['dtype']} on {made.settings['device']}, {made.seconds:.1f} s"
-    kept = [] if made.path is None else [Text(f"kept in {made.path}", style="dim")]
+    kept = [] if made.path is None else [Text(f"saved to {made.path}", style="dim")]
     return Group(*notes, head, "", scores_table(made.scores), "", Text(_how(made.scores), style="dim"),
                  Text(where, style="dim"), *kept)  # fmt: skip
 
@@ -77,12 +77,10 @@ def _cell(estimate: Estimate | None, digits: str, *, sign: bool = False) -> Text
 def _how(scores: Iterable[Score]) -> str:
     score_list = list(scores)
     named = "; ".join(dict.fromkeys(score.interval for score in score_list))
-    sentence = f"intervals of 95%: {', '.join(words for name, words in _METHODS.items() if name in named)}"
+    sentence = f"95% intervals: {', '.join(words for name, words in _METHODS.items() if name in named)}"
     if "not paired" in named:
-        return f"{sentence}; differences are not all paired"
-    return (
-        f"{sentence}; differences are paired, row by row" if any(score.difference for score in score_list) else sentence
-    )
+        return f"{sentence}; some differences are unpaired"
+    return f"{sentence}; differences are paired by row" if any(score.difference for score in score_list) else sentence
 
 
 def evaluations_table(evaluations: Iterable[Evaluation]) -> Iterator[RenderableType]:

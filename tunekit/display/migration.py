@@ -12,10 +12,10 @@ from tunekit.migration.report import TOOLS, Kind, Migration
 from tunekit.recipe.reading.parse import to_inline_yaml
 
 _TITLES: dict[Kind, tuple[str, str, str]] = {
-    "carried": ("carried over", "the recipe says it", "green"),
-    "decided": ("decided by tunekit", "left out of the recipe, with the reason", "cyan"),
-    "different": ("different", "the recipe trains otherwise in this", "magenta"),
-    "unsupported": ("cannot be had", "not in the recipe", "red"),
+    "carried": ("carried over", "in the recipe", "green"),
+    "decided": ("decided by tunekit", "not in the recipe, with the reason", "cyan"),
+    "different": ("different", "the recipe behaves differently here", "magenta"),
+    "unsupported": ("unsupported", "not in the recipe", "red"),
 }
 _MAX_VALUE = 44
 
@@ -24,7 +24,7 @@ def migration_parts(made: Migration) -> list[RenderableType]:
     """A migration in sections: the recipe, then what became of the keys, and what to look at."""
     count = {kind: len(made.of_kind(kind)) for kind in ("carried", "decided", "unsupported", "silent")}
     head = f"{count['carried']} keys carried over, {count['decided']} decided by tunekit, "
-    head += f"{len(made.different)} different, {count['unsupported']} cannot be had, {count['silent']} ask for nothing"
+    head += f"{len(made.different)} different, {count['unsupported']} unsupported, {count['silent']} without effect"
     parts: list[RenderableType] = [
         Text.assemble((f"{made.path} ({TOOLS[made.tool]})", "bold"), f"  {head}"),
         "",
@@ -35,12 +35,12 @@ def migration_parts(made: Migration) -> list[RenderableType]:
         rows = [(str(line.line or ""), f"{line.key}: {_value(line.value)}", line.words) for line in lines]
         parts += _section(title, explanation, style, rows)
     rows = [("", f"{assumption.key}: {_value(assumption.value)}", assumption.words) for assumption in made.assumed]
-    parts += _section("said besides", f"as {TOOLS[made.tool]} does so, and tunekit otherwise", "cyan", rows)
+    parts += _section("added", f"to match {TOOLS[made.tool]}, where tunekit's default differs", "cyan", rows)
     suspicions = [(str(suspicion.line or ""), suspicion.words) for suspicion in made.suspicious]
-    parts += _section("suspicious in the original", "look at it once more", "yellow", suspicions)
+    parts += _section("suspicious in the original", "check it again", "yellow", suspicions)
     silent = [line.key for line in made.of_kind("silent")]
     if silent:
-        parts += [Text.assemble(("ask for nothing", "dim"), (f"  {', '.join(silent)}", "dim")), ""]
+        parts += [Text.assemble(("without effect", "dim"), (f"  {', '.join(silent)}", "dim")), ""]
     return parts
 
 

@@ -77,7 +77,7 @@ def plan_view(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [Text(plan.headline, style="bold"), Text(plan.figures, style="bold cyan")]
     parts += [Text(plan.speed_basis, style="dim"), "", MemoryBar(plan), "", _decisions(plan)]
     if plan.rejected:
-        parts += ["", Text("ruled out, in the order looked at", style="bold"), _rejected(plan)]
+        parts += ["", Text("ruled out, in the order tried", style="bold"), _rejected(plan)]
     if plan.change_first:
         parts += ["", Text.assemble(("if memory runs out  ", "bold"), (plan.change_first, "cyan"))]
     return Constrain(Group(*parts, "", _given(plan), ""), MAX_WIDTH)
@@ -116,7 +116,7 @@ class MemoryBar:
         """Render the usable limit below its position in the bar, on the side that has room."""
         limit, total = self.plan.memory_limit_bytes, self.plan.device.memory_total_bytes
         free = gib(max(0, limit - self.plan.memory.total_bytes))
-        words = f"{free} left of {gib(limit)} that may be used; the device has {gib(total)}"
+        words = f"{free} free of the {gib(limit)} limit (device: {gib(total)})"
         place = self._limit_cell(width)
         line = f"{words} ▲" if len(words) + 1 <= place else f"{' ' * place}▲ {words}"
         return Text(line.rjust(place + 1), style="dim")
@@ -124,13 +124,13 @@ class MemoryBar:
     def _legend(self, *, in_colour: bool) -> Table:
         memory = self.plan.memory
         tensors = [entry for entry in self._parts() if entry[0] not in NO_TENSORS]
-        besides = [entry for entry in self._parts() if entry[0] in NO_TENSORS]
+        others = [entry for entry in self._parts() if entry[0] in NO_TENSORS]
         table = _grid(2)
         where = f"{gib(memory.tensor_bytes)} of tensors, {memory.peak_words}"
         table.add_row("memory", Text.assemble(where, (f" ({memory.confidence})", "dim")))
         table.add_row("", Text(self.plan.memory_basis, style="dim"))
         table.add_row("", _key(tensors, in_colour=in_colour))
-        table.add_row("besides", _key(besides, in_colour=in_colour))
+        table.add_row("other", _key(others, in_colour=in_colour))
         for line in self.plan.elsewhere_lines():
             name, _, size = line.partition(": ")
             table.add_row(name, size)
@@ -256,7 +256,7 @@ class PlanRows:
                 break
         yield table
         if len(settings) < len(self.figures):
-            yield Text(f"a wider terminal has room for {', '.join(self.figures[len(settings) :])}", style="dim")
+            yield Text(f"widen the terminal to show {', '.join(self.figures[len(settings) :])}", style="dim")
 
     def _table(self, name_width: int, shown: Sequence[str], *, in_one_line: bool) -> Table:
         """The table with names of some columns at most, some of the figures, and ranges on one line or on two."""

@@ -29,12 +29,12 @@ def trial_parts(trial: RewardTrial) -> list[RenderableType]:
 
 
 def _rewards_table(trial: RewardTrial) -> Table:
-    columns = numbers("weight", "mean", "spread", "in groups", "no value", "s per step", no_wrap=True)
+    columns = numbers("weight", "mean", "spread", "within groups", "no value", "s per step", no_wrap=True)
     table = plain_table(Column("reward", overflow="fold"), *columns, gap=2)
     for reward in trial.rewards:
         table.add_row(reward.name, f"{reward.weight:g}", *_numbers(reward))
     if len(trial.rewards) > 1:
-        table.add_row("sum by weight", "", *_numbers(trial.total), style="bold")
+        table.add_row("weighted sum", "", *_numbers(trial.total), style="bold")
     return table
 
 
@@ -53,12 +53,14 @@ def _facts_table(trial: RewardTrial) -> Table:
     table = plain_table(shows_header=False)
     table.add_row("prompts", f"{len(trial.groups):,}, with {of_each} answers each")
     of_groups = f"{silent:,} of {counted(len(trial.groups), 'group')}"
-    table.add_row("without signal", f"{of_groups}, in which all answers got the same")
+    table.add_row("without signal", f"{of_groups}, whose answers all got the same reward")
     mean = sum(lengths) / len(lengths)
     table.add_row("answers", f"{min(lengths):,} to {max(lengths):,} tokens, {mean:,.0f} on average")
     limit = f"{trial.max_completion_length:,} tokens"
-    table.add_row("truncated", f"{trial.truncated_share:.0%} reach {limit} without an end")
-    table.add_row("generation", f"{trial.generation_seconds_per_step:.1f} s for the answers of a step, by transformers")
+    table.add_row("truncated", f"{trial.truncated_share:.0%} reach {limit} without an end-of-sequence token")
+    table.add_row(
+        "generation", f"{trial.generation_seconds_per_step:.1f} s for the answers of a step, with transformers"
+    )
     return table
 
 
@@ -66,7 +68,7 @@ def _group(group: Group, names: list[str]) -> Iterator[RenderableType]:
     yield Text.assemble((group.place, "bold"), "  ", (_cut(group.prompt), "dim"))
     entries = [("best", group.best)] if not group.has_signal else [("best", group.best), ("worst", group.worst)]
     for word, answer in entries:
-        yield Padding(_answer(word if group.has_signal else "all the same", answer, names), (0, 0, 0, 2), expand=False)
+        yield Padding(_answer(word if group.has_signal else "all equal", answer, names), (0, 0, 0, 2), expand=False)
 
 
 def _answer(word: str, answer: Answer, names: list[str]) -> Text:

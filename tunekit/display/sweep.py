@@ -39,13 +39,13 @@ class SweepProgress:
         if event["event"] == "sweep":
             self._on_sweep(event["sweep"], event)
         elif event["event"] == "stop":
-            again = "; press again to end them at once" if event["again"] else ""
-            self._console.print(Text(f"stopping the runs, with checkpoints{again}", style="yellow"))
+            again = "; press again to stop at once" if event["again"] else ""
+            self._console.print(Text(f"stopping the runs with a checkpoint each{again}", style="yellow"))
         else:
             outcome: Outcome = event["outcome"]
             where = f"{outcome.trial.number} of {event['num_runs']}  {short_words(outcome.trial.changes)}"
             if event["event"] == "begins":
-                verb = "begins" if outcome.run is None else "goes on"
+                verb = "started" if outcome.run is None else "resumed"
                 self._console.print(Text(f"{where}  {verb}"))
             else:
                 remaining = self._left(outcome, event["num_runs"])
@@ -60,16 +60,16 @@ class SweepProgress:
         if not self._seconds or num_left <= 0:
             return ""
         mean = sum(self._seconds) / len(self._seconds)
-        return f"  some {duration(mean * num_left / self._parallel)} left"
+        return f"  about {duration(mean * num_left / self._parallel)} left"
 
     def _on_sweep(self, sweep: Sweep, event: Event) -> None:
         spec, num_plans = sweep.spec, len(event["plans"])
         self._parallel = spec.parallel
         self._console.print("", variants_table(event["plans"]))
-        at_once = f"{spec.parallel} at once" if spec.parallel > 1 else "one after another"
+        at_once = f"{spec.parallel} in parallel" if spec.parallel > 1 else "sequential"
         if spec.one_device_each:
             at_once += ", one accelerator each"
-        of_them = f" (planned: {num_plans} of what may be drawn)" if spec.search == "optuna" else ""
+        of_them = f" (planned: {num_plans} of the possible trials)" if spec.search == "optuna" else ""
         words = f"{spec.num_runs} runs, {at_once}{of_them}: {_total(*event['estimate'])}"
         self._console.print(Text(words, style="bold"))
         self._console.print(Text(spec.measure.how, style="dim"))
@@ -79,9 +79,9 @@ class SweepProgress:
 def _total(seconds: Range | None, cost: Range | None) -> str:
     """Return the time and cost of all runs."""
     if seconds is None:
-        return "the time is not known"
+        return "time unknown"
     low, high = duration(seconds.low), duration(seconds.high)
-    words = f"{low if low == high else f'{low} to {high}'} of training in all"
+    words = f"{low if low == high else f'{low} to {high}'} of training in total"
     return words if cost is None else f"{words}, {cost.low:,.2f} to {cost.high:,.2f} USD"
 
 
@@ -130,11 +130,11 @@ def _below(sweep: Sweep, outcomes: Sequence[Outcome], best: Outcome | None) -> l
         if outcome.why is not None
     ]
     if best is not None and best.run is not None:
-        lines.append(Text(f"the best run is {best.run.path}: {short_words(best.trial.changes)}"))
+        lines.append(Text(f"best run: {best.run.path}, {short_words(best.trial.changes)}"))
     if (
         any(outcome.state not in (FINISHED, FAILED, "pruned") for outcome in outcomes)
         or len(outcomes) < sweep.spec.num_runs
     ):
-        goes_on = "it goes on now" if sweep.is_conducted() else f"go on with: tunekit resume {sweep.path}"
+        goes_on = "still running" if sweep.is_conducted() else f"resume with: tunekit resume {sweep.path}"
         lines.append(Text(goes_on, style="bold"))
     return lines

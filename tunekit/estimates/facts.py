@@ -134,15 +134,14 @@ def start_words(origin: Origin, adapter: FullAdapter | LoraAdapter) -> tuple[str
     """Return choice and reason of a plan about the start of training."""
     choice = origin.chain
     if origin.adapter is None:
-        return choice, f"all weights of {origin.name} are what is started from"
+        return choice, f"training starts from the weights of {origin.name}"
     if isinstance(adapter, FullAdapter):
-        return choice, f"the adapter of {origin.name} is merged into {origin.base.path} in float32, and all is trained"
-    why = f"the adapter of {origin.name} is trained further, on {origin.base.path}"
+        return choice, f"adapter of {origin.name} merged into {origin.base.path} in float32, all parameters trained"
+    why = f"adapter of {origin.name} trained further, on {origin.base.path}"
     was, is_now = isinstance(origin.adapter, QloraAdapter), isinstance(adapter, QloraAdapter)
     if was != is_now:
-        kinds = ("a 4-bit base", "an unquantised one")
-        why += f"; it was trained over {kinds[not was]} and goes on over {kinds[not is_now]}, which answers a little "
-        why += "differently"
+        kinds = ("a 4-bit base", "an unquantized one")
+        why += f"; trained on {kinds[not was]}, continues on {kinds[not is_now]} with slightly different outputs"
     return choice, why
 
 
@@ -239,7 +238,7 @@ class Hardware(Facts):
         """The device that one process computes on."""
         if self.accelerators:
             return self.freest(1)[0]
-        assert self.cpu is not None, "a machine has a processor or an accelerator"
+        assert self.cpu is not None, "a machine has a CPU or an accelerator"
         return self.cpu
 
     def freest(self, num: int) -> tuple[Device, ...]:

@@ -35,9 +35,9 @@ class Layout(Facts):
     def why_not_resumed(self) -> str | None:
         """Reason that a run in this layout cannot resume, so that it writes no checkpoints; None where it can."""
         if self.tp_size > 1:
-            return "transformers resumes no model whose layers were divided when it was loaded"
+            return "transformers cannot resume tensor parallel models"
         if self.sp_size > 1:
-            return "transformers cannot skip rows that Ulysses divides"
+            return "transformers cannot skip rows that Ulysses splits"
         return None
 
     @property

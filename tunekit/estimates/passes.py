@@ -88,8 +88,8 @@ def steps_per_epoch(method: MethodSection, num_rows: int, global_batch_size: int
     prompts = global_batch_size // num_generations
     if num_rows < prompts:
         raise PlanError(
-            f"train.global_batch_size: {global_batch_size} answers, {num_generations} to each prompt, need "
-            f"{prompts} prompts, and data.train has {num_rows}",
+            f"train.global_batch_size: {global_batch_size} answers, {num_generations} per prompt, need "
+            f"{prompts} prompts, but data.train has {num_rows}",
             hint=f"set it to {num_rows * num_generations} or less",
         )
     return num_rows // prompts * method.steps_per_generation

@@ -62,9 +62,9 @@ NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 
 
 _BASIS: Mapping[Confidence, str] = {
-    "traced": "formulas within 3 % of traces of torch's modules",
-    "closed form": "formulas that no trace was compared with",
-    "outside the model": "formulas of a Llama of its sizes",
+    "traced": "formulas within 3% of traces of torch modules",
+    "closed form": "formulas not compared with a trace",
+    "outside the model": "formulas of a Llama of the same size",
 }
 """Description of memory figures, by their confidence."""
 
@@ -214,13 +214,13 @@ class Plan(Facts):
         _check_depth(text)
         values = yaml.load(text, LOADER)
         if not isinstance(values, dict):
-            raise ValueError("a plan is a mapping")
+            raise ValueError("not a YAML mapping")
         plan = cls.model_validate({**values, "recipe": recipe})
         extra = sorted(set(plan.environment) - VARIABLES)
         if extra:
             raise PlanError(
-                f"the plan sets the environment variable {extra[0]}, which no plan of tunekit does",
-                hint="it was changed by hand: export the variable instead",
+                f"the plan sets environment variable {extra[0]}, which tunekit never sets",
+                hint="undo the manual change and export the variable instead",
             )
         return plan
 
@@ -251,14 +251,14 @@ class Plan(Facts):
     @property
     def headline(self) -> str:
         """The choice in one sentence: what fits where, and how the work is spread."""
-        chosen = f"{self.recipe.adapter.type} on {self.model_words} fits {self.devices_words}: {self.layout_words}"
+        chosen = f"{self.recipe.adapter.type} on {self.model_words} fits on {self.devices_words}: {self.layout_words}"
         return f"{chosen}; {self.unchecked}" if self.unchecked else chosen
 
     @property
     def memory_basis(self) -> str:
         """Basis of the memory figures: how they were checked, and on which side they err."""
         if self.device.kind == "cuda" and self.kernels != "torch":
-            return f"{_BASIS[self.memory.confidence]}; an upper bound: {self.kernels}'s kernels keep less"
+            return f"{_BASIS[self.memory.confidence]}; upper bound, since {self.kernels}'s kernels store less"
         return _BASIS[self.memory.confidence]
 
     @property
@@ -274,11 +274,11 @@ class Plan(Facts):
     @property
     def figures(self) -> str:
         """Figures of the choice in one line: memory, speed, time and cost."""
-        each = "" if self.layout.num_processes == 1 else " on each"
-        memory = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)}{each}"
+        each = "" if self.layout.num_processes == 1 else " per device"
+        memory = f"{used_of(self.memory.total_bytes, self.memory_limit_bytes)}{each}"
         is_known = self.speed is not None and self.speed.tokens_per_second is not None
         reason = self._speed_reason if is_known else None
-        return f"{memory}; {reason.choice if reason else 'speed not predicted'}"
+        return f"{memory}; {reason.choice if reason else 'throughput unknown'}"
 
     @property
     def speed_basis(self) -> str:
@@ -314,7 +314,7 @@ class Plan(Facts):
     def memory_line(self) -> str:
         """Predicted memory by part against the limit, in one line."""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.memory_parts().items())
-        total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} ({self.memory_basis})"
+        total = f"{used_of(self.memory.total_bytes, self.memory_limit_bytes)} ({self.memory_basis})"
         return f"{total}, {self.memory.peak_words}: {parts}"
 
     def memory_parts(self) -> dict[Part, int]:
@@ -327,8 +327,8 @@ class Plan(Facts):
 
     def elsewhere_lines(self) -> list[str]:
         """Return the needs of each node besides its devices, a line each."""
-        sizes = (("main memory", self.memory.host_bytes), ("disk", self.memory.nvme_bytes))
-        return [f"{name}: {gib(size)} on each node" for name, size in sizes if size]
+        sizes = (("host memory", self.memory.host_bytes), ("disk", self.memory.nvme_bytes))
+        return [f"{name}: {gib(size)} per node" for name, size in sizes if size]
 
     def __str__(self) -> str:
         return self.explain()
@@ -347,6 +347,12 @@ def gib(size_bytes: float) -> str:
     if size_bytes < 2**30 / 10:
         return f"{size_bytes / 2**20:.1f} MiB"
     return f"{size_bytes / 2**30:.2f} GiB" if size_bytes < 10 * 2**30 else f"{size_bytes / 2**30:,.1f} GiB"
+
+
+def used_of(used_bytes: float, limit_bytes: float) -> str:
+    """A use of a limit in words, with one unit where both have the same: `1.4 of 22.1 GiB`."""
+    limit = gib(limit_bytes)
+    return f"{gib(used_bytes).removesuffix(limit[-4:])} of {limit}"
 
 
 def count(number: int) -> str:
@@ -373,9 +379,9 @@ def _check_depth(text: str) -> None:
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
             if depth > MAX_DEPTH:
-                raise ValueError("nested too deep")
+                raise ValueError("nested too deeply")
     except yaml.MarkedYAMLError as error:
         # PyYAML 6.0.4 has a limit of its own, which it meets while it looks ahead.
         if "maximum nesting depth" in str(error.problem):
-            raise ValueError("nested too deep") from error
+            raise ValueError("nested too deeply") from error
         raise

@@ -227,15 +227,15 @@ class _Chosen:
         """The decision for the plan."""
         why = self.candidate.why
         if setting.recipe.parallel.strategy != "auto":
-            why = f"as in the recipe; {why}"
+            why = f"set by the recipe; {why}"
         if self.fit.layout.offloads:
             if setting.host_limit_bytes is None:
-                why += "; whether this machine has that much main memory is not known"
+                why += "; host memory of this machine unknown"
             why += "".join(f"; {instead}" for instead in _without_offload(setting))
         if self.fit.layout.strategy == "ddp" and setting.model.num_vision_params:
-            why += "; DDP looks for what has no gradients, since text does not reach the vision tower"
+            why += "; DDP finds unused parameters, since text does not reach the vision tower"
         if self.fit.layout.sync_each_batch:
-            why += "; gradients are summed in every micro-batch, since they would not fit undivided"
+            why += "; gradients reduced in every micro-batch, since they would not fit unsharded"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
 
 
@@ -257,16 +257,16 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     """
     recipe, hardware, method = setting.recipe, setting.hardware, setting.recipe.method
     if not generates(method) or method.generation.use_vllm != "auto":
-        return setting, chosen, "as in the recipe"
+        return setting, chosen, "set by the recipe"
     if hardware.vllm is None:
-        return setting, chosen, "whether vLLM is installed there is not known"
+        return setting, chosen, "unknown whether vLLM is installed there"
     refused = backends.why_no_vllm(recipe, hardware)
     why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:
         other = replace(setting, by_vllm=True)
         fitting = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)
         if fitting is not None:
-            return other, replace(chosen, fit=fitting), "it is installed, and fits beside the model"
+            return other, replace(chosen, fit=fitting), "installed, and fits beside the model"
         why = "vLLM would not fit beside the model"
     return setting, chosen, why
 
@@ -279,7 +279,7 @@ def _without_offload(setting: Setting) -> Iterator[str]:
         other = replace(setting, recipe=setting.recipe.model_copy(update={"adapter": adapter}))
         on_devices = (layout for layout, _ in _that_fit(other) if not layout.offloads)
         if next(on_devices, None) is not None:
-            yield f"with adapter.type={adapter.type} all would stay on the devices"
+            yield f"adapter.type={adapter.type} would fit without offloading"
             return
 
 
@@ -339,12 +339,11 @@ def _choose(setting: Setting) -> _Chosen:
     limit = setting.limit_bytes(per_node)
     over = smallest.total_bytes - limit
     tried = [f"  {rejection.layout.name}: {rejection.why}" for rejection in rejected] if len(rejected) > 1 else []
-    much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
+    much = f" ({gib(over)} over)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
     smaller = what_would_fit(setting)
     other = _other_engine(setting) if setting.hardware.num_accelerators > 1 else None
     raise PlanError(
-        f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
-        f"{gib(limit)} may be used{much}",
+        f"does not fit on {_machine(setting)}: needs at least {gib(smallest.total_bytes)}, limit {gib(limit)}{much}",
         hint="\n".join([smaller.words, *([] if other is None else other.words()), *tried]),
         changes=smaller.changes,
         needed_bytes=smallest.total_bytes if over > 0 else None,
@@ -372,10 +371,10 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     parallel, batch = setting.recipe.parallel, setting.recipe.train.global_batch_size
     settings = [f"parallel.{name}={value}" for name, value in parallel.model_dump(exclude_defaults=True).items()]
     num = parallel.num_processes
-    multiple = f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
+    multiple = f", or set train.global_batch_size to a multiple of {num}" if num and batch % num else ""
     return PlanError(
-        f"{', '.join(settings)}: there is no such layout for {_machine(setting)} and a batch of {batch}",
-        hint=f"leave some of it to the plan{multiple}",
+        f"{', '.join(settings)}: no such layout for {_machine(setting)} with a batch of {batch}",
+        hint=f"unset some of them{multiple}",
     )
 
 
@@ -397,14 +396,14 @@ def what_would_fit(setting: Setting) -> Smaller:
         for layout, memory in _that_fit(other):
             how = "" if layout.num_processes == 1 else f" ({layout.name})"
             changes = tuple(edit.override for edit in edits(setting.recipe, changed))
-            return Smaller(f"{change} would fit with {gib(memory.total_bytes)}{how}", changes)
-    return Smaller("no single change of the recipe would fit; take a smaller model or a device with more memory")
+            return Smaller(f"set {change}: needs {gib(memory.total_bytes)}{how}", changes)
+    return Smaller("no single change of the recipe fits; use a smaller model or a device with more memory")
 
 
 def _changes(recipe: Recipe, free: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Single changes that save memory, the one that changes the least of the result first."""
     if recipe.train != free.train:
-        yield "leaving train.micro_batch_size and train.gradient_checkpointing to the plan", free
+        yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
     train, data = free.train, free.data
     for optim in ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})

@@ -19,17 +19,17 @@ def obstacle(saved: Layout, layout: Layout) -> Refusal | None:
     """
     as_before = f"parallel.strategy={saved.strategy} parallel.num_processes={saved.num_processes}"
     if layout.why_not_resumed is not None:
-        return Refusal(layout.why_not_resumed, f"go on with {as_before}")
+        return Refusal(layout.why_not_resumed, f"resume with {as_before}")
     if not saved.strategy.startswith("zero") and not layout.strategy.startswith("zero"):
         return None
     if saved.strategy == layout.strategy and _divides(saved) == _divides(layout):
         return None
     if saved.strategy.startswith("zero"):
         took = "1 process" if saved.num_processes == 1 else f"{saved.num_processes} processes"
-        why = f"DeepSpeed divided the state over {took} by {saved.name} and takes it back in no other way"
+        why = f"DeepSpeed state sharded over {took} by {saved.name} cannot be loaded in another layout"
     else:
-        why = f"DeepSpeed reads no checkpoint of {saved.name}"
-    return Refusal(why, f"go on with {as_before}")
+        why = f"DeepSpeed cannot load a checkpoint of {saved.name}"
+    return Refusal(why, f"resume with {as_before}")
 
 
 def _divides(layout: Layout) -> tuple[int, int, bool]:

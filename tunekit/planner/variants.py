@@ -136,7 +136,9 @@ def read_values(words: Sequence[str]) -> dict[str, list[Any]]:
         except YAMLProblem:
             values, problems = None, []
         if not equals or not isinstance(values, list) or not values or problems:
-            raise RecipeError(f"--sweep {word}: cannot be read", hint="write key=value,value such as adapter.rank=8,16")
+            raise RecipeError(
+                f"--sweep {word}: invalid values", hint="write key=value,value, such as adapter.rank=8,16"
+            )
         values_by_key.setdefault(key.strip(), []).extend(values)
     return values_by_key
 
@@ -158,7 +160,7 @@ def combinations(
     if prod(numbers) > MAX_PLANS:
         product_words = " x ".join(map(str, numbers))
         raise RecipeError(
-            f"a sweep over {product_words} = {prod(numbers)} plans is more than the {MAX_PLANS} that a table shows",
+            f"a sweep over {product_words} = {prod(numbers)} plans exceeds the limit of {MAX_PLANS}",
             hint="try fewer values",
         )
     all_changes = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
@@ -196,7 +198,7 @@ def largest_length(recipe: Recipe, plan_of: PlanOf, machine: str | None, max_len
     # One step beyond what the model has, of which the plan says so.
     lengths = [*range(LENGTH_STEP, most, LENGTH_STEP), most, most + LENGTH_STEP]
     plan = plan_of(recipe)
-    yield Variant(machine, {"data.max_length": recipe.data.max_length}, plan, "as it is")
+    yield Variant(machine, {"data.max_length": recipe.data.max_length}, plan, "unchanged")
     yield from _largest(_held(recipe, plan), plan_of, machine, lengths, lambda length: {"data.max_length": length})
 
 
@@ -224,12 +226,12 @@ def largest_batch(
 
     def plan_of_batch(recipe: Recipe) -> Planned:
         if recipe.train.global_batch_size > max(num_rows, num_devices):
-            return PlanError(f"there are no more than {num_rows:,} rows to train on")
+            return PlanError(f"there are only {num_rows:,} training rows")
         return plan_of(recipe)
 
     train = recipe.train
     own = {"train.micro_batch_size": train.micro_batch_size, "train.global_batch_size": train.global_batch_size}
-    yield Variant(machine, own, plan, "as it is")
+    yield Variant(machine, own, plan, "unchanged")
     yield from _largest(plan_state, plan_of_batch, machine, range(1, num_rows // num_devices + 2), changes)
 
 

@@ -162,12 +162,12 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
     """
     if not 2 <= len(runs) <= MAX_RUNS:
         count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-        raise TunekitError(f"{count} cannot be compared", hint=f"name 2 to {MAX_RUNS}: `tunekit runs` lists them")
+        raise TunekitError(f"cannot compare {count}", hint=f"pass 2 to {MAX_RUNS} runs; `tunekit runs` lists them")
     stories = tuple(story_of(run) for run in runs)
     places = [story.run.path.resolve() for story in stories]
     twice = next((place for place in places if places.count(place) > 1), None)
     if twice is not None:
-        raise TunekitError(f"{twice} is named twice", hint="name each run once")
+        raise TunekitError(f"{twice} is listed twice", hint="pass each run once")
     pages = [_Page(story) for story in stories]
     called = [story.name for story in stories]
     names = tuple(
@@ -221,7 +221,7 @@ def _keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 def _surroundings(story: Story) -> Iterator[tuple[str, str]]:
     """Yield the circumstances of a run besides its recipe."""
-    yield from ((what, words) for what, words in story.facts() if what not in ("Trained", "Method", "Begun"))
+    yield from ((what, words) for what, words in story.facts() if what not in ("Trained", "Method", "Started"))
     yield from story.environment()
     yield "Batch", story.plan.batch_words
     yield "Layout", story.plan.layout_words
@@ -245,7 +245,7 @@ def _figures(pages: Sequence[_Page]) -> Iterator[Figure]:
         for name in sorted(name for name in logged if fnmatch(name, measure.name)):
             held_out = measure.held_out and any(f"eval_{name}" in page.reader.series for page in pages)
             key, split = (f"eval_{name}", "eval") if held_out else (name, "train")
-            words = f"{measure.label(name)}{', held out' if held_out else ''}"
+            words = f"{measure.label(name)}{', eval' if held_out else ''}"
             ranked = why_not[split] is None and _same_rewards(pages, name)
             figures = _figures_of(key, words, measure.digits, pages, ranked=ranked)
             if name in learned:
@@ -325,7 +325,7 @@ def _costs(pages: Sequence[_Page]) -> Iterator[Figure]:
     speeds, tokens = values("tokens_per_second"), values("num_tokens")
     yield _figure("tokens per second", "tokens_per_second", speeds, lambda value: f"{value:,.0f}", "more")
     peaks = values("peak_memory_bytes")
-    yield _figure("peak memory of a device", "peak_memory_bytes", peaks, lambda value: gib(int(value)), "less")
+    yield _figure("peak memory per device", "peak_memory_bytes", peaks, lambda value: gib(int(value)), "less")
     seconds = tuple(result.get("seconds") for result in results)
     num_schedules = len({page.story.status["num_steps"] for page in pages})
     yield _figure("time", "seconds", seconds, duration, "less" if num_schedules == 1 else None)
@@ -345,9 +345,9 @@ def why_unranked(pages: Sequence[_Page], split: str) -> str | None:
         return f"losses of {' and '.join(types)} are different quantities"
     if len({_rows_of(page.story, split) for page in pages}) > 1:
         words = "trained" if split == "train" else "evaluated"
-        return f"they were {words} on different rows"
+        return f"{words} on different rows"
     if methods[0].spec.settings_scale_loss and any(method != methods[0] for method in methods):
-        return f"{types[0]} is set otherwise, which scales losses and margins"
+        return f"{types[0]} settings differ, which scales losses and margins"
     return None
 
 
@@ -396,7 +396,7 @@ def _answers(pages: Sequence[_Page]) -> dict[str, tuple[str | None, ...]]:
 def _notes(pages: Sequence[_Page], names: Sequence[str]) -> Iterator[str]:
     for name, page in zip(names, pages, strict=True):
         if page.story.state != "finished":
-            yield f"{name} is {page.story.state}, at step {page.story.step_words}: its figures are those so far"
+            yield f"{name} is {page.story.state}, at step {page.story.step_words}: results so far"
     has_eval = any("eval_loss" in page.reader.series for page in pages)
     reasons = [why_unranked(pages, split) for split in ("train", *(("eval",) if has_eval else ()))]
     for reason in dict.fromkeys(filter(None, reasons)):
@@ -416,12 +416,12 @@ def _page(comparison: Comparison) -> str:
         names=names,
         figures=rows,
         curves=[
-            (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run over the steps"))
+            (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run by step"))
             for overlay in comparison.overlays
         ],
         tables=[
-            ("In what the recipes differ", "They are the same.", comparison.recipe),
-            ("In what data, lineage and machine differ", "In nothing that is known.", comparison.surroundings),
+            ("Recipe differences", "The recipes are identical.", comparison.recipe),
+            ("Differences in data, lineage and machine", "No known differences.", comparison.surroundings),
         ],
         answers=comparison.answers,
         notes=comparison.notes,

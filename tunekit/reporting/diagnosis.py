@@ -4,7 +4,7 @@ Nothing is guessed from a log. An error says of itself of which kind it is and w
 `tunekit.errors`); a run that wrote none was ended from outside, or its machine was.
 """
 
-import signal
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,9 @@ CAUSES: tuple[tuple[type[TunekitError], Cause], ...] = (
 
 REPEATED: tuple[Cause, ...] = ("memory", "non_finite", "rows")
 """Causes that come again at the same place where nothing is changed."""
+
+KILLED = re.compile("was (killed|ended) by SIG[A-Z]|without an error message|no word of why")
+"""Exit reasons of processes that were killed, as this and earlier versions word them."""
 
 TAIL_BYTES = 8192
 """Of a log that is shown."""
@@ -106,15 +109,17 @@ def _without_word(run: Run, state: str, status: dict[str, Any]) -> tuple[Cause, 
     """Return the cause for a run whose processes wrote no error, and its description."""
     where = f"in step {status['step'] + 1}" if status["phase"] == "training" else f"while {status['phase']}"
     if state == STUCK:
-        return "hung", f"{where}: the processes that trained are gone, and process {status['pid']} waits for them"
+        return (
+            "hung",
+            f"{where}: the training processes are gone, and process {status['pid']} is still waiting for them",
+        )
     if state == DIED:
         return "killed", (
-            f"{where}: process {status['pid']} on {status['host']} is gone without a word: somebody ended it, main "
+            f"{where}: process {status['pid']} on {status['host']} is gone without an error: it was killed, host "
             "memory ran out, or the machine went down"
         )
     reason = str(status["exit_reason"])
-    is_killed = any(f"was ended by {candidate.name}" in reason for candidate in signal.Signals)
-    return "killed" if is_killed or "no word of why" in reason else "other", reason
+    return "killed" if KILLED.search(reason) else "other", reason
 
 
 def _can_go_on(run: Run, changes: Sequence[str]) -> bool:

@@ -108,14 +108,14 @@ def _measured(plan: Plan, result: Event | None) -> Iterator[tuple[str, str, str,
     if result is None:
         return
     planned, peak = plan.memory.total_bytes, result["peak_memory_bytes"]
-    yield "Memory of a device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}"
+    yield "Memory per device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}"
     speed = plan.speed
     rates = None if speed is None else speed.tokens_per_second
-    words = "not predicted" if rates is None else _between(f"{rates.low:,.0f}", f"{rates.high:,.0f}")
+    words = "unknown" if rates is None else _between(f"{rates.low:,.0f}", f"{rates.high:,.0f}")
     yield "Tokens per second", words, f"{result['tokens_per_second']:,.0f}", _within(rates, result)
     seconds = None if speed is None else speed.seconds
-    words = "not predicted" if seconds is None else _between(duration(seconds.low), duration(seconds.high))
-    note = "planned: the steps alone; measured: loading, evaluations and checkpoints too"
+    words = "unknown" if seconds is None else _between(duration(seconds.low), duration(seconds.high))
+    note = "planned: training steps only; measured: includes loading, evaluations and checkpoints"
     yield "Time", words, duration(result["seconds"]), note
 
 
@@ -130,8 +130,8 @@ def _within(rates: Range | None, result: Event) -> str:
     if rates.low <= measured <= rates.high:
         return "as planned"
     if measured < rates.low:
-        return f"{measured / rates.low - 1:+.0%} from the lowest"
-    return f"{measured / rates.high - 1:+.0%} from the highest"
+        return f"{measured / rates.low - 1:+.0%} from the lower bound"
+    return f"{measured / rates.high - 1:+.0%} from the upper bound"
 
 
 def _curves(events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
@@ -152,7 +152,7 @@ def _curves(events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _curve(title: str, lines: Sequence[Line]) -> Iterator[tuple[str, str, list[str]]]:
-    svg = draw(lines, title=f"{title} over the steps")
+    svg = draw(lines, title=f"{title} by step")
     if svg:
         yield title, svg, [line.label for line in lines] if len(lines) > 1 else []
 
@@ -182,7 +182,7 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
     for event in events:
         if event["event"] == "resume":
             changed = f", with {', '.join(event['changes'])}" if event["changes"] else ""
-            yield "gone on with", f"from step {event['step']:,}{changed}"
+            yield "resumed", f"from step {event['step']:,}{changed}"
         elif event["event"] == "restart":
             yield "restarted", f"from step {event['step']:,}: {event['reason']}"
         elif event["event"] == "stop":
@@ -198,8 +198,8 @@ def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str,
         title = TITLES[tracker]
         brief = [words.removeprefix(f"{title}: ") for words in dict.fromkeys(failures)]
         if brief and kept_of(story.run, tracker).num_sent == sum(event["event"] in ("log", "eval") for event in events):
-            brief.append("all of its figures have arrived since")
-        yield title, places[-1] if places else "nothing has arrived there", brief
+            brief.append("all of its metrics have arrived since")
+        yield title, places[-1] if places else "nothing reported there", brief
 
 
 def _environment(story: Story) -> Iterator[tuple[str, str]]:
@@ -207,7 +207,7 @@ def _environment(story: Story) -> Iterator[tuple[str, str]]:
     yield from story.environment()
     prints = fingerprints_of(story.run)
     if prints:
-        yield "Made of", f"{len(prints)} files, by SHA-256 in {FINGERPRINTS}"
+        yield "Inputs", f"{len(prints)} files, SHA-256 in {FINGERPRINTS}"
 
 
 def _commands(run: Run) -> list[str]:

@@ -54,7 +54,7 @@ class Story:
         """Yield the facts about model and data."""
         recipe, plan = self.recipe, self.plan
         if plan.origin is not None:
-            yield "Comes from", plan.origin.chain
+            yield "Starts from", plan.origin.chain
         yield "Model", f"{plan.base.path}, {plan.num_params:,} parameters"
         yield "Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"
         yield "Method", recipe.method.type
@@ -66,7 +66,7 @@ class Story:
         if plan.schedule is not None:
             yield "Steps", f"{plan.schedule.num_steps:,}, {recipe.train.global_batch_size:,} sequences each"
         yield "Devices", f"{plan.devices_words}; {plan.layout.name}"
-        yield "Begun", datetime.fromtimestamp(self.status["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
+        yield "Started", datetime.fromtimestamp(self.status["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
 
     def environment(self) -> Iterator[tuple[str, str]]:
         """Yield the facts about the environment."""
@@ -79,7 +79,7 @@ class Story:
         if versions:
             yield "Versions", versions
         if self.made_with is not None and self.made_with.commit is not None:
-            changed = ", with changes" if self.made_with.commit.endswith("+") else ""
+            changed = ", modified" if self.made_with.commit.endswith("+") else ""
             yield "Commit", f"tunekit {self.made_with.commit.removesuffix('+')}{changed}"
         if plan.environment:
             yield "Variables", " ".join(f"{name}={value}" for name, value in plan.environment.items())

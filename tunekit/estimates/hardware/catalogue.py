@@ -23,13 +23,13 @@ PCIE_BYTES_PER_SECOND_PER_LANE = {
 Platform = Literal["cuda", "rocm", "hpu", "neuron", "tpu"]
 
 NOT_TRAINED_ON: dict[Platform, str] = {
-    "hpu": "Intel's Gaudi needs torch for HPU",
+    "hpu": "Intel Gaudi needs torch for HPU",
     "neuron": "AWS Trainium needs torch for Neuron",
     "tpu": "a TPU needs torch for XLA",
 }
 """Platforms for which there is no plan: neither tunekit's training nor its memory formulas hold there."""
 
-NOTES: dict[Platform, str] = {"rocm": "tunekit was not tried on ROCm"}
+NOTES: dict[Platform, str] = {"rocm": "tunekit is untested on ROCm"}
 
 
 class Price(Facts):

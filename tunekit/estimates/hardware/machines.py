@@ -24,7 +24,7 @@ _NAME = re.compile(r"(?:(?:([0-9]{1,6})x)?([0-9]{1,6})x)?(.*)", re.DOTALL)
 
 _MAKERS = re.compile(r"^(?:nvidia|amd|intel|aws|google|geforce|tesla|instinct)+")
 
-_FORMS = "write it as h100, 8xh100 or 2x8xh100, or name a YAML file"
+_FORMS = "write h100, 8xh100 or 2x8xh100, or pass a YAML file"
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -54,7 +54,7 @@ class Machine(Facts):
         kind = self.accelerator
         if kind.platform in NOT_TRAINED_ON:
             raise PlanError(
-                f"{self.name}: tunekit trains on CUDA devices only; {NOT_TRAINED_ON[kind.platform]}",
+                f"{self.name}: tunekit supports CUDA devices only; {NOT_TRAINED_ON[kind.platform]}",
                 hint="plan for another accelerator",
             )
         device = kind.device.model_copy(update={"memory_free_bytes": self.free_mib * 2**20})
@@ -119,8 +119,8 @@ def find_machine(on: str) -> Machine:
         whole = accelerators % kind.max_per_node == 0
         better = _written(nodes * accelerators // kind.max_per_node, kind.max_per_node, kind.name)
         raise PlanError(
-            f"'{on}': {accelerators} {kind.label} in one node; there are nodes of up to {kind.max_per_node}",
-            hint=f"did you mean '{better}'?" if whole else "say how many nodes, or describe the machine in a YAML file",
+            f"'{on}': {accelerators} {kind.label} in one node; nodes have at most {kind.max_per_node}",
+            hint=f"did you mean '{better}'?" if whole else "write how many nodes, or pass a YAML file",
         )
     return Machine(
         name=on,
@@ -145,9 +145,9 @@ def _split(on: str) -> tuple[int, int, str]:
     assert match is not None, "the pattern matches any text"
     nodes, accelerators, name = int(match[1] or 1), int(match[2] or 1), match[3]
     if not nodes or not accelerators:
-        raise PlanError(f"'{on}': a machine has at least one node and one accelerator", hint=_FORMS)
+        raise PlanError(f"'{on}': a machine needs at least one node and one accelerator", hint=_FORMS)
     if not name or re.match("[0-9]+x", name):
-        raise PlanError(f"'{on}': is not a machine", hint=_FORMS)
+        raise PlanError(f"'{on}': invalid machine name", hint=_FORMS)
     return nodes, accelerators, name
 
 
@@ -171,10 +171,10 @@ def _refuse_name(on: str, nodes: int, accelerators: int, name: str) -> NoReturn:
     near = difflib.get_close_matches(_plain(name), _by_name(), n=3, cutoff=0.7)
     names = (f"'{_written(nodes, accelerators, _by_name()[other].name)}'" for other in near)
     suggestion = " or ".join(dict.fromkeys(names))
-    there_are = f"there are {', '.join(kind.name for kind in catalogue())}; or name a YAML file"
+    available = f"available: {', '.join(kind.name for kind in catalogue())}; or pass a YAML file"
     raise PlanError(
-        f"'{on}': no accelerator '{name}' is known",
-        hint=f"did you mean {suggestion}? {there_are}" if suggestion else there_are,
+        f"'{on}': unknown accelerator '{name}'",
+        hint=f"did you mean {suggestion}? {available}" if suggestion else available,
     )
 
 
@@ -189,11 +189,11 @@ def _read(path: Path) -> Machine:
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise PlanError(f"{path}: is not UTF-8 text", hint="name a YAML file") from None
+        raise PlanError(f"{path}: is not UTF-8 text", hint="pass a YAML file") from None
     except YAMLProblem as error:
         raise PlanError(str(error.problem)) from None
     if not problems and not isinstance(values, dict):
-        what = f"a machine is a mapping with accelerator, num_accelerators and so on, got {show(values)}"
+        what = f"must be a mapping with accelerator, num_accelerators and so on, got {show(values)}"
         problems = [Problem(start, what)]
     _raise(problems)
     try:
@@ -213,7 +213,7 @@ def _problem(error: ErrorDetails, places: Places) -> Problem:
     key: Key = error["loc"]
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(key[0]), MachineFile.model_fields, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"a machine has {', '.join(MachineFile.model_fields)}"
+        hint = f"did you mean '{near[0]}'?" if near else f"available: {', '.join(MachineFile.model_fields)}"
         return Problem(places.of_key(key), "unknown key", key, hint)
     if error["type"] == "missing":
         return Problem(places.of_key(key), "is required, but missing", key)
@@ -225,7 +225,7 @@ def _described(path: Path, file: MachineFile, places: Places) -> Machine:
     """The machine of a file, over what the catalogue knows of its accelerator."""
     known_figures = _by_name().get(_plain(file.accelerator))
     if known_figures is None and (file.memory_gib is None or file.compute_capability is None):
-        what = f"'{file.accelerator}' is not in the catalogue, so memory_gib and compute_capability are needed"
+        what = f"'{file.accelerator}' is not in the catalogue; memory_gib and compute_capability are required"
         names = ", ".join(kind.name for kind in catalogue())
         _raise([Problem(places.of_value(("accelerator",)), what, ("accelerator",), f"add them, or use one of {names}")])
     name, most = file.accelerator, file.num_accelerators
@@ -237,7 +237,7 @@ def _described(path: Path, file: MachineFile, places: Places) -> Machine:
     free_mib = kind.memory_mib if file.free_memory_gib is None else int(file.free_memory_gib * 1024)
     if free_mib > kind.memory_mib:
         key = ("free_memory_gib",)
-        _raise([Problem(places.of_value(key), f"more than the {kind.memory_mib / 1024:g} GiB that it has", key)])
+        _raise([Problem(places.of_value(key), f"exceeds its memory of {kind.memory_mib / 1024:g} GiB", key)])
     figures = kind.figures
     if file.usd_per_hour is not None:
         figures = figures.model_copy(update={"usd_per_hour": file.usd_per_hour, "price_source": str(path)})

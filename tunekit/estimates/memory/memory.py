@@ -367,8 +367,8 @@ def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
         for name in ("metric_for_best_model", "greater_is_better"):
             if dict(train)[name] is not None:
                 raise PlanError(
-                    f"train.{name}: there are no rows to evaluate on, which would tell the best checkpoint",
-                    hint="give data.eval, or leave it out",
+                    f"train.{name}: no evaluation rows to select the best checkpoint by",
+                    hint="set data.eval, or unset it",
                 )
         return None, False
     metric = train.metric_for_best_model
@@ -398,8 +398,8 @@ def saving_of(
     if layout.why_not_resumed is not None:
         if recipe.train.metric_for_best_model is not None:
             raise PlanError(
-                f"train.metric_for_best_model: {layout.name} keeps no checkpoints: {layout.why_not_resumed}",
-                hint="leave it out, or choose another layout",
+                f"train.metric_for_best_model: {layout.name} saves no checkpoints: {layout.why_not_resumed}",
+                hint="unset it, or choose another layout",
             )
         metric, greater = None, False
     size = checkpoint_bytes(recipe, model, layout, dtype)

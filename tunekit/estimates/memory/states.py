@@ -250,16 +250,16 @@ those between, of the first and of the embedding, or in the optimizer's step. On
 from layer to layer, so the layers between are never the peak there."""
 
 PHASE_WORDS: dict[Phase, str] = {
-    "load": "while the model is loaded",
-    "generation": "while answers are generated",
+    "load": "while loading the model",
+    "generation": "during generation",
     "forward": "at the end of the forward pass",
     "reference": "in the forward pass of the reference",
-    "head": "in the backward of the head",
-    "last layer": "in the backward of the last layer",
-    "middle layers": "in the backward of the layers",
-    "first layer": "in the backward of the first layer",
-    "embedding": "in the backward of the embedding",
-    "optimizer": "in the optimizer's step",
+    "head": "in the backward pass of the head",
+    "last layer": "in the backward pass of the last layer",
+    "middle layers": "in the backward pass of the layers",
+    "first layer": "in the backward pass of the first layer",
+    "embedding": "in the backward pass of the embedding",
+    "optimizer": "in the optimizer step",
 }
 
 
@@ -323,15 +323,15 @@ def reference_words(reference: Reference, origin: Origin | None) -> str:
         case "none":
             return "no reference"
         case "without adapter":
-            return "the reference is the model without its adapters"
+            return "reference: the model without its adapters"
         case "beforehand":
-            return "log-probabilities of the reference are computed before training"
+            return "reference log-probabilities precomputed before training"
         case "second model":
             merged = origin is not None and origin.adapter is not None
-            return "the reference is a second model" + (f", {origin.name} merged" if merged and origin else "")
+            return "reference: a second model" + (f", {origin.name} merged" if merged and origin else "")
         case "copied adapter":
             assert origin is not None
-            return f"the reference is the adapter of {origin.name} as it was"
+            return f"reference: the initial adapter of {origin.name}"
         case _:
             assert_never(reference)
 

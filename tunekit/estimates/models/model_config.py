@@ -72,8 +72,8 @@ def complete(config: Config) -> dict[str, Any]:
     if not is_known(config):
         known_types = ", ".join([*types.defaults, *sorted(WITH_VISION)])
         raise ModelError(
-            f"the tensors of a {config.get('model_type')!r} model cannot be told from its config.json alone",
-            hint=f"its safetensors files say them; known without are {known_types}",
+            f"cannot derive the tensors of a {config.get('model_type')!r} model from config.json alone",
+            hint=f"provide its safetensors files; supported without them: {known_types}",
         )
     decoder = text_config(config)
     text = {**types.defaults[decoder["model_type"]], **decoder}
@@ -153,7 +153,11 @@ def number(config: Config, name: str) -> int:
     """
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name} of a {config.get('model_type')!r} model is {value!r}", hint="mend its config.json")
+        model_type = config.get("model_type")
+        raise ModelError(
+            f"config.json: {name} of a {model_type!r} model must be a positive integer, got {value!r}",
+            hint="fix config.json",
+        )
     return value
 
 

@@ -127,7 +127,7 @@ def reserve_share(records: Sequence[RunRecord], device: Device) -> tuple[float, 
     shares = [
         record.reserve_share for record in records if record.device == device.name and record.reserve_share is not None
     ]
-    return (median(shares), f"from {_runs(len(shares))} on this device") if shares else None
+    return (median(shares), f"measured in {_runs(len(shares))} on this device") if shares else None
 
 
 def _runs(number: int) -> str:
@@ -167,14 +167,14 @@ class Goodput(Facts):
     def words(self) -> str:
         """Describe the expectation in one line."""
         if self.num_failures < 1:
-            failures = f"a failure with a chance of {1 - math.exp(-self.num_failures):.0%}"
+            failures = f"{1 - math.exp(-self.num_failures):.0%} chance of a failure"
         else:
-            failures = f"{self.num_failures:,.1f} failures to be expected"
-        sentence = f"{self.share:.1%} of the time is useful: {failures} (one in {_hours(self.hours_between_failures)})"
-        loses = f"a checkpoint every {self.best_save_steps:,} steps loses least"
+            failures = f"{self.num_failures:,.1f} failures expected"
+        sentence = f"{self.share:.1%} goodput: {failures} (one per {_hours(self.hours_between_failures)})"
+        loses = f"a checkpoint every {self.best_save_steps:,} steps is best"
         if self.save_steps != self.best_save_steps:
             loses = f"with a checkpoint every {self.save_steps:,} steps; {loses}"
-        return f"{sentence}, {loses}, if it stops the training for {self.save_seconds:,.1f} s"
+        return f"{sentence}, {loses}, if saving stalls training for {self.save_seconds:,.1f} s"
 
 
 def goodput_of(
@@ -281,7 +281,7 @@ class Speed(Facts):
             at_most: Whether time and cost are upper bounds.
         """
         if self.tokens_per_second is None:
-            return "not predicted"
+            return "throughput unknown"
         parts = [_between(self.tokens_per_second, _rounded) + " tokens/s"]
         if self.seconds is not None:
             parts.append(_upto(self.seconds, duration, at_most=at_most))
@@ -492,7 +492,7 @@ def speed_of(
             "communication": communication_words(step, rate, sheet),
             "generation_share": _generation_share(step, timed),
             "goodput": goodput,
-            "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
+            "basis": f"{timed.basis}{_parts_words(step, timed)}; training steps only, without evaluations"
             + (" and checkpoints" if goodput is None else ", with checkpoints and failures"),
         }
     )
@@ -523,10 +523,11 @@ def _parts_words(step: Step, timed: _Timed) -> str:
     """Describe the share of time that is no training."""
     text = ""
     if step.generating is not None:
-        text += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
+        generating, whole = _between(timed.generating, duration), _between(timed.seconds, duration)
+        text += f"; generation takes {generating} of {whole} per step"
     if step.before is not None:
         before = seconds_before(step, timed.rate)
-        text += f"; {_between(before, duration)} for the reference before the first step"
+        text += f"; {_between(before, duration)} for the reference before training"
     return text
 
 
@@ -544,7 +545,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     else:
         by_peak = rate_of(step, device, figures)
         if by_peak is None:
-            return f"how much {device.name} computes in a second is not known; a finished run on it will tell"
+            return f"throughput on {device.name} unknown until a run has finished on it"
         rate, basis = by_peak
     generation = generating(step, rate, figures)
     seconds = seconds_of(step, rate, figures)
@@ -558,8 +559,8 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
             seconds = whole.plus(generation)
     if seconds is None or generation is None:
         link = unknown_link(step, figures)
-        what = f"the link {link}" if link else f"the memory of {device.name}"
-        return f"how fast {what} is, is not known; a finished run spread like this one will tell"
+        what = link or f"of the memory of {device.name}"
+        return f"bandwidth {what} unknown; throughput unknown until a run has finished in this layout"
     return _Timed(seconds, generation, rate, basis)
 
 
@@ -575,7 +576,7 @@ def _words_of(records: Sequence[RunRecord], device: Device) -> str:
     number = records[0].layout.num_processes
     where = "this device" if number == 1 else f"{number} of {device.name}"
     memory = _between(range_of([record.memory_share for record in records]), "{:.0%}".format)
-    return f"from {_runs(len(records))} on {where}, which took {memory} of the planned memory"
+    return f"measured in {_runs(len(records))} on {where}, which used {memory} of the planned memory"
 
 
 def duration(seconds: float) -> str:

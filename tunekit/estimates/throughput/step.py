@@ -103,7 +103,7 @@ and two states are read, the last three written back (ZeRO-Infinity, arXiv 2104.
 LINKS = {
     "node": "between the devices of a node",
     "network": "between nodes",
-    "host": "to main memory",
+    "host": "to host memory",
     "disk": "to disk",
 }
 
@@ -540,8 +540,8 @@ def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range,
         return None
     shares = EFFICIENCY_WITH_MUCH_BANDWIDTH if peak / bandwidth <= MUCH_BANDWIDTH else EFFICIENCY
     share = shares[step.adapter]
-    words = f"a prediction: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
-    return share.times(peak), words + (", as dense models reach" if step.is_sparse else "")
+    words = f"estimate: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
+    return share.times(peak), words + (", as for dense models" if step.is_sparse else "")
 
 
 def peak_of(step: Step, device: Device, figures: Figures | None) -> float | None:
@@ -651,7 +651,7 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
         return None
     unknown = unknown_link(step, figures)
     if unknown is not None:
-        return f"how fast the link {unknown} is, is not known, so neither is how long devices wait"
+        return f"bandwidth {unknown} unknown, and so is the time spent waiting"
     words = (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
     return "; ".join(filter(None, words))
 
@@ -668,11 +668,11 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
     tokens = step.tokens_of_micro_batch
     a_token = step.flops_per_token / step.layout.devices_per_sequence
     least, most = hidden.low * rate.low / a_token, hidden.high * rate.high / a_token
-    how = "hidden" if tokens >= most else "not hidden" if tokens < least else "perhaps hidden"
+    how = "hidden" if tokens >= most else "not hidden" if tokens < least else "possibly hidden"
     slowest = max(sent, key=lambda one: (one.seconds(figures) or hidden).high)
     size = sum(transfer.sent_bytes for transfer in sent) / 1e9
-    needed = f"{_rounded(least)} to {_rounded(most)} are needed"
-    return f"{size:,.1f} GB a micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})"
+    needed = f"{_rounded(least)} to {_rounded(most)} needed"
+    return f"{size:,.1f} GB per micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})"
 
 
 def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
@@ -682,13 +682,13 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
         return None
     busy = longest_of(step.computing(rate), hidden)
     shares = range_of((exposed.low / (exposed.low + busy.low), exposed.high / (exposed.high + busy.high)))
-    return f"{shares.low:.0%} to {shares.high:.0%} of a micro-batch is waiting for other devices"
+    return f"{shares.low:.0%} to {shares.high:.0%} of a micro-batch spent waiting for other devices"
 
 
 def _once_words(step: Step) -> str | None:
     """Describe the communication once a step, and that of generating answers."""
     sentences = []
-    for when, generates in (("once a step", False), ("a step to generate", True)):
+    for when, generates in (("per step", False), ("per step for generation", True)):
         sent = [each for each in step.transfers if each.per_step and (each.hides_behind == "generation") == generates]
         links = " and ".join(dict.fromkeys(transfer.link_name for transfer in sent))
         if sent:

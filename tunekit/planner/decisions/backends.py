@@ -85,17 +85,17 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     """
     layer_types = sorted(set(model.layer_types) - ATTENTION_LAYERS)
     if layer_types:
-        return f"its {' and '.join(layer_types)} layers do not keep them apart"
+        return f"its {' and '.join(layer_types)} layers do not separate documents"
     if model.model_type in model_types().carry_state and not model.layer_types:
-        return f"{model.model_type} has layers that carry a state from one to the next"
+        return f"{model.model_type} layers carry state from one document to the next"
     if _is_among("never_isolates", model):
-        return f"the code of {model.model_type} does not keep them apart"
+        return f"the code of {model.model_type} does not separate documents"
     if attn_implementation == VARLEN:
         is_supported = _is_among("varlen", model)
-        return None if is_supported else f"{VARLEN} was not seen to keep them apart in {model.model_type}"
+        return None if is_supported else f"{VARLEN} is not verified to separate documents in {model.model_type}"
     flash = attn_implementation.startswith("flash_attention")
     if _is_among("isolates_with_masks_only" if flash else "isolates_with_flash_only", model):
-        return f"the code of {model.model_type} does not keep them apart with {attn_implementation}"
+        return f"the code of {model.model_type} does not separate documents with {attn_implementation}"
     return None
 
 
@@ -113,24 +113,23 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
         if why_not is not None:
             install = "install flash-attn, or " if why_not.endswith("is not installed") else ""
             raise PlanError(f"model.attn_implementation: {why_not}", hint=f"{install}use {without_flash}")
-        return requested, "as in the recipe"
+        return requested, "set by the recipe"
     if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
         if device.kind == "cpu":
-            return VARLEN, "sdpa for one document after another: no mask over the whole row"
+            return VARLEN, "sdpa per document, no mask over the whole row"
         if flash != "FA2" or not hardware.flash_attn:
-            return VARLEN, f"{_FLASH_WORDS[flash]} is told where each document begins, and needs no mask"
+            return VARLEN, f"{_FLASH_WORDS[flash]} reads the document boundaries, no mask needed"
     if lies_in_one_row(recipe.data) and squeezes and has_flash:
-        why = f"it squeezes scores as {model.model_type} does, and its mask has an entry for blocks of tokens"
-        return "flex_attention", why
+        return "flex_attention", f"supports the soft-capped scores of {model.model_type}, with a block-sparse mask"
     if has_flash and hardware.flash_attn and not squeezes:
-        return "flash_attention_2", "flash-attn is installed and runs here"
+        return "flash_attention_2", "flash-attn is installed and supported here"
     if without_flash != "sdpa":
         return without_flash, f"transformers has no sdpa for {model.model_type}"
     return DENSE
 
 
-DENSE = ("sdpa", "torch's fused attention; needs no further package")
+DENSE = ("sdpa", "torch's fused attention, no extra package")
 """Attention of rows that are padded, and why."""
 
 
@@ -153,8 +152,8 @@ def flash_attention_of(hardware: Hardware, model: ModelFacts) -> FlashAttention:
 
 _FLASH_WORDS = {
     "FA2": "torch's FlashAttention 2",
-    "FA3": "FlashAttention 3, which is installed and made for Hopper,",
-    "FA4": "FlashAttention 4, which is installed and made for this device,",
+    "FA3": "FlashAttention 3 (installed, for Hopper)",
+    "FA4": "FlashAttention 4 (installed, for this device)",
 }
 
 
@@ -162,17 +161,17 @@ def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
     """Return why a model does not use tunekit's attention for packed rows; None where it can."""
     device, parallel = hardware.device, recipe.parallel
     if not _is_among("varlen", model):
-        return f"it was not seen to be right for {model.model_type}"
+        return f"not verified for {model.model_type}"
     if model.attention_dropout:
-        return f"it has no dropout, and attention of {model.path} drops {model.attention_dropout:.0%}"
+        return f"no dropout support, and {model.path} has attention dropout of {model.attention_dropout:.0%}"
     if max(parallel.cp_size or 1, parallel.sp_size or 1, parallel.tp_size or 1) > 1:
-        return "it is not divided over devices"
+        return "not supported with cp_size, sp_size or tp_size"
     if device.kind == "cpu":
         return None
     if not _has_flash(device, dtype):
-        return f"it needs a CUDA device of compute capability 8.0 or newer and 16-bit products; this is {device.name}"
+        return f"needs a CUDA device of compute capability 8.0 or newer and a 16-bit dtype; this is {device.name}"
     if model.head_dim > FLASH_HEAD_DIM:
-        return f"flash attention takes heads of up to {FLASH_HEAD_DIM}, and these have {model.head_dim}"
+        return f"flash attention supports head dimensions up to {FLASH_HEAD_DIM}, not {model.head_dim}"
     return None
 
 
@@ -201,7 +200,7 @@ def _why_not_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype:
     """Return why the attention that a recipe asks for cannot be had; None where it can."""
     requested, device = recipe.model.attn_implementation, hardware.device
     if requested.startswith("flash_attention") and not _has_flash(device, dtype):
-        why = f"{requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit products; this is "
+        why = f"{requested} needs a CUDA device of compute capability 8.0 or newer and a 16-bit dtype; this is "
         return f"{why}{device.name} with {dtype}"
     if requested.startswith("flash_attention") and hardware.flash_attn is False:
         return f"{requested} is not installed"
@@ -210,7 +209,7 @@ def _why_not_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype:
     if requested == "flex_attention" and device.kind != "cuda":
         return "flex_attention has no backward pass on a CPU"
     why_not = why_no_varlen(recipe, hardware, model, dtype) if requested == VARLEN else None
-    return None if why_not is None else f"{VARLEN} cannot be used: {why_not}"
+    return None if why_not is None else f"{VARLEN} is not supported here: {why_not}"
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class Padding:
 
     def reason(self) -> Reason:
         """The decision for the plan."""
-        choice = "none: rows lie one behind the other" if self.is_free else "to the longest row of a micro-batch"
+        choice = "none (padding-free)" if self.is_free else "to the longest row in the micro-batch"
         return Reason(topic="padding", choice=choice, why=self.why)
 
 
@@ -241,27 +240,28 @@ def padding_of(
     is_single = micro_batch_size * passes.sequences_per_row == 1
     if passes.always_pads:
         mask_length = data.max_length if masks and not is_single else None
-        return Padding(False, mask_length, f"TRL pads the batches of {passes.method}")
+        return Padding(False, mask_length, f"TRL pads {passes.method} batches")
     whole = micro_batch_size * data.max_length
-    apart = f"{attn_implementation} keeps them apart by a mask over the whole micro-batch" if masks else ""
+    apart = f"{attn_implementation} separates documents by a mask over the whole micro-batch" if masks else ""
     if data.packing:
         return Padding(True, whole if masks else None, f"packed; {apart}" if masks else "packed")
     requested = data.padding_free
     if requested is True:
         masked = masks and not is_single
-        return Padding(True, whole if masked else None, f"as in the recipe; {apart}" if masked else "as in the recipe")
+        return Padding(
+            True, whole if masked else None, f"set by the recipe; {apart}" if masked else "set by the recipe"
+        )
     padded = None if is_single else data.max_length
     if requested is False:
-        return Padding(False, padded, "as in the recipe")
+        return Padding(False, padded, "set by the recipe")
     if is_single:
-        return Padding(False, padded, "one row at a time needs none")
+        return Padding(False, padded, "one row per micro-batch")
     if masks:
-        why = f"laid one behind the other, {attn_implementation} would need a mask that grows with their square"
-        return Padding(False, padded, why)
+        return Padding(False, padded, f"padding-free with {attn_implementation} would need a quadratic mask")
     why_not = why_not_isolated(model, attn_implementation)
     if why_not is not None:
-        return Padding(False, padded, f"laid one behind the other, rows would see each other: {why_not}")
-    return Padding(True, None, f"{attn_implementation} is told where each begins")
+        return Padding(False, padded, f"padding-free rows would attend to each other: {why_not}")
+    return Padding(True, None, f"{attn_implementation} reads the row boundaries")
 
 
 def needs_mask(attn_implementation: str) -> bool:
@@ -279,8 +279,8 @@ def isolation_faults(data: DataSection, model: ModelFacts, attn_implementation: 
         key = "data.packing" if data.packing else "data.padding_free"
         hint = f"set {key}=false"
         if _is_among("isolates_with_flash_only", model) and why_not_isolated(model, "flash_attention_2") is None:
-            hint += ", or use flash_attention_2 on a device that has it"
-        yield f"{key}: documents in one row would see each other in {model.path}: {why}", hint
+            hint += ", or use flash_attention_2 on a device that supports it"
+        yield f"{key}: documents in one row would attend to each other in {model.path}: {why}", hint
 
 
 FLOAT8_CAPABILITY = (9, 0)
@@ -295,18 +295,18 @@ def compile_faults(recipe: Recipe, hardware: Hardware) -> Iterator[tuple[str, st
     if recipe.train.torch_compile is not True:
         return
     if hardware.device.kind == "cpu" and hardware.cxx is False:
-        yield "train.torch_compile: torch compiles for a CPU with g++, which is not here", "install g++"
+        yield "train.torch_compile: torch compiles CPU code with g++, which is not installed", "install g++"
     if isinstance(recipe.adapter, QloraAdapter):
-        problem = "train.torch_compile: products with the 4-bit weights of bitsandbytes are not compiled"
-        yield problem, "leave it out, or use adapter.type=lora"
+        problem = "train.torch_compile: bitsandbytes 4-bit weights cannot be compiled"
+        yield problem, "unset it, or use adapter.type=lora"
 
 
 def why_not_compiled_in(layout: Layout) -> str | None:
     """Return why layers are not compiled in a layout; None where they are."""
     if layout.strategy.startswith("zero"):
-        return "the hooks by which DeepSpeed gathers and sums would split what is compiled"
+        return "the gather and reduce hooks of DeepSpeed would break the compiled graph"
     if layout.tp_size > 1 or layout.cp_size > 1:
-        return "compiling layers that are divided over devices is not tried"
+        return "untested with tensor or context parallelism"
     return None
 
 
@@ -314,24 +314,24 @@ def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout:
     """Return whether layers are compiled, and the reason."""
     requested = recipe.train.torch_compile
     if requested != "auto":
-        return requested, "as in the recipe"
+        return requested, "set by the recipe"
     device = hardware.device
     if device.kind != "cuda":
-        return False, f"compiling takes longer than it saves on {device.name}"
+        return False, f"compilation takes longer than it saves on {device.name}"
     if (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
-        return False, f"it is known to pay from compute capability 8.0 on; this is {device.name}"
+        return False, f"only known to pay off from compute capability 8.0; this is {device.name}"
     if isinstance(recipe.adapter, QloraAdapter):
-        return False, "products with 4-bit weights are not compiled"
+        return False, "4-bit weights cannot be compiled"
     why_not = why_not_compiled_in(layout)
     if why_not is not None:
         return False, why_not
     if not recipe.data.packing:
-        return False, "rows that are not packed differ in length, and each length would be compiled anew"
+        return False, "unpacked rows differ in length, and every new length would recompile"
     if recipe.train.fp8:
-        return True, "casts to float8 are slow unless they are compiled with what is before them"
+        return True, "float8 casts are slow unless compiled with the preceding operations"
     if kernels != "torch":
-        return False, f"{kernels}'s kernels do what there is to gain from it"
-    return True, "packed rows are about as long as each other, and no other kernels are used"
+        return False, f"no gain beyond {kernels}'s kernels"
+    return True, "packed rows have similar lengths, and no other kernels are used"
 
 
 def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Iterator[tuple[str, str]]:
@@ -341,25 +341,25 @@ def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
     device = hardware.device
     if device.kind != "cuda" or (device.compute_capability or (0, 0)) < FLOAT8_CAPABILITY:
         problem = f"train.fp8: needs a CUDA device of compute capability 9.0 or newer; this is {device.name}"
-        yield problem, "leave it out"
+        yield problem, "unset it"
     if not isinstance(recipe.adapter, FullAdapter):
-        problem = f"train.fp8: trains all weights, and adapter.type is {recipe.adapter.type}"
-        yield problem, "leave it out, or use adapter.type=full"
+        problem = f"train.fp8: requires full fine-tuning, but adapter.type is {recipe.adapter.type}"
+        yield problem, "unset it, or use adapter.type=full"
     if dtype != "bfloat16":
-        yield f"train.fp8: other products are bfloat16 then, not {dtype}", "use model.dtype=bfloat16"
+        yield f"train.fp8: requires bfloat16 compute, not {dtype}", "use model.dtype=bfloat16"
     if hardware.torchao is False:
         yield "train.fp8: torchao is not installed", "pip install 'tunekit[fp8]'"
     if not num_float8(model):
-        problem = f"train.fp8: no matrix of {model.path} has sizes that are multiples of {FLOAT8_MULTIPLE}"
-        yield problem, "leave it out"
+        problem = f"train.fp8: no matrix of {model.path} has dimensions that are multiples of {FLOAT8_MULTIPLE}"
+        yield problem, "unset it"
 
 
 def why_no_float8_in(layout: Layout) -> str | None:
     """Return why a layout does not train in float8; None where it does."""
     if layout.strategy.startswith("zero"):
-        return "float8 is not tried with weights that DeepSpeed divides"
+        return "float8 is untested with DeepSpeed ZeRO"
     if layout.tp_size > 1 or layout.cp_size > 1:
-        return "float8 is not tried on layers that are divided over devices"
+        return "float8 is untested with tensor or context parallelism"
     return None
 
 
@@ -374,7 +374,7 @@ def compile_reasons(recipe: Recipe, model: ModelFacts, compiled: bool, why: str)
     reasons = [Reason(topic="compile", choice="each decoder layer" if compiled else "off", why=why)]
     if recipe.train.fp8:
         number = f"{num_float8(model):,} of {len(model.linears):,} linear layers, without the head"
-        why = "as in the recipe; speed and memory are predicted as without it"
+        why = "set by the recipe; throughput and memory are estimated without it"
         reasons.append(Reason(topic="float8", choice=number, why=why))
     return tuple(reasons)
 
@@ -386,12 +386,12 @@ def kernels_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Ite
     device = hardware.device
     if device.kind != "cuda" or hardware.triton is False:
         why = "is not installed" if device.kind == "cuda" else f"does not run on {device.name}"
-        problem = f"model.kernels: liger's kernels are written in Triton, which {why}"
-        yield problem, "use tunekit, whose operations torch can compute too, or torch"
+        problem = f"model.kernels: liger kernels need Triton, which {why}"
+        yield problem, "use tunekit, which has torch implementations too, or torch"
     if hardware.liger_kernel is False:
-        yield "model.kernels: liger-kernel is not installed", "pip install 'tunekit[gpu]', or leave model.kernels out"
+        yield "model.kernels: liger-kernel is not installed", "pip install 'tunekit[gpu]', or unset model.kernels"
     if not _is_among("liger", model):
-        hint = "leave model.kernels out: tunekit's go by what a module computes, not by the name of a model"
+        hint = "unset model.kernels: tunekit's kernels match modules by what they compute, not by model type"
         yield f"model.kernels: liger-kernel has none for {model.model_type}", hint
 
 
@@ -400,9 +400,9 @@ def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
     if kernels == "torch":
         return None
     if layout.tp_size > 1:
-        return "tensor parallel divides weights into DTensors, which only torch's own operations take"
+        return "tensor parallel weights are DTensors, which only torch's own operations support"
     if kernels == "tunekit" and layout.strategy == "zero3":
-        return "ZeRO-3 gathers the weights of a module for its own forward pass, and fused ones read those of several"
+        return "ZeRO-3 gathers weights one module at a time, and fused modules read those of several"
     return None
 
 
@@ -410,12 +410,12 @@ def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[
     """Choose the kernels for a layout, with the reason; a requested kind was checked before."""
     requested, device = recipe.model.kernels, hardware.device
     if requested != "auto":
-        return requested, "as in the recipe" if requested != "tunekit" else f"as in the recipe; {_forms(hardware)}"
+        return requested, "set by the recipe" if requested != "tunekit" else f"set by the recipe; {_forms(hardware)}"
     why_not = why_no_kernels("tunekit", layout)
     if why_not is None and device.gfx is not None:
-        why_not = "tunekit's kernels are not tried on ROCm"
+        why_not = "tunekit's kernels are untested on ROCm"
     elif why_not is None and device.kind == "cuda" and (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
-        why_not = f"tunekit's kernels are made for compute capability 8.0 and later, and {device.name} is older"
+        why_not = f"tunekit's kernels need compute capability 8.0 or newer; {device.name} is older"
     if why_not is not None:
         return "torch", f"torch's own operations: {why_not}"
     return "tunekit", _forms(hardware)
@@ -424,9 +424,9 @@ def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[
 def why_trl_head(kernels: Kernels, layout: Layout) -> str | None:
     """Return why tokens are scored by TRL's head; None where by tunekit's. For methods whose trainers have one."""
     if kernels != "tunekit":
-        return f"tunekit's is one of its kernels, and those are {kernels}'s"
+        return f"tunekit's head needs tunekit's kernels, not {kernels}'s"
     if layout.cp_size > 1 or layout.sp_size > 1:
-        return "tunekit's is not tried on sequences that are divided"
+        return "tunekit's head is untested on split sequences"
     return None
 
 
@@ -443,10 +443,10 @@ def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: L
 def _forms(hardware: Hardware) -> str:
     """In which of their forms tunekit's kernels run."""
     if hardware.device.kind != "cuda":
-        return "in their torch forms, as Triton needs an accelerator; the head is what pays there"
+        return "torch implementations (Triton needs an accelerator); most of the gain is in the loss head"
     if hardware.triton is False:
-        return "in their torch forms, as Triton is not installed; the head is what pays so"
-    return "in Triton, for each module that computes what they do; the log names the others"
+        return "torch implementations (Triton is not installed); most of the gain is in the loss head"
+    return "Triton, for every module they match; the log lists the others"
 
 
 BATCHED_TOKENS = 4096
@@ -466,19 +466,19 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
     if hardware.vllm is False:
         return "vLLM is not installed", "pip install 'tunekit[vllm]'"
     if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
-        return f"tunekit uses vLLM on CUDA devices alone; this is {hardware.device.name}", "leave use_vllm out"
+        return f"vLLM is supported on CUDA devices only; this is {hardware.device.name}", "unset use_vllm"
     if isinstance(recipe.adapter, QloraAdapter):
-        why = "TRL merges the adapter into the 4-bit weights for vLLM and takes it out again, which rounds them each "
-        return f"{why}time", "use adapter.type=lora, or leave use_vllm out"
+        why = "TRL merges the adapter into the 4-bit weights for vLLM and unmerges it, which rounds them each "
+        return f"{why}time", "use adapter.type=lora, or unset use_vllm"
     return method.why_no_vllm()
 
 
 def why_no_vllm_in(recipe: Recipe, layout: Layout) -> str | None:
     """Return why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
     if layout.offload_param_device != "none":
-        return "vLLM is not given weights that lie beside the device"
+        return "vLLM cannot be updated from offloaded weights"
     if layout.strategy == "fsdp2" and not isinstance(recipe.adapter, FullAdapter):
-        return "TRL merges no adapter into weights that FSDP2 divides, which vLLM would need"
+        return "TRL cannot merge an adapter into FSDP2-sharded weights, as vLLM needs"
     return None
 
 

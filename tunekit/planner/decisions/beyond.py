@@ -91,22 +91,22 @@ class Beyond(Facts):
         """The layout and its figures, in lines."""
         requested_devices = self.asked_nodes * self.devices_per_node
         but = "" if self.num_nodes <= self.asked_nodes else f", but not on {requested_devices:,} devices"
-        again = "recomputing layers" if self.recomputes else "without recomputing layers"
+        again = "with recomputation" if self.recomputes else "without recomputation"
         size, limit = self.memory_bytes / 2**30, self.memory_limit_bytes / 2**30
         lines = [
-            f"Megatron-Core or TorchTitan can{but}; to start with, on {self.num_devices:,} x {self.device}:",
+            f"Megatron-Core or TorchTitan can{but}; starting point on {self.num_devices:,} x {self.device}:",
             f"{self.layout}, ZeRO-1, {again}",
-            f"memory: {size:.0f} of {limit:.0f} GiB a device (estimate)",
+            f"memory: {size:.0f} of {limit:.0f} GiB per device (estimate)",
         ]
         if self.pp > 1:
-            cut = f", {self.cut_bubble:.0%} with {self.num_parts} parts a stage" if self.num_parts > 1 else ""
+            cut = f", {self.cut_bubble:.0%} with {self.num_parts} parts per stage" if self.num_parts > 1 else ""
             lines.append(f"pipeline: {self.num_micro_batches} micro-batches, {self.bubble:.0%} bubble{cut}")
         sent = ", ".join(f"{what} {size / 1e9:,.{0 if size > 1e10 else 1}f} GB" for what, size in self.sent)
-        lines.append(f"sent a device and step: {sent}")
+        lines.append(f"sent per device and step: {sent}")
         if self.tokens_per_second is not None:
-            speed = f"speed (a prediction): {_between(self.tokens_per_second)} tokens/s in all"
+            speed = f"throughput (estimate): {_between(self.tokens_per_second)} tokens/s in total"
             if self.usd_per_billion_tokens is not None:
-                speed += f", {_between(self.usd_per_billion_tokens)} USD a billion tokens"
+                speed += f", {_between(self.usd_per_billion_tokens)} USD per billion tokens"
             lines.append(speed)
         return lines
 

@@ -147,8 +147,8 @@ class Setting:
         """The number that rules out what does not fit."""
         if self._is_too_much_for_host(memory):
             may = gib(self.host_limit_bytes or 0)
-            return f"needs {gib(memory.host_bytes)} of main memory in each node, {may} may be used"
-        return f"needs at least {gib(memory.total_bytes)} of {gib(self.limit_bytes(devices_per_node))}"
+            return f"needs {gib(memory.host_bytes)} of host memory per node, limit {may}"
+        return f"needs at least {gib(memory.total_bytes)}, limit {gib(self.limit_bytes(devices_per_node))}"
 
     def _is_too_much_for_host(self, memory: MemoryEstimate) -> bool:
         return self.host_limit_bytes is not None and memory.host_bytes > self.host_limit_bytes
@@ -209,7 +209,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                     gradient_checkpointing=checkpointing,
                     memory=memory,
                     why_batch=_why_batch(setting, layout, size, batch, limit, busy=busy),
-                    why_checkpointing="as in the recipe" if forced != "auto" else WHY_CHECKPOINTING[checkpointing],
+                    why_checkpointing="set by the recipe" if forced != "auto" else WHY_CHECKPOINTING[checkpointing],
                 )
     return None
 
@@ -243,17 +243,17 @@ def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:
 
 def _why_batch(setting: Setting, layout: Layout, size: int, batch: int, limit_bytes: int, *, busy: bool) -> str:
     if setting.recipe.train.micro_batch_size is not None:
-        return "as in the recipe"
+        return "set by the recipe"
     if size == batch:
         return "the whole batch fits at once"
     if size * layout.sp_size == batch:
-        return f"each of the {layout.sp_size} devices that divide sequences brings one micro-batch"
+        return f"one micro-batch from each of the {layout.sp_size} devices that split sequences"
     if busy:
-        return f"enough to keep it busy; more would only widen the mask of {setting.attention}"
-    return f"the most that fits {gib(limit_bytes)}"
+        return f"enough to keep the device busy; more would only widen the {setting.attention} mask"
+    return f"the largest that fits in {gib(limit_bytes)}"
 
 
-WHY_CHECKPOINTING = {True: "activations would not fit without", False: "activations fit without recomputing them"}
+WHY_CHECKPOINTING = {True: "activations would not fit without it", False: "activations fit without recomputation"}
 """Reason to recompute activations, or not to."""
 
 
@@ -340,7 +340,7 @@ def _single(setting: Setting) -> Iterator[Candidate]:
     alone = setting.hardware.num_accelerators <= 1 or requested.strategy == "single"
     if alone and requested.num_processes in (None, 1):
         is_single = setting.hardware.num_accelerators <= 1
-        yield Candidate(Layout(), 1, "there is one device" if is_single else "one device, and no exchange")
+        yield Candidate(Layout(), 1, "only one device" if is_single else "one device, no communication")
 
 
 def _ddp(setting: Setting) -> Iterator[Candidate]:
@@ -348,7 +348,7 @@ def _ddp(setting: Setting) -> Iterator[Candidate]:
     if setting.hardware.num_accelerators > 1 and used:
         strategy = "ddp" if used.num_devices > 1 else "single"
         layout = Layout(strategy=strategy, dp_replicate_size=used.num_devices)
-        yield Candidate(layout, used.num_nodes, "everything fits each device, so that only gradients are exchanged")
+        yield Candidate(layout, used.num_nodes, "everything fits on each device; only gradients are all-reduced")
 
 
 def _fsdp2(setting: Setting) -> Iterator[Candidate]:
@@ -359,13 +359,13 @@ def _fsdp2(setting: Setting) -> Iterator[Candidate]:
     for size in _shard_sizes(setting, used):
         layout = Layout(strategy="fsdp2", dp_replicate_size=used.num_devices // size, dp_shard_size=size)
         inside = size <= used.per_node
-        where = "inside a node" if inside and used.num_nodes > 1 else "" if inside else "over several nodes"
-        keeps = "weights stay whole after the forward pass: one exchange less"
+        where = "within a node" if inside and used.num_nodes > 1 else "" if inside else "across nodes"
+        keeps = "weights stay gathered after the forward pass: one all-gather less"
         if inside:
             yield Candidate(layout.model_copy(update={"reshard_after_forward": False}), used.num_nodes, keeps)
-        why = f"weights, gradients and optimizer states are divided {where}".rstrip()
+        why = f"weights, gradients and optimizer states sharded {where}".rstrip()
         if not inside:
-            why += ": the network carries the weights twice in each micro-batch"
+            why += "; the network carries the weights twice per micro-batch"
         yield Candidate(layout, used.num_nodes, why)
 
 
@@ -387,11 +387,11 @@ def _zero(setting: Setting) -> Iterator[Candidate]:
         ("zero3", "weights, gradients and optimizer states"),
     ):
         layout = Layout.model_validate({"strategy": strategy, "dp_shard_size": used.num_devices})
-        why = f"{what} are divided"
+        why = f"{what} sharded"
         if strategy == "zero3" and setting.passes.teacher is not None:
-            why += ", and the teacher, which FSDP2 does not divide"
+            why += ", and the teacher, which FSDP2 does not shard"
         elif strategy == "zero3" and setting.passes.keeps_reference:
-            why += ", and the reference layer by layer, which FSDP2 gathers whole"
+            why += ", and the reference gathered layer by layer, which FSDP2 gathers whole"
         yield Candidate(layout, used.num_nodes, why)
 
 
@@ -403,7 +403,7 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
         divides = model.num_heads % size == 0 and model.num_kv_heads % size == 0
         if used and used.per_node % size == 0 and divides:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, tp_size=size)
-            why = "each layer is divided over devices of a node; without checkpoints, which transformers cannot resume"
+            why = "layers split over the devices of a node; no checkpoints, since transformers cannot resume them"
             yield Candidate(layout, used.num_nodes, why)
 
 
@@ -413,7 +413,7 @@ def _context_parallel(setting: Setting) -> Iterator[Candidate]:
         used = spread(setting, size)
         if used:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, cp_size=size)
-            why = f"{setting.recipe.data.max_length:,} tokens are divided over {size} devices in a ring"
+            why = f"{setting.recipe.data.max_length:,} tokens split over {size} devices in a ring"
             yield Candidate(layout, used.num_nodes, why)
 
 
@@ -423,7 +423,7 @@ def _ulysses(setting: Setting) -> Iterator[Candidate]:
         if used and setting.model.num_heads % size == 0:
             layout = Layout(strategy="zero3", dp_shard_size=used.num_devices // size, sp_size=size)
             tokens = f"{setting.recipe.data.max_length:,} tokens"
-            why = f"{tokens} are divided over {size} devices by heads; without checkpoints: {layout.why_not_resumed}"
+            why = f"{tokens} split over {size} devices by heads; no checkpoints: {layout.why_not_resumed}"
             yield Candidate(layout, used.num_nodes, why)
 
 
@@ -439,7 +439,7 @@ def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
     requested = setting.recipe.parallel.offload_optimizer_device == "cpu"
     if not used or not (requested or isinstance(setting.recipe.adapter, FullAdapter)):
         return
-    why = "the processor updates the weights: they cross to the host once a step"
+    why = "the CPU updates the weights, which cross to the host once per step"
     for strategy in ("zero2", "zero3") if used.num_devices > 1 else ("zero2",):
         where = {"dp_shard_size": used.num_devices, "offload_optimizer_device": "cpu"}
         yield Candidate(Layout.model_validate({"strategy": strategy, **where}), used.num_nodes, why)
@@ -450,7 +450,7 @@ def _offload(setting: Setting) -> Iterator[Candidate]:
     used = spread(setting)
     if not used:
         return
-    why = "weights lie in main memory and come layer by layer, in each micro-batch"
+    why = "weights in host memory, fetched layer by layer in every micro-batch"
     both = {"offload_param_device": "cpu", "offload_optimizer_device": "cpu"}
     if used.num_devices == 1:
         yield Candidate(Layout.model_validate({"strategy": "zero3", **both}), 1, why)
@@ -469,7 +469,7 @@ def _nvme(setting: Setting) -> Iterator[Candidate]:
     if used and setting.recipe.parallel.nvme_path:
         both = {"offload_param_device": "nvme", "offload_optimizer_device": "nvme"}
         layout = Layout.model_validate({"strategy": "zero3", "dp_shard_size": used.num_devices, **both})
-        yield Candidate(layout, used.num_nodes, f"everything lies in {setting.recipe.parallel.nvme_path}")
+        yield Candidate(layout, used.num_nodes, f"everything offloaded to {setting.recipe.parallel.nvme_path}")
 
 
 KINDS: tuple[Callable[[Setting], Iterator[Candidate]], ...] = (

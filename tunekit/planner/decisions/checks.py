@@ -48,12 +48,12 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
             hint="use bfloat16 or float32",
         )
     if requested != "auto":
-        return requested, "as in the recipe"
+        return requested, "set by the recipe"
     if device.kind == "cpu":
         return "float32", "exact, and no slower for small models on a CPU"
     if device.native_bfloat16:
-        return "bfloat16", f"{device.name} computes it natively"
-    return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
+        return "bfloat16", f"native on {device.name}"
+    return "float32", f"{device.name} has no native bfloat16; for 16 bits set model.dtype=float16"
 
 
 def check_recipe(
@@ -77,15 +77,15 @@ def _faults(
     yield from backends.kernels_faults(recipe, hardware, model)
     yield from backends.compile_faults(recipe, hardware)
     if limit is not None and recipe.data.max_length > limit:
-        problem = f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}"
+        problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
         yield problem, f"set it to {limit} or less"
     yield from _adapter_faults(recipe, model)
     yield from _merge_faults(recipe, model)
     if train.optim.startswith("paged_") and device.kind == "cpu":
         twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
-        problem = f"train.optim: {train.optim} moves its states between an accelerator and main memory; "
+        problem = f"train.optim: {train.optim} pages its states between an accelerator and host memory; "
         hint = f"use {twins.get(train.optim, train.optim.removeprefix('paged_'))}"
-        yield f"{problem}{device.name} has one memory", hint
+        yield f"{problem}{device.name} has only host memory", hint
     batch, size = train.global_batch_size, train.micro_batch_size
     if size is not None and batch % size:
         problem = f"train.micro_batch_size: {size} does not divide train.global_batch_size {batch}"
@@ -96,9 +96,9 @@ def _faults(
         yield f"train.lr_scheduler_type: {train.lr_scheduler_type} needs {' or '.join(names)}", hint
     yield from _parallel_faults(recipe, hardware, model)
     if teacher is not None and teacher.vocab_size != model.vocab_size:
-        problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
-        problem += f"{model.vocab_size:,}: probabilities are compared token by token"
-        yield problem, "take a larger model of the same family as the teacher"
+        problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, but {model.path} of "
+        problem += f"{model.vocab_size:,}; probabilities are compared token by token"
+        yield problem, "use a larger model of the same family as the teacher"
     if generates(recipe.method) and recipe.method.generation.use_vllm is True:
         obstacle = backends.why_no_vllm(recipe, hardware)
         if obstacle is not None:
@@ -117,11 +117,11 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
     if recipe.method.couples_rows:
         raise PlanError(
             f"train.retry_out_of_memory: the loss of {recipe.method.type} depends on which rows share a micro-batch",
-            hint="leave it out, or set train.micro_batch_size lower from the beginning",
+            hint="unset it, or set a lower train.micro_batch_size",
         )
     if micro_batch_size == 1:
         raise PlanError(
-            "train.retry_out_of_memory: the micro-batch that fits is 1, which cannot be halved", hint="leave it out"
+            "train.retry_out_of_memory: the micro-batch that fits is 1, which cannot be halved", hint="unset it"
         )
 
 
@@ -134,12 +134,13 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
     missing = [target for target in targets if not model.adapter_linears([target])]
     if missing or not model.adapter_linears(adapter.target_modules):
         endings = sorted({name.rpartition(".")[2] for name in model.linears})
-        problem = f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}"
-        yield problem, f"it has {', '.join(endings)}"
+        named = ", ".join(missing) or adapter.target_modules
+        problem = f"adapter.target_modules: {model.path} has no linear layer named {named}"
+        yield problem, f"available: {', '.join(endings)}"
     unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
     if unknown:
-        hint = "a head tied to the embedding has no weights of its own; name the module that holds them"
-        yield f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}", hint
+        hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
+        yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
 
 
 def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
@@ -156,15 +157,15 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str
         missing = ", ".join(part for part in parts if part not in targets)
         named = ", ".join(part for part in parts if part in targets)
         if missing and named:
-            problem = f"adapter.target_modules: {named} without {missing}; the experts of {model.path} have them "
-            yield f"{problem}in one matrix, {fused}", f"name {missing} too, or leave {named} out"
+            problem = f"adapter.target_modules: {named} without {missing}; the experts of {model.path} hold them "
+            yield f"{problem}in one matrix, {fused}", f"add {missing}, or remove {named}"
     if not adapted_experts(model.tensors, former, adapter.target_modules):
         return
     unfused = sorted({last_part(name) for name in model.linears} - set(former))
-    hint = f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules"
+    hint = f"unset it, or limit adapter.target_modules to {', '.join(unfused)}"
     for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
         if is_set:
-            problem = f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of "
+            problem = f"adapter.{setting}: PEFT does not support it on the fused expert matrices and routers of "
             yield f"{problem}{model.path}", hint
 
 
@@ -175,7 +176,7 @@ def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         return
     if unties_head(model, origin.adapter):
         problem = f"adapter.type: the adapter of {origin.name} trained an embedding that the head of "
-        problem += f"{origin.base.path} shares, and cannot be merged: the head would change with it"
+        problem += f"{origin.base.path} shares, so merging it would change the head"
         yield problem, "use adapter.type=lora, which trains that adapter further"
 
 
@@ -185,33 +186,33 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
     values = dict(requested)
     num, this = hardware.num_accelerators, f"this is {hardware.device.name}"
     if (requested.num_processes or 1) > max(1, num):
-        those = f"there are {num}" if num else this
+        those = f"available: {num}" if num else this
         if not num and hardware.num_nodes > 1:
             those = f"there are {hardware.num_nodes} nodes"
-        problem = f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the same "
-        yield f"{problem}number in each node; {those}", "each process computes on one of its own"
+        problem = f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, evenly "
+        yield f"{problem}over the nodes; {those}", "each process needs an accelerator of its own"
     several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (values[name] or 1) > 1]
     if requested.strategy in ("ddp", "fsdp2", "zero1"):
         several.insert(0, "strategy")
     if several and num < 2:
-        hint = "leave it to the plan" if hardware.accelerators else "set parallel.num_processes to share the processor"
+        hint = "unset it" if hardware.accelerators else "set parallel.num_processes to share the CPU"
         yield f"parallel.{several[0]}: {values[several[0]]} needs several accelerators; {this}", hint
     if requested.strategy not in ("auto", "single") and not hardware.accelerators:
-        yield f"parallel.strategy: {requested.strategy} needs accelerators; {this}", "leave it to the plan"
+        yield f"parallel.strategy: {requested.strategy} needs accelerators; {this}", "unset it"
     for name in ("tp_size", "sp_size"):
         size = values[name] or 1
         if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
             yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
     if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
-        yield "parallel.cp_size and parallel.sp_size: Accelerate takes one of them", "leave one out"
+        yield "parallel.cp_size and parallel.sp_size: Accelerate accepts only one of them", "unset one"
     offloads = {
         "offload_param_device": requested.offload_param_device,
         "offload_optimizer_device": requested.offload_optimizer_device,
     }
     on_disk = [name for name, device in offloads.items() if device == "nvme"]
     if on_disk and requested.nvme_path is None:
-        yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "name a folder on a fast local disk"
+        yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "set it to a folder on a fast local disk"
 
 
 class Refusal(NamedTuple):
@@ -236,46 +237,46 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     if isinstance(recipe.adapter, QloraAdapter) and (
         layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
     ):
-        why = "ZeRO-3 does not divide the 4-bit weights of bitsandbytes"
+        why = "ZeRO-3 does not shard bitsandbytes 4-bit weights"
         if is_fsdp2:
-            why = "Accelerate shards 4-bit weights only where they are stored in a floating type "
+            why = "Accelerate shards 4-bit weights only if they are stored in a floating-point type "
             why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
         yield why, "use ddp, or adapter.type=lora"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
-        yield f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
+        yield f"{optim} does not support sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
-        yield f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}"
+        yield f"DeepSpeed cannot run {optim} on the CPU", f"use train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
-        why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
-        yield why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter"
+        why = "TRL precomputes log-probabilities before FSDP2 has loaded the weights in all processes"
+        yield why, "unset method.precompute_ref_log_probs: the reference is the model without its adapter"
     if layout.strategy not in ("single", "ddp") and recipe.method.trainer_args.get("sync_ref_model"):
-        why = "a checkpoint of divided weights has no reference that follows the model"
-        yield why, "use ddp, or leave method.trainer_args.sync_ref_model out"
+        why = "a checkpoint of sharded weights does not contain the synced reference model"
+        yield why, "use ddp, or unset method.trainer_args.sync_ref_model"
     if setting.by_vllm:
-        yield backends.why_no_vllm_in(recipe, layout), "leave method.generation.use_vllm out"
+        yield backends.why_no_vllm_in(recipe, layout), "unset method.generation.use_vllm"
     if setting.model.origin is not None and layout.strategy in ("fsdp2", "zero3"):
         yield from _origin_refusals(recipe, setting.model.origin, layout)
     if recipe.model.kernels != "auto":
-        yield backends.why_no_kernels(recipe.model.kernels, layout), "leave model.kernels out, or use torch"
+        yield backends.why_no_kernels(recipe.model.kernels, layout), "unset model.kernels, or use torch"
     if recipe.train.torch_compile is True:
-        yield backends.why_not_compiled_in(layout), "leave train.torch_compile out"
+        yield backends.why_not_compiled_in(layout), "unset train.torch_compile"
     if recipe.train.fp8:
-        yield backends.why_no_float8_in(layout), "leave train.fp8 out, or use fsdp2"
+        yield backends.why_no_float8_in(layout), "unset train.fp8, or use fsdp2"
     if layout.tp_size > 1 and not is_full:
-        yield "PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size"
+        yield "PEFT adapters do not support tensor parallel layers", "use fsdp2 without tp_size"
     if layout.tp_size > 1 and trains_on != "tokens":
-        why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
+        why = f"tensor parallelism in TRL covers only the trained model, not all that {recipe.method.type} computes"
         yield why, "use fsdp2 without tp_size"
     if layout.devices_per_sequence > layout.tp_size and trains_on != "tokens":
-        yield f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them"
+        yield f"{recipe.method.type} does not support split sequences", "use fsdp2 without cp_size and sp_size"
     if setting.device.kind == "cpu" and is_fsdp2:
         # What FSDP2 supports on accelerators only (torch 2.13; a test runs each).
         if layout.offload_param_device == "cpu":
-            why = "FSDP2 pins the memory to which it offloads, which takes an accelerator"
-            yield why, "leave parallel.offload_param_device out: on a CPU all is in main memory"
+            why = "FSDP2 offloads to pinned memory, which needs an accelerator"
+            yield why, "unset parallel.offload_param_device: on a CPU everything is in host memory"
         if layout.cp_size > 1:
-            why = "torch has no rule to divide attention on a CPU (scaled_dot_product_flash_attention_for_cpu)"
-            yield why, "use parallel.sp_size, which divides sequences by heads, or fsdp2 without cp_size"
+            why = "torch cannot split attention on a CPU (no rule for scaled_dot_product_flash_attention_for_cpu)"
+            yield why, "use parallel.sp_size, which splits sequences by heads, or fsdp2 without cp_size"
     if layout.cp_size > 1:
         yield from _ring_refusals(setting)
     if layout.sp_size > 1:
@@ -286,18 +287,18 @@ def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator
     """Yield reasons that training cannot start from this origin where weights are sharded."""
     is_merged = origin.is_merged_for(recipe.adapter)
     if layout.tp_size > 1 and is_merged:
-        why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
+        why = f"the adapter of {origin.name} cannot be merged into layers that are split while loading"
         yield why, "use fsdp2 without tp_size"
     reference = reference_of(recipe.method, recipe.adapter, origin)
     if is_rewarded(recipe.method) and reference == "second model" and is_merged:
-        why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
+        why = f"TRL loads and shards the reference of {recipe.method.type} itself, without merging the adapter"
         yield why, "use adapter.type=lora, method.beta=0, or ddp"
     if layout.strategy == "fsdp2" and reference == "beforehand" and is_merged:
-        why = "TRL loads the model itself to compute log-probabilities beforehand, without the adapter to be merged"
-        yield why, "leave method.precompute_ref_log_probs out"
+        why = "TRL loads the model itself to precompute log-probabilities, without merging the adapter"
+        yield why, "unset method.precompute_ref_log_probs"
     whole = origin.adapter is not None and origin.adapter.modules_to_save
     if layout.strategy == "zero3" and whole:
-        why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"
+        why = f"ZeRO-3 shards {', '.join(whole)}, which {origin.name} trained in full, before its adapter can be loaded"
         yield why, "use fsdp2, ddp or zero2"
 
 
@@ -310,15 +311,15 @@ def _ulysses_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, s
     recipe, window = setting.recipe, setting.model.sliding_window
     num_rows = layout.num_processes * (recipe.train.micro_batch_size or 1)
     if recipe.train.global_batch_size % num_rows:
-        why = f"each of the {layout.num_processes} devices brings a micro-batch of its own to a step"
+        why = f"each of the {layout.num_processes} devices contributes its own micro-batch to a step"
         yield why, f"set train.global_batch_size to a multiple of {num_rows}"
     if setting.attention == "eager":
-        yield "Ulysses does not divide eager attention", "use sdpa"
+        yield "Ulysses does not support eager attention", "use sdpa"
     if setting.attention.startswith("flash_attention"):
         return
     if backends.lies_in_one_row(recipe.data):
-        why = f"{setting.attention} does not keep packed documents apart when they are divided"
-        yield why, "use flash_attention_2, or rows without packing"
+        why = f"{setting.attention} does not separate packed documents when they are split"
+        yield why, "use flash_attention_2, or unset packing"
     if window is not None and recipe.data.max_length > window:
         yield "Ulysses drops the mask that a sliding window needs", "use flash_attention_2"
 
@@ -328,11 +329,11 @@ def _ring_refusals(setting: Setting) -> Iterator[tuple[str, str]]:
     recipe, window = setting.recipe, setting.model.sliding_window
     if backends.lies_in_one_row(recipe.data):
         key = "data.packing" if recipe.data.packing else "data.padding_free"
-        yield "context parallel drops the mask that keeps packed documents apart", f"set {key}=false"
+        yield "context parallelism drops the mask that separates packed documents", f"set {key}=false"
     key = recipe.model.attn_implementation
     attention = backends.of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
     if attention != "sdpa":
-        yield f"context parallel divides sdpa, not {attention}", "set model.attn_implementation=sdpa"
+        yield f"context parallelism supports sdpa, not {attention}", "set model.attn_implementation=sdpa"
     if window is not None and recipe.data.max_length > window:
-        why = f"context parallel drops the mask of a window of {window:,} tokens"
+        why = f"context parallelism drops the mask of the sliding window of {window:,} tokens"
         yield why, "use another model, or a shorter data.max_length"

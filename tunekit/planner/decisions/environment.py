@@ -85,12 +85,12 @@ def _reward_seconds(method: MethodSection, num_answers: int) -> float:
 
 def timeout_reasons(layout: Layout, wait_bytes: int, forced: int | None, patience_seconds: int) -> Iterator[Reason]:
     """Yield the plan's reasons for the timeouts."""
-    why = f"one of them may read or write {gib(wait_bytes)} meanwhile, {SLOW_STORAGE} times slower than 1 GB/s"
+    why = f"one process may read or write {gib(wait_bytes)} while others wait, {SLOW_STORAGE} times slower than 1 GB/s"
     if forced is not None:
-        choice = f"{forced} s to stand still in a step, {patience_seconds // 60} min while loading or saving"
-        yield Reason(topic="timeout", choice=choice, why=f"parallel.timeout_seconds; {why}")
+        choice = f"{forced} s without progress in a step, {patience_seconds // 60} min while loading or saving"
+        yield Reason(topic="timeout", choice=choice, why=f"set by parallel.timeout_seconds; {why}")
     elif layout.num_processes > 1:
-        yield Reason(topic="timeout", choice=f"{timeout_of(wait_bytes) // 60} min for an exchange", why=why)
+        yield Reason(topic="timeout", choice=f"{timeout_of(wait_bytes) // 60} min per collective", why=why)
 
 
 def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: MethodSection) -> dict[str, str]:
@@ -131,11 +131,11 @@ def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_
     if environment:
         why = ", ".join(f"{name}={value}" for name, value in environment.items())
         if hardware.environment:
-            why += f"; {', '.join(hardware.environment)} as it was set here"
+            why += f"; {', '.join(hardware.environment)} from the current environment"
         yield Reason(topic="environment", choice="set before torch is imported", why=why)
     if num_nodes > 1:
         yield Reason(
             topic="network",
-            choice="the way to the first node",
-            why="each node finds its interface there, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name one",
+            choice="interface toward the first node",
+            why="detected on each node, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set one",
         )

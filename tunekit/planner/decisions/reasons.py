@@ -20,7 +20,7 @@ from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.kernels.chunks import chunk_rows
-from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib
+from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
@@ -35,8 +35,8 @@ RUNS_PER_RECIPE = 4
 
 WITHOUT_WEIGHTS = {
     "weights": "",
-    "config": "; from its config.json, training needs the weights",
-    "table": "; from tunekit's own table, training needs the files",
+    "config": "; from its config.json only, training needs the weights",
+    "table": "; from the built-in table, training needs the files",
 }
 """Sentence about a model whose weights were not inspected, by the origin of its facts."""
 
@@ -47,12 +47,12 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     where, note = f" in {num_nodes} nodes" if num_nodes > 1 else "", f"; {hardware.note}" if hardware.note else ""
     if device.kind == "cpu":
         share = "one process uses all" if used == num_nodes else f"{used // num_nodes} processes share the"
-        why = f"no accelerator was found; {share} {hardware.num_cores} cores{note}"
+        why = f"no accelerator found; {share} {hardware.num_cores} cores{note}"
         return Reason(topic="device", choice=f"{device.name}{where}", why=why)
-    why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free"
+    why = f"{used_of(device.memory_free_bytes, device.memory_total_bytes)} free"
     idle = hardware.num_accelerators - used
     if idle:
-        why += f"; {idle} more {'is' if idle == 1 else 'are'} left idle: the batch cannot be divided over all"
+        why += f"; {idle} idle: the batch does not divide evenly over all"
     choice = device.name if used == 1 else f"{used} x {device.name}"
     return Reason(topic="device", choice=f"{choice}{where}", why=f"{why}{note}")
 
@@ -60,14 +60,14 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
 def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
     """Yield the reason for the allocator's reserve, where earlier runs measured it."""
     if why is not None:
-        yield Reason(topic="reserve", choice=f"{share:.0%} beyond the tensors", why=why)
+        yield Reason(topic="reserve", choice=f"{share:.0%} on top of the tensors", why=why)
 
 
 def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
     stored = {"full": "float32 weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
-    summed = f"; devices sum gradients in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
-    return Reason(topic="precision", choice=f"{dtype} products, {stored}", why=f"{why}{summed}")
+    summed = f"; gradients reduced in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
+    return Reason(topic="precision", choice=f"{dtype} compute, {stored}", why=f"{why}{summed}")
 
 
 def head_reason(
@@ -83,46 +83,46 @@ def head_reason(
         num_tokens: Tokens of a micro-batch.
         why_trl: Why TRL's head stays where it is, as far as that is the layout's or the kernels'.
     """
-    experts = "; experts by torch's grouped products" if model.num_experts else ""
+    experts = "; experts by torch's grouped matmul" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
-    would_be = f"logits of a micro-batch would be {size}"
-    choice, why = "a score for each token", "one number each"
+    full = f"full logits would take {size} per micro-batch"
+    choice, why = "one score per token", "no logits over the vocabulary"
     if passes.head in ("sums", "chunks"):
         rows = chunk_rows(int(passes.max_scored_share * num_tokens), model.vocab_size, BYTES[dtype])
-        by = "their gradients with them" if passes.head == "sums" else "each token with a gradient of its own"
-        choice = "tunekit's head in chunks"
-        why = f"{would_be}; {rows:,} tokens at a time, {by}, and of none that do not count"
+        by = "with their gradients" if passes.head == "sums" else "with a gradient per token"
+        choice = "tunekit's chunked loss head"
+        why = f"{full}; {rows:,} tokens at a time {by}, masked tokens skipped"
     elif passes.head == "whole":
-        choice, why = f"all logits at once, {size}", "TRL's head in tiles is not in its experimental trainers"
+        choice, why = f"full logits, {size}", "TRL's experimental trainers lack its tiled loss head"
     elif passes.head == "tiles":
-        by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
+        by = "Triton" if hardware.device.kind == "cuda" else "torch (Triton needs an accelerator)"
         note = "" if why_trl is None else f"; {why_trl}"
-        choice = "TRL's head in tiles"
-        why = f"{would_be}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are folded by {by}{note}"
+        choice = "TRL's tiled loss head"
+        why = f"{full}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} vocabulary entries, reduced by {by}{note}"
     return Reason(topic="head", choice=choice, why=why + experts)
 
 
 def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
     """Return the reason for the number of data workers."""
-    number, why = 0, f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
+    number, why = 0, f"a process collates {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s"
     if recipe.data.streaming:
-        why = "one process reads a stream, in its order"
+        why = "one process reads the stream, in order"
     elif generates(recipe.method):
-        why = "prompts alone are loaded; answers are generated"
+        why = "only prompts are loaded; answers are generated"
     elif speed is None or speed.fed_tokens_per_second is None:
-        why += "; how many a device computes is not known"
+        why += "; device throughput unknown"
     else:
         number = speed.num_workers
         why += f", a device computes at most {float(f'{speed.fed_tokens_per_second:.3g}'):,.0f}"
-        why += "; there are cores for no more" if number < workers_for(speed.fed_tokens_per_second) else ""
-    return Reason(topic="workers", choice=f"{number} beside each device" if number else "none", why=why)
+        why += "; no cores left for more" if number < workers_for(speed.fed_tokens_per_second) else ""
+    return Reason(topic="workers", choice=f"{number} per device" if number else "none", why=why)
 
 
 def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
     """Return the reason for the adapter."""
     adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
     if isinstance(adapter, FullAdapter):
-        return Reason(topic="adapter", choice="full", why=f"{count(trained)} parameters trained, all of them")
+        return Reason(topic="adapter", choice="full", why=f"all {count(trained)} parameters trained")
     targets = adapter.target_modules if adapter.target_modules == "all-linear" else ", ".join(adapter.target_modules)
     choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
@@ -131,10 +131,10 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 def optimizer_reason(recipe: Recipe) -> Reason:
     """Return the reason for the optimizer."""
-    reason, choice = "as in the recipe", f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}"
+    reason, choice = "set by the recipe", f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}"
     if recipe.train.learning_rate is None:
         source = recipe.method.spec.learning_rate.source
-        times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
+        times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the full fine-tuning rate of "
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     return Reason(topic="optimizer", choice=choice, why=f"{reason}; {recipe.train.lr_scheduler_type} schedule")
 
@@ -144,16 +144,16 @@ def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
     if not layout.strategy.startswith("zero"):
         return
     if layout.offload_optimizer_device != "none":
-        why = "as in the recipe: DeepSpeed's own AdamW would be compiled first and is hardly faster than torch's"
-        yield Reason(topic="offloaded states", choice=f"updated by {optim} on the processor", why=why)
+        why = "set by the recipe; DeepSpeed's own AdamW needs compiling and is hardly faster than torch's"
+        yield Reason(topic="offloaded states", choice=f"updated by {optim} on the CPU", why=why)
     if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
-        why = "DeepSpeed compiles its access to the disk when it is first used, which takes minutes"
-        yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
+        why = "DeepSpeed compiles its disk I/O on first use, which takes minutes"
+        yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio headers", why=why)
 
 
 def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """Yield the reasons about the model, what training starts from, and code besides that of the libraries."""
-    shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
+    shape = f"{model.num_layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocab_size:,}"
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
@@ -161,24 +161,26 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
     if recipe.model.trust_remote_code:
-        at = f"at commit {recipe.model.revision}" if recipe.model.revision else "as it is when the run is made"
-        yield Reason(topic="code", choice=f"what comes with the model, {at}", why="model.trust_remote_code is true")
+        at = f"at commit {recipe.model.revision}" if recipe.model.revision else "the latest when the run is created"
+        yield Reason(topic="code", choice=f"remote code of the model, {at}", why="model.trust_remote_code is true")
 
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """Yield the reason for the routers' auxiliary loss, the one part of a loss that depends on the cut of a batch."""
     coefficient = router_aux_loss_coef(recipe, model)
     if model.num_experts and coefficient is None:
-        who = f"TRL's trainer of {recipe.method.type}"
+        who = f"TRL's {recipe.method.type} trainer"
         if recipe.method.spec.adds_router_loss:
-            who = f"the code of {model.model_type} has no loss of its routers, and TRL"
-        yield Reason(topic="experts", choice="not kept equally busy", why=f"{who} adds none")
+            who = f"the code of {model.model_type} has no router loss, and TRL"
+        yield Reason(topic="experts", choice="no load balancing", why=f"{who} adds no router loss")
     elif coefficient:
         is_set = recipe.method.trainer_args.get("router_aux_loss_coef") is not None
-        why = f"the coefficient is {'as in the recipe' if is_set else 'of the config of the model'}; TRL adds the loss "
-        why += "of the routers, a mean over micro-batches: how a batch is cut shows in it a little"
-        why += "" if is_set else f"; {ROUTER_ARG}=0.0 leaves it out"
-        yield Reason(topic="experts", choice=f"kept equally busy, router_aux_loss_coef {coefficient:g}", why=why)
+        why = (
+            f"coefficient {'set by the recipe' if is_set else 'from the model config'}; TRL adds the router loss as a "
+        )
+        why += "mean over micro-batches, so it depends slightly on their size"
+        why += "" if is_set else f"; {ROUTER_ARG}=0.0 disables it"
+        yield Reason(topic="experts", choice=f"load balancing, router_aux_loss_coef {coefficient:g}", why=why)
 
 
 ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
@@ -195,9 +197,7 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
     if not recipe.method.spec.adds_router_loss:
         return None
     if coefficient and model.router_aux_loss_coef is None:
-        raise PlanError(
-            f"{ROUTER_ARG}: {model.path} ({model.model_type}) has no loss of routers to weight", hint="leave it out"
-        )
+        raise PlanError(f"{ROUTER_ARG}: {model.path} ({model.model_type}) has no router loss", hint="unset it")
     return model.router_aux_loss_coef if coefficient is None else coefficient
 
 
@@ -215,19 +215,19 @@ def method_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> It
     reference = reference_of(recipe.method, recipe.adapter, origin)
     match reference:
         case "without adapter":
-            choice, why = "the model without its adapter", "a pass without gradients and no memory"
+            choice, why = "the model without its adapter", "one forward pass without gradients, no extra memory"
         case "copied adapter":
             assert origin is not None
             choice = f"a frozen copy of the adapter of {origin.name}"
-            why = f"{gib(kept_bytes)} and a pass without gradients; without an adapter it would be {origin.base.path}, "
-            why += "which is not where training starts"
+            why = f"{gib(kept_bytes)} and one forward pass without gradients; disabling the adapter would give "
+            why += f"{origin.base.path}, not the starting point"
         case "second model":
-            choice, why = "a second model", f"{gib(kept_bytes)} on the device and a pass without gradients"
+            choice, why = "a second model", f"{gib(kept_bytes)} per device and one forward pass without gradients"
             if origin is not None and origin.adapter is not None:
-                choice += f", the adapter of {origin.name} merged"
+                choice += f", with the adapter of {origin.name} merged"
         case "beforehand":
-            choice = "its log-probabilities, computed before the first step"
-            why = "one pass over all rows, kept in the cache for other runs on the same model and rows, but for ZeRO-3"
+            choice = "log-probabilities precomputed before training"
+            why = "one pass over all rows, cached for other runs with the same model and rows, except with ZeRO-3"
         case "none":
             return
         case _:
@@ -239,18 +239,18 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
     """Yield the reasons for generation: the engine, and its share of a step."""
     if not generates(recipe.method):
         return
-    choice = "by transformers, all answers of a step at once"
+    choice = "transformers, all answers of a step at once"
     if vllm is not None and vllm.gpu_memory_utilization is None:
-        choice = f"by vLLM on a server, {recipe.method.generation.vllm_server_base_url}"
-        why += "; how fast it is, is not known: its time is reckoned as on these devices"
+        choice = f"vLLM server, {recipe.method.generation.vllm_server_base_url}"
+        why += "; server throughput unknown, estimated as on these devices"
     elif vllm is not None:
-        choice = f"by vLLM on the devices that train, with {vllm.gpu_memory_utilization:.0%} of their memory"
+        choice = f"vLLM on the training devices, {vllm.gpu_memory_utilization:.0%} of their memory"
         if not isinstance(recipe.adapter, FullAdapter):
-            why += "; for it TRL adds the adapter to the weights and takes it out again, which rounds them"
+            why += "; TRL merges and unmerges the adapter for it, which rounds the weights"
     share = None if speed is None else speed.generation_share
     if share is not None:
         low, high = f"{share.low:.0%}", f"{share.high:.0%}"
-        why += f"; {low if low == high else f'{low} to {high}'} of a step"
+        why += f"; {low if low == high else f'{low} to {high}'} of the step time"
     yield Reason(topic="generation", choice=choice, why=why)
 
 
@@ -289,10 +289,10 @@ def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
 
 def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     if recipe.data.streaming:
-        why = f"read and tokenised while training; {data.num_train:,} were looked at"
-        return Reason(topic="data", choice="a stream of rows", why=why)
+        why = f"read and tokenized during training; {data.num_train:,} inspected"
+        return Reason(topic="data", choice="stream of rows", why=why)
     if not data.tokenized:
-        why = f"cut to {recipe.data.max_length} tokens each when the run starts"
+        why = f"truncated to {recipe.data.max_length} tokens each when the run starts"
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
     share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
     why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
@@ -301,14 +301,14 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length
-    counts = {f"cut to {cut}": data.num_truncated, f"split at {cut}": data.num_split, "left out": data.num_dropped}
+    counts = {f"truncated to {cut}": data.num_truncated, f"split at {cut}": data.num_split, "skipped": data.num_dropped}
     why += "".join(f"; {number:,} {what}" for what, number in counts.items() if number)
     if data.truncated_share > MUCH_TRUNCATED:
-        why += f": {data.truncated_share:.0%} of all rows lose their end; raise data.max_length or shorten them"
+        why += f": {data.truncated_share:.0%} of all rows are truncated; raise data.max_length or shorten them"
     rows = "rows"
     if recipe.data.packing:
         rows, filled = "packed sequences", (data.num_train_tokens or 0) / (data.num_train * cut)
-        why += f"; packing fills {filled:.1%} of the places"
+        why += f"; packing efficiency {filled:.1%}"
     return Reason(topic="data", choice=f"{data.num_train:,} {rows}", why=why)
 
 
@@ -321,14 +321,14 @@ def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
         return
     total = sum(source.size for source in data.sources)
     choice = ", ".join(f"{source.name} {source.size / total:.1%}" for source in data.sources)
-    measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
+    measured = "of the tokens" if data.tokenized else "of the text, before tokenization"
     section = recipe.data
     weights = [source.weight for source in section.sources]
-    why = "every row of each is used once"
+    why = "every row used once"
     if weights[0] is not None:
         is_first = section.stopping_strategy == "first_exhausted"
         why = f"weights {' : '.join(f'{weight:g}' for weight in weights)} by {section.weight_by}; "
-        why += "no row is used twice" if is_first else "small sources are repeated"
+        why += "no row repeated" if is_first else "small sources repeated"
     rows = ", ".join(f"{source.num_rows:,}" for source in data.sources)
     yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
 
@@ -337,40 +337,42 @@ def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
     weights = [source.weight for source in section.sources if source.weight is not None]
     names = [source.name for source in data.sources]
     if not weights:
-        order = "they take turns" if section.mixing == "interleave" else "one after another"
-        return Reason(topic="mixture", choice=", ".join(names), why=f"{order}; how much each holds is not known")
+        order = "interleaved" if section.mixing == "interleave" else "concatenated"
+        return Reason(topic="mixture", choice=", ".join(names), why=f"{order}; sizes unknown")
     shares = (f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
-    return Reason(topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until a stream ends that is due")
+    return Reason(
+        topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until the next stream drawn is exhausted"
+    )
 
 
 def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
     """Return the reason for the number of steps."""
     train, batch, trains_on = recipe.train, recipe.train.global_batch_size, recipe.method.spec.trains_on
     if schedule is None:
-        why = f"{data.num_train:,} rows are to be packed first"
-        return Reason(topic="steps", choice="known after tokenising", why=why)
+        why = f"{data.num_train:,} rows to be packed first"
+        return Reason(topic="steps", choice="known after tokenization", why=why)
     if train.max_steps is None:
         answers = f" x {recipe.method.num_generations} answers" if is_rewarded(recipe.method) else ""
-        why = f"{train.num_epochs or 1:g} x {data.num_train:,}{answers} / {batch} a step"
+        why = f"{train.num_epochs or 1:g} x {data.num_train:,}{answers} / {batch} per step"
     elif schedule.steps_per_epoch is None:
-        why = "as in the recipe"
+        why = "set by the recipe"
     else:
-        why = f"as in the recipe; {train.max_steps / schedule.steps_per_epoch:.3g} epochs"
+        why = f"set by the recipe; {train.max_steps / schedule.steps_per_epoch:.3g} epochs"
     missing = -data.num_train % batch
     if trains_on in ("pairs", "answers") and missing:
-        why += f"; {missing} {trains_on} of its beginning fill the last step of an epoch"
+        why += f"; {missing} {trains_on} from the start fill the last step of an epoch"
     if schedule.eval_steps is not None:
-        why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
-    return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
+        why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps} steps"
+    return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warmup", why=why)
 
 
 def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
     """Return the reason for the expected speed."""
     if speed is None:
-        why = "operations are counted for decoders with attention in every layer"
-        return Reason(topic="speed", choice="not predicted", why=why)
+        why = "FLOPs are counted only for decoders with attention in every layer"
+        return Reason(topic="speed", choice="throughput unknown", why=why)
     at_most = not data.has_lengths and not section.packing
-    rows = f"; every row taken as {section.max_length} tokens" if at_most and speed.seconds is not None else ""
+    rows = f"; every row counted as {section.max_length} tokens" if at_most and speed.seconds is not None else ""
     return Reason(topic="speed", choice=speed.words(at_most=at_most), why=f"{speed.basis}{rows}")
 
 
@@ -379,7 +381,7 @@ def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
     if speed is not None and speed.communication is not None:
         yield Reason(topic="communication", choice=speed.communication, why="sent by each device")
     if speed is not None and speed.goodput is not None:
-        yield Reason(topic="failures", choice=speed.goodput.words(), why="in the time and the cost above")
+        yield Reason(topic="failures", choice=speed.goodput.words(), why="included in time and cost above")
 
 
 def saving_reasons(
@@ -399,14 +401,14 @@ def _checkpoints_reason(layout: Layout, schedule: Schedule | None, saving: Savin
     size = saving.checkpoint_bytes or 0
     often = "" if schedule is None else f"every {schedule.save_steps:,} steps, "
     if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
-        why = "training waits: what is offloaded to a disk is read and written again"
+        why = "training waits: states offloaded to disk are read back and written"
     elif saving.in_background:
-        why = f"written while training goes on; it waits for a copy, {gib(copied_bytes(size, layout))} of main memory"
-        why += " in each process"
+        why = f"written in the background; training waits for a copy, {gib(copied_bytes(size, layout))} of host memory"
+        why += " per process"
     elif divides_files(layout):
-        why = "training waits: a copy to write from would not fit main memory"
+        why = "training waits: a copy to write from would not fit in host memory"
     else:
-        why = "training waits: one process writes all of it"
+        why = "training waits: one process writes everything"
     return Reason(topic="checkpoints", choice=f"{often}{gib(size)} each", why=why)
 
 
@@ -414,8 +416,8 @@ def _words(recipe: Recipe, layout: Layout, saving: Saving) -> str:
     """Describe the largest use of the disk."""
     parts = ["the result", "the rows"]
     if layout.why_not_resumed is None:
-        best = ["the best"] if saving.metric_for_best_model else []
-        parts = [f"the newest {recipe.train.save_total_limit} checkpoints", *best, "the one being written", *parts]
+        best = ["best"] if saving.metric_for_best_model else []
+        parts = [f"newest {recipe.train.save_total_limit} checkpoints", *best, "the one being written", *parts]
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -437,11 +439,11 @@ def check_disk(plan: Plan, free_bytes: int, where: str) -> None:
     if recipe.train.save_total_limit > 2:
         ways.append("set train.save_total_limit=2")
     if isinstance(recipe.adapter, FullAdapter):
-        ways.append("train an adapter (adapter.type=lora), whose checkpoints are small")
+        ways.append("train an adapter with small checkpoints (adapter.type=lora)")
     words = _words(recipe, plan.layout, plan.saving)
     raise PlanError(
-        f"output.dir: the run takes up to {gib(needed)} on the disk of {where} ({words}; a checkpoint "
-        f"takes {gib(plan.saving.checkpoint_bytes or 0)}), and {gib(free_bytes)} are free",
+        f"output.dir: the run needs up to {gib(needed)} on the disk of {where} ({words}; a checkpoint "
+        f"needs {gib(plan.saving.checkpoint_bytes or 0)}), but only {gib(free_bytes)} are free",
         hint=", or ".join(ways),
         needed_bytes=needed,
         limit_bytes=free_bytes,
@@ -464,9 +466,9 @@ def why_unchecked(model: ModelFacts, max_length: int) -> str | None:
     """
     outside = []
     if not is_traced(model):
-        outside.append(f"{model.model_type} (checked: {', '.join(sorted(model_types().traced))})")
+        outside.append(f"{model.model_type} (verified: {', '.join(sorted(model_types().traced))})")
     if model.num_params > CHECKED_PARAMS:
-        outside.append(f"{count(model.num_params)} parameters (checked: up to {count(CHECKED_PARAMS)})")
+        outside.append(f"{count(model.num_params)} parameters (verified: up to {count(CHECKED_PARAMS)})")
     if max_length > CHECKED_LENGTH:
-        outside.append(f"rows of {max_length:,} tokens (checked: up to {CHECKED_LENGTH:,})")
-    return f"memory was not checked for {' and '.join(outside)}" if outside else None
+        outside.append(f"rows of {max_length:,} tokens (verified: up to {CHECKED_LENGTH:,})")
+    return f"memory estimate not verified for {' and '.join(outside)}" if outside else None

@@ -40,9 +40,9 @@ class Shortage(Facts):
 
     def words(self) -> str:
         """Describe the failed allocation and the free memory in one line."""
-        parts = [f"{gib(self.asked_bytes)} more were asked for"] if self.asked_bytes else []
+        parts = [f"{gib(self.asked_bytes)} requested"] if self.asked_bytes else []
         if self.allocated_bytes is not None:
-            reserved = f"{gib(self.allocated_bytes)} were allocated and {gib(self.taken_bytes)} reserved"
+            reserved = f"{gib(self.allocated_bytes)} allocated and {gib(self.taken_bytes)} reserved"
             parts.append(f"{reserved}, {gib(self.free_bytes)} free")
         return "; ".join(parts)
 
@@ -62,11 +62,11 @@ class Shortage(Facts):
             planned, measured = parts.pop(part, 0), self.held.get(part)
             if planned:
                 remaining -= measured or 0
-                yield part, gib(planned), "not yet" if measured is None else gib(measured)
+                yield part, gib(planned), "not allocated" if measured is None else gib(measured)
         yield ", ".join(parts), gib(sum(parts.values())), gib(remaining)
         yield "context", gib(context), "not measured" if self.context_bytes is None else gib(self.context_bytes)
         used = self.taken_bytes + (self.context_bytes or 0)
-        yield "in all", gib(self.planned.total_bytes), gib(used)
+        yield "total", gib(self.planned.total_bytes), gib(used)
 
 
 def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None = None) -> Smaller:
@@ -88,7 +88,7 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: M
                 again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
                 changes = tuple(change for change in (smaller, again) if change)
                 comes_to = gib(memory.total_bytes)
-                words = f"{' and '.join(changes)} would fit with {comes_to}, and the result stays the same"
+                words = f"set {' and '.join(changes)}: needs {comes_to}, with the same result"
                 return Smaller(words, changes)
     return what_would_fit(setting)
 
