@@ -330,7 +330,10 @@ def test_a_tied_head_has_no_tensor():
     ],
 )
 def test_an_unknown_type_is_refused_rather_than_guessed(config):
-    with pytest.raises(ModelError, match=rf"cannot derive the tensors of a '{config['model_type']}' model .*; .* supported without them: "):
+    with pytest.raises(
+        ModelError,
+        match=rf"cannot derive the tensors of a '{config['model_type']}' model .*; .* supported without them: ",
+    ):
         tensors_of(config)
 
 

@@ -148,7 +148,8 @@ def test_published_speeds_of_generating_with_transformers_are_within_the_range(b
 def test_generating_is_told_apart_and_needs_the_speed_of_the_memory():
     one = Step(**{**vars(STEP), "generating": Generating(num_tokens=100, read_bytes=6e12, flops=0)})
     assert (
-        "; generation takes 6 s to 10 s of 6.7 s to 10.9 s per step" in speed_of(one, DEVICE, FIGURES, [], num_steps=1).basis
+        "; generation takes 6 s to 10 s of 6.7 s to 10.9 s per step"
+        in speed_of(one, DEVICE, FIGURES, [], num_steps=1).basis
     )
     blind = FIGURES.model_copy(update={"memory_bytes_per_second": None})
     assert seconds_of(one, RATE, blind) is None

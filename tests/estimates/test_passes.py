@@ -368,7 +368,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
 @pytest.mark.parametrize(
     ("method", "adapter", "words"),
     [
-        (DPOMethod(), FullAdapter(), ("dpo, beta 0.1", "each row is two sequences; reference: a second model")),
+        (DPOMethod(), FullAdapter(), ("dpo, beta 0.1", "each row is two sequences; a second model as reference")),
         (
             DPOMethod(precompute_ref_log_probs=True),
             FullAdapter(),
@@ -382,7 +382,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "grpo, 8 answers of up to 512 tokens",
-                "beta 0.04: reference: the model without its adapters; they are used for 2 steps",
+                "beta 0.04: the model without its adapters as reference; they are used for 2 steps",
             ),
         ),
         (RLOOMethod(beta=0), FullAdapter(), ("rloo, 2 answers of up to 512 tokens", "beta 0: no reference")),
@@ -399,7 +399,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "dpo, loss sigmoid + 0.5 sft, beta 0.1",
-                "each row is two sequences; reference: the model without its adapters; the sft loss is a mean "
+                "each row is two sequences; the model without its adapters as reference; the sft loss is a mean "
                 "over the tokens of a micro-batch: how a batch is cut shows in it a little",
             ),
         ),

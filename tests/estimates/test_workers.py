@@ -122,9 +122,7 @@ def test_the_trainer_has_the_workers_of_its_plan(folder, tmp_path):
 def test_a_plan_says_why_it_has_workers(folder):
     made = "a process collates 2,000,000 tokens/s"
     plan = fast_tiny_model(folder)
-    assert reason(plan, "workers").startswith(
-        f"{plan.dataloader_num_workers} per device; {made}, a device computes"
-    )
+    assert reason(plan, "workers").startswith(f"{plan.dataloader_num_workers} per device; {made}, a device computes")
     few = fast_tiny_model(folder, most_cores=2)
     assert few.dataloader_num_workers == 1
     assert reason(few, "workers").endswith("; no cores left for more")

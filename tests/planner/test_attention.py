@@ -109,14 +109,23 @@ def test_divided_sequences_keep_what_they_have():
 
 
 REFUSED = {
-    "T4": (T4, LLAMA_1B, "tunekit_varlen is not supported here: needs a CUDA device of compute capability 8.0 or newer"),
+    "T4": (
+        T4,
+        LLAMA_1B,
+        "tunekit_varlen is not supported here: needs a CUDA device of compute capability 8.0 or newer",
+    ),
     "softcap": (H100, GEMMA_2, "tunekit_varlen is not supported here: not verified for gemma2; use eager"),
     "dropout": (
         LAPTOP,
         LLAMA_1B.model_copy(update={"attention_dropout": 0.1}),
-        "tunekit_varlen is not supported here: no dropout support, and llama-3.2-1b has attention dropout of 10%; use sdpa",
+        "tunekit_varlen is not supported here: no dropout support, and llama-3.2-1b has "
+        "attention dropout of 10%; use sdpa",
     ),
-    "wide": (H100, LLAMA_1B.model_copy(update={"head_dim": 512}), "flash attention supports head dimensions up to 256, not"),
+    "wide": (
+        H100,
+        LLAMA_1B.model_copy(update={"head_dim": 512}),
+        "flash attention supports head dimensions up to 256, not",
+    ),
 }
 
 

@@ -138,8 +138,8 @@ REFUSED = {
     ),
     "qlora with fsdp2": (
         {"adapter": "qlora", "parallel": {"strategy": "fsdp2"}},
-        "FSDP2, full shard, no reshard: Accelerate shards 4-bit weights only if they are stored in a floating-point type "
-        "(bnb_4bit_quant_storage), and tunekit stores them in bytes; "
+        "FSDP2, full shard, no reshard: Accelerate shards 4-bit weights only if they are stored in a "
+        "floating-point type (bnb_4bit_quant_storage), and tunekit stores them in bytes; "
         "use ddp, or adapter.type=lora",
     ),
     "8-bit optimizer with fsdp2": (
@@ -152,8 +152,7 @@ REFUSED = {
             "train": {"optim": "adamw_8bit"},
             "parallel": {"strategy": "zero2", "offload_optimizer_device": "cpu"},
         },
-        "ZeRO-2, optimizer on the CPU: DeepSpeed cannot run adamw_8bit on the CPU; "
-        "use train.optim=adamw_torch_fused",
+        "ZeRO-2, optimizer on the CPU: DeepSpeed cannot run adamw_8bit on the CPU; use train.optim=adamw_torch_fused",
     ),
     "adapters with tensor parallel": (
         {"parallel": {"tp_size": 2}},
@@ -197,8 +196,7 @@ REFUSED = {
     ),
     "more shards than devices": (
         {"parallel": {"dp_shard_size": 16}},
-        "parallel.dp_shard_size=16: no such layout for 8 x H100 SXM 80 GB with a batch of 16; "
-        "unset some of them",
+        "parallel.dp_shard_size=16: no such layout for 8 x H100 SXM 80 GB with a batch of 16; unset some of them",
     ),
     "ddp with shards": (
         {"parallel": {"strategy": "ddp", "dp_shard_size": 8}},
@@ -232,10 +230,7 @@ def test_what_a_library_cannot_run_stays_in_the_plan_with_its_reason():
 def test_main_memory_that_is_known_is_counted():
     hardware = find_machine("h100").hardware()
     asked = recipe(adapter="full", data={"max_length": 512})
-    assert (
-        "host memory of this machine unknown"
-        in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
-    )
+    assert "host memory of this machine unknown" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     assert "adapter.type=lora would fit without offloading" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
     with pytest.raises(PlanError, match=r"of host memory per node, limit 28.8 GiB"):

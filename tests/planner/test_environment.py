@@ -68,7 +68,9 @@ def test_a_process_waits_three_times_as_long_as_another_may_read_or_write(wait_b
 def test_a_forced_timeout_holds_in_steps_and_not_while_a_model_is_read():
     plan = resolve(recipe(parallel={"timeout_seconds": 30}), laptop(), LLAMA_1B, ROWS)
     assert (plan.timeout_seconds, plan.patience_seconds, plan.exchange_timeout_seconds) == (30, 600, 660)
-    assert why(plan, "timeout").startswith("30 s without progress in a step, 10 min while loading or saving; set by parallel.")
+    assert why(plan, "timeout").startswith(
+        "30 s without progress in a step, 10 min while loading or saving; set by parallel."
+    )
     longer = resolve(recipe(parallel={"timeout_seconds": 7200}), laptop(), LLAMA_1B, ROWS)
     assert (longer.timeout_seconds, longer.patience_seconds) == (7200, 7200)
 

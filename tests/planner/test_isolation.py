@@ -116,20 +116,20 @@ REFUSED = {
     "layer-types": (
         recipe(padding_free=True),
         model("new", "full_attention", "mamba"),
-        "data.padding_free: documents in one row would attend to each other in m: its mamba layers do not separate documents; "
-        "set data.padding_free=false",
+        "data.padding_free: documents in one row would attend to each other in m: its mamba layers do not "
+        "separate documents; set data.padding_free=false",
     ),
     "code": (
         recipe(packing=True),
         model("bloom"),
-        "data.packing: documents in one row would attend to each other in m: the code of bloom does not separate documents; "
-        "set data.packing=false",
+        "data.packing: documents in one row would attend to each other in m: the code of bloom does not "
+        "separate documents; set data.packing=false",
     ),
     "mask": (
         recipe("eager", packing=True),
         model("gpt_oss", "full_attention", "sliding_attention"),
-        "data.packing: documents in one row would attend to each other in m: the code of gpt_oss does not separate documents "
-        "with eager; set data.packing=false, or use flash_attention_2 on a device that supports it",
+        "data.packing: documents in one row would attend to each other in m: the code of gpt_oss does not "
+        "separate documents with eager; set data.packing=false, or use flash_attention_2 on a device that supports it",
     ),
 }
 

@@ -206,8 +206,12 @@ def test_a_plan_outside_of_what_its_formulas_were_checked_on_says_so_in_its_firs
 def test_a_type_that_was_never_traced_is_named_in_the_first_line_with_those_that_were():
     model = LLAMA_1B.model_copy(update={"model_type": "falcon_h1"})
     plan = resolve(recipe(), H100, model, ROWS)
-    assert "; memory estimate not verified for falcon_h1 (verified: deepseek_v3, gemma, " in plan.explain().splitlines()[0]
-    assert "(formulas of a Llama of the same size; upper bound, since tunekit's kernels store less)" in plan.memory_line()
+    assert (
+        "; memory estimate not verified for falcon_h1 (verified: deepseek_v3, gemma, " in plan.explain().splitlines()[0]
+    )
+    assert (
+        "(formulas of a Llama of the same size; upper bound, since tunekit's kernels store less)" in plan.memory_line()
+    )
 
 
 def test_the_figures_of_memory_say_on_which_side_they_err():

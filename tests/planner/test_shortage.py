@@ -47,7 +47,7 @@ def test_the_plan_stands_beside_what_was_measured():
         "  optimizer             2.00 GiB      2.00 GiB",
         "  activations, reserve  5.00 GiB      5.00 GiB",
         "  context               1.00 GiB  not measured",
-        "  in all                11.0 GiB      10.0 GiB",
+        "  total                 11.0 GiB      10.0 GiB",
     ]
 
 

@@ -284,7 +284,10 @@ UNKNOWN = {
         "provide its safetensors files; supported without them: llama, ",
     ),
     "encoder": ({"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
-    "no-layers": ({"num_hidden_layers": None}, "num_hidden_layers of a 'llama' model must be a positive integer, got None; fix config.json"),
+    "no-layers": (
+        {"num_hidden_layers": None},
+        "num_hidden_layers of a 'llama' model must be a positive integer, got None; fix config.json",
+    ),
 }
 
 

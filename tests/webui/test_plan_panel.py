@@ -169,7 +169,7 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
     mend = page.locator("#plan-mend")
     mend.wait_for()
     mend.click()
-    plan.get_by_text("fits H100", exact=False).first.wait_for()
+    plan.get_by_text("fits on H100", exact=False).first.wait_for()
     bar = plan.locator(".plan-bar").get_attribute("aria-label")
     assert "weights" in bar and "limit" in bar
 

@@ -33,6 +33,7 @@ from tunekit.display.plan import plan_view
 from tunekit.errors import TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.estimates.throughput.speed import Speed, duration
+from tunekit.estimates.throughput.step import PERCENT, range_of
 from tunekit.launching.bandwidth import Exchange
 from tunekit.planner.plan import gib
 from tunekit.recipe.methods import is_rewarded
@@ -316,21 +317,16 @@ def _generation_words(result: Event, planned: Speed | None) -> str:
     words = f"{result['generation_seconds'] / result['step_seconds']:.0%} of the step time"
     if planned is None or planned.generation_share is None:
         return words
-    return f"{words} (planned {_range_words([planned.generation_share.low, planned.generation_share.high])})"
+    return f"{words} (planned {planned.generation_share.words(PERCENT)})"
 
 
 def _exchange_words(ranks: Sequence[Event]) -> str:
     """Describe the share of collectives in a step."""
-    share = _range_words([rank["communication_share"] for rank in ranks])
+    share = range_of([rank["communication_share"] for rank in ranks]).words(PERCENT)
     words = f"{share} of step {ranks[0]['communication_step']} per process, measured by torch's profiler; "
     if ranks[0]["exposed_share"] is None:
         return words + "part of it may overlap with compute"
-    return words + f"{_range_words([rank['exposed_share'] for rank in ranks])} not overlapped with compute"
-
-
-def _range_words(shares: Sequence[float]) -> str:
-    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
-    return low if low == high else f"{low} to {high}"
+    return words + range_of([rank["exposed_share"] for rank in ranks]).words(PERCENT) + " not overlapped with compute"
 
 
 def samples_table(run: Run) -> list[RenderableType]:

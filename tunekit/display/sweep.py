@@ -80,8 +80,7 @@ def _total(seconds: Range | None, cost: Range | None) -> str:
     """Return the time and cost of all runs."""
     if seconds is None:
         return "time unknown"
-    low, high = duration(seconds.low), duration(seconds.high)
-    words = f"{low if low == high else f'{low} to {high}'} of training in total"
+    words = f"{seconds.words(duration)} of training in total"
     return words if cost is None else f"{words}, {cost.low:,.2f} to {cost.high:,.2f} USD"
 
 

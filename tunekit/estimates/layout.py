@@ -96,8 +96,14 @@ class Layout(Facts):
                 words.append("no reshard")
         sizes = {"tensor parallel": self.tp_size, "context parallel": self.cp_size, "Ulysses": self.sp_size}
         words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        offloaded = _OFFLOADS[self.offload_param_device, self.offload_optimizer_device]
-        return ", ".join([*words, offloaded] if offloaded else words)
+        weights, states = self.offload_param_device, self.offload_optimizer_device
+        if weights == states != "none":
+            return ", ".join([*words, f"{'CPU' if weights == 'cpu' else 'NVMe'} offload"])
+        places = {"cpu": "the CPU", "nvme": "NVMe"}
+        words += [
+            f"{what} on {places[at]}" for what, at in (("weights", weights), ("optimizer", states)) if at != "none"
+        ]
+        return ", ".join(words)
 
 
 _ENGINES: dict[Strategy, str] = {
@@ -107,16 +113,4 @@ _ENGINES: dict[Strategy, str] = {
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
-}
-
-_OFFLOADS: dict[tuple[OffloadDevice, OffloadDevice], str] = {
-    ("none", "none"): "",
-    ("none", "cpu"): "optimizer on the CPU",
-    ("none", "nvme"): "optimizer on NVMe",
-    ("cpu", "none"): "weights on the CPU",
-    ("cpu", "cpu"): "CPU offload",
-    ("cpu", "nvme"): "weights on the CPU, optimizer on NVMe",
-    ("nvme", "none"): "weights on NVMe",
-    ("nvme", "cpu"): "weights on NVMe, optimizer on the CPU",
-    ("nvme", "nvme"): "NVMe offload",
 }

@@ -299,7 +299,7 @@ def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None)
     if not (candidate.layout.num_shards > candidate.devices_per_node or candidate.layout.offloads):
         return
     other = _other_engine(setting)
-    if other is None or other.num_nodes > other.asked_nodes or other.tokens_per_second is None:
+    if other is None or other.num_nodes > setting.hardware.num_nodes or other.tokens_per_second is None:
         return
     ours = None if speed is None else speed.tokens_per_second
     if ours is None or other.tokens_per_second.high > ours.high:

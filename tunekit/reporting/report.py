@@ -111,16 +111,12 @@ def _measured(plan: Plan, result: Event | None) -> Iterator[tuple[str, str, str,
     yield "Memory per device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}"
     speed = plan.speed
     rates = None if speed is None else speed.tokens_per_second
-    words = "unknown" if rates is None else _between(f"{rates.low:,.0f}", f"{rates.high:,.0f}")
+    words = "unknown" if rates is None else rates.words("{:,.0f}".format)
     yield "Tokens per second", words, f"{result['tokens_per_second']:,.0f}", _within(rates, result)
     seconds = None if speed is None else speed.seconds
-    words = "unknown" if seconds is None else _between(duration(seconds.low), duration(seconds.high))
+    words = "unknown" if seconds is None else seconds.words(duration)
     note = "planned: training steps only; measured: includes loading, evaluations and checkpoints"
     yield "Time", words, duration(result["seconds"]), note
-
-
-def _between(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
 
 
 def _within(rates: Range | None, result: Event) -> str:

@@ -323,15 +323,15 @@ def reference_words(reference: Reference, origin: Origin | None) -> str:
         case "none":
             return "no reference"
         case "without adapter":
-            return "reference: the model without its adapters"
+            return "the model without its adapters as reference"
         case "beforehand":
             return "reference log-probabilities precomputed before training"
         case "second model":
             merged = origin is not None and origin.adapter is not None
-            return "reference: a second model" + (f", {origin.name} merged" if merged and origin else "")
+            return "a second model as reference" + (f", {origin.name} merged" if merged and origin else "")
         case "copied adapter":
             assert origin is not None
-            return f"reference: the initial adapter of {origin.name}"
+            return f"the initial adapter of {origin.name} as reference"
         case _:
             assert_never(reference)
 

@@ -26,6 +26,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
 from tunekit.estimates.throughput.step import (
+    PERCENT,
     Before,
     Generating,
     Range,
@@ -282,7 +283,7 @@ class Speed(Facts):
         """
         if self.tokens_per_second is None:
             return "throughput unknown"
-        parts = [_between(self.tokens_per_second, _rounded) + " tokens/s"]
+        parts = [self.tokens_per_second.words(_rounded) + " tokens/s"]
         if self.seconds is not None:
             parts.append(_upto(self.seconds, duration, at_most=at_most))
         if self.cost_usd is not None:
@@ -523,11 +524,11 @@ def _parts_words(step: Step, timed: _Timed) -> str:
     """Describe the share of time that is no training."""
     text = ""
     if step.generating is not None:
-        generating, whole = _between(timed.generating, duration), _between(timed.seconds, duration)
+        generating, whole = timed.generating.words(duration), timed.seconds.words(duration)
         text += f"; generation takes {generating} of {whole} per step"
     if step.before is not None:
         before = seconds_before(step, timed.rate)
-        text += f"; {_between(before, duration)} for the reference before training"
+        text += f"; {before.words(duration)} for the reference before training"
     return text
 
 
@@ -575,7 +576,7 @@ def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
 def _words_of(records: Sequence[RunRecord], device: Device) -> str:
     number = records[0].layout.num_processes
     where = "this device" if number == 1 else f"{number} of {device.name}"
-    memory = _between(range_of([record.memory_share for record in records]), "{:.0%}".format)
+    memory = range_of([record.memory_share for record in records]).words(PERCENT)
     return f"measured in {_runs(len(records))} on {where}, which used {memory} of the planned memory"
 
 
@@ -601,10 +602,5 @@ def _price(usd: float) -> str:
     return "less than 0.01" if usd < 0.01 else f"{usd:,.2f}" if usd < 10 else _rounded(usd)
 
 
-def _between(span: Range, words: Callable[[float], str]) -> str:
-    low, high = words(span.low), words(span.high)
-    return low if low == high else f"{low} to {high}"
-
-
 def _upto(span: Range, words: Callable[[float], str], *, at_most: bool) -> str:
-    return f"at most {words(span.high)}" if at_most else _between(span, words)
+    return f"at most {words(span.high)}" if at_most else span.words(words)

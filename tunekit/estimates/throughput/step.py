@@ -21,7 +21,7 @@ type.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, assert_never
@@ -50,6 +50,11 @@ class Range(Facts):
         """Both ends added."""
         return Range(low=self.low + other.low, high=self.high + other.high)
 
+    def words(self, form: Callable[[float], str]) -> str:
+        """Both ends in words, or one where they read the same: `12 min to 14 min`."""
+        low, high = form(self.low), form(self.high)
+        return low if low == high else f"{low} to {high}"
+
     def seconds_of(self, work: float) -> "Range":
         """Seconds that so much work takes at these rates."""
         return Range(low=work / self.high, high=work / self.low)
@@ -64,6 +69,9 @@ def longest_of(*spans: Range) -> Range:
     """The longest of spans at the same time, at both ends."""
     return Range(low=max(span.low for span in spans), high=max(span.high for span in spans))
 
+
+PERCENT = "{:.0%}".format
+"""Writes a share for `Range.words`."""
 
 NVLINK_SHARE = Range(low=0.33, high=0.85)
 """Share of the peak of links between the devices of a node that collectives reach.
@@ -540,7 +548,7 @@ def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range,
         return None
     shares = EFFICIENCY_WITH_MUCH_BANDWIDTH if peak / bandwidth <= MUCH_BANDWIDTH else EFFICIENCY
     share = shares[step.adapter]
-    words = f"estimate: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
+    words = f"estimate: {share.words(PERCENT)} of {peak / 1e12:,.0f} TFLOP/s"
     return share.times(peak), words + (", as for dense models" if step.is_sparse else "")
 
 
@@ -667,12 +675,12 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
     hidden, _ = waiting(step, figures)
     tokens = step.tokens_of_micro_batch
     a_token = step.flops_per_token / step.layout.devices_per_sequence
-    least, most = hidden.low * rate.low / a_token, hidden.high * rate.high / a_token
-    how = "hidden" if tokens >= most else "not hidden" if tokens < least else "possibly hidden"
+    needed = Range(low=hidden.low * rate.low / a_token, high=hidden.high * rate.high / a_token)
+    how = "hidden" if tokens >= needed.high else "not hidden" if tokens < needed.low else "possibly hidden"
     slowest = max(sent, key=lambda one: (one.seconds(figures) or hidden).high)
     size = sum(transfer.sent_bytes for transfer in sent) / 1e9
-    needed = f"{_rounded(least)} to {_rounded(most)} needed"
-    return f"{size:,.1f} GB per micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})"
+    words = f"{size:,.1f} GB per micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens"
+    return f"{words} ({needed.words(_rounded)} needed)"
 
 
 def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
@@ -682,7 +690,7 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
         return None
     busy = longest_of(step.computing(rate), hidden)
     shares = range_of((exposed.low / (exposed.low + busy.low), exposed.high / (exposed.high + busy.high)))
-    return f"{shares.low:.0%} to {shares.high:.0%} of a micro-batch spent waiting for other devices"
+    return f"{shares.words(PERCENT)} of a micro-batch spent waiting for other devices"
 
 
 def _once_words(step: Step) -> str | None:

@@ -53,7 +53,7 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
         return "float32", "exact, and no slower for small models on a CPU"
     if device.native_bfloat16:
         return "bfloat16", f"native on {device.name}"
-    return "float32", f"{device.name} has no native bfloat16; for 16 bits set model.dtype=float16"
+    return "float32", f"{device.name} has no native bfloat16; model.dtype=float16 is available"
 
 
 def check_recipe(
@@ -206,11 +206,7 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
             yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
     if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
         yield "parallel.cp_size and parallel.sp_size: Accelerate accepts only one of them", "unset one"
-    offloads = {
-        "offload_param_device": requested.offload_param_device,
-        "offload_optimizer_device": requested.offload_optimizer_device,
-    }
-    on_disk = [name for name, device in offloads.items() if device == "nvme"]
+    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if values[name] == "nvme"]
     if on_disk and requested.nvme_path is None:
         yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "set it to a folder on a fast local disk"
 

@@ -18,7 +18,7 @@ from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, 
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
-from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
+from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCENT, workers_for
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
 from tunekit.recipe.methods import generates, is_rewarded
@@ -249,8 +249,7 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
             why += "; TRL merges and unmerges the adapter for it, which rounds the weights"
     share = None if speed is None else speed.generation_share
     if share is not None:
-        low, high = f"{share.low:.0%}", f"{share.high:.0%}"
-        why += f"; {low if low == high else f'{low} to {high}'} of the step time"
+        why += f"; {share.words(PERCENT)} of the step time"
     yield Reason(topic="generation", choice=choice, why=why)
 
 
