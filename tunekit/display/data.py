@@ -1,6 +1,6 @@
 """Training data before a run, and the entries of the cache, drawn by rich.
 
-Tokens that count in the loss are green and the others dim; where there is no colour they stand between ⟦ and ⟧.
+Tokens that count in the loss are green and the others dim; where there is no color they stand between ⟦ and ⟧.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Plans in a terminal, drawn by rich: one plan, or many of them as rows of a table.
 
-A plan begins with the choice, then shows memory as a bar of its parts against the card. Where there is no colour, the
+A plan begins with the choice, then shows memory as a bar of its parts against the card. Where there is no color, the
 bar is drawn in letters, one for each part.
 """
 
@@ -51,22 +51,8 @@ HEADING_WIDTH = 12
 LITTLE = "<0.01"
 """Text for figures below this threshold."""
 
-LETTERS: Mapping[Part, str] = {
-    "weights": "w",
-    "masters": "m",
-    "adapters": "d",
-    "optimizer": "o",
-    "gradients": "g",
-    "gathered": "b",
-    "activations": "a",
-    "logits": "l",
-    "reference": "r",
-    "kv cache": "k",
-    "vllm": "v",
-    "context": "c",
-    "reserve": "x",
-}
-"""Letter for each part of memory where there is no colour."""
+LETTERS: Mapping[Part, str] = dict(zip(COLOURS, "wmdogbalrkvcx", strict=True))
+"""Letter for each part of memory where there is no color, in the order of COLOURS."""
 
 FREE, OTHERS, LIMIT = "·", "░", "│"
 """Symbols for free memory, for memory of other programs, and for the limit."""
@@ -233,10 +219,7 @@ class PlanRows:
     """Plans as the rows of a table, so that their figures stand one below the other."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        rows: Sequence[tuple[Sequence[str], Plan | PlanError]],
-        figures: Sequence[str],
+        self, names: Sequence[str], rows: Sequence[tuple[Sequence[str], Plan | PlanError]], figures: Sequence[str]
     ) -> None:
         """Give the names of the first columns, what each row has in them, and the figures to show if there are any."""
         self.names = names

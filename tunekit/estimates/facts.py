@@ -20,15 +20,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tunekit.estimates.memory.experts import (
-    ROUTERS,
-    Mixture,
-    adapted_experts,
-    expert_adapters,
-    mixture_of,
-)
+from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
 from tunekit.estimates.models.model_config import model_types
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 """Fields of an adapter section that say what the trained tensors are and mean: an adapter that is trained further keeps
@@ -80,12 +74,12 @@ class Origin(Facts):
         """All that it came from: `pico > my-sft (sft, lora) > my-dpo (dpo, lora)`."""
         return " > ".join([self.start, *(run.words for run in self.runs)] if self.runs else [self.start, self.folder])
 
-    def is_merged_for(self, adapter: FullAdapter | LoraAdapter) -> bool:
+    def is_merged_for(self, adapter: Adapter) -> bool:
         """Return whether its adapter is merged into the weights, all of which are trained."""
         return self.adapter is not None and isinstance(adapter, FullAdapter)
 
 
-def continued_adapter(origin: Origin | None, adapter: FullAdapter | LoraAdapter) -> Origin | None:
+def continued_adapter(origin: Origin | None, adapter: Adapter) -> Origin | None:
     """The origin whose adapter is trained further; None where training starts with a new one, or with none."""
     return origin if origin is not None and origin.adapter is not None and isinstance(adapter, LoraAdapter) else None
 
@@ -98,7 +92,7 @@ class Contradiction(NamedTuple):
     has: Any
 
 
-def contradictions(origin: Origin, adapter: FullAdapter | LoraAdapter) -> Iterator[Contradiction]:
+def contradictions(origin: Origin, adapter: Adapter) -> Iterator[Contradiction]:
     """Yield the recipe's adapter settings that contradict the existing adapter."""
     if origin.adapter is None or not isinstance(adapter, LoraAdapter):
         return
@@ -114,7 +108,7 @@ def _set_of(value: Any) -> Any:
     return frozenset(value) if isinstance(value, list) else frozenset() if value is None else value
 
 
-def taken_over(origin: Origin, adapter: FullAdapter | LoraAdapter, *, is_type_asked: bool) -> FullAdapter | LoraAdapter:
+def taken_over(origin: Origin, adapter: Adapter, *, is_type_asked: bool) -> Adapter:
     """The adapter section of a recipe, with what it leaves out as in the adapter that is trained further.
 
     Args:
@@ -130,7 +124,7 @@ def taken_over(origin: Origin, adapter: FullAdapter | LoraAdapter, *, is_type_as
     return kind.model_validate({**fields, "type": kind.model_fields["type"].default})
 
 
-def start_words(origin: Origin, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
+def start_words(origin: Origin, adapter: Adapter) -> tuple[str, str]:
     """Return choice and reason of a plan about the start of training."""
     choice = origin.chain
     if origin.adapter is None:
@@ -150,7 +144,7 @@ DeviceKind = Literal["cpu", "cuda", "mps"]
 
 
 class Device(Facts):
-    """One device that can compute: a processor with its main memory, or an accelerator with its own."""
+    """One device that can compute: a CPU with its host memory, or an accelerator with its own."""
 
     kind: DeviceKind
     name: str
@@ -163,7 +157,7 @@ class Device(Facts):
     gfx: str | None = None
     """AMD's name for its instruction set, such as gfx942."""
     link: str | None = None
-    """Links to the other accelerators of its node and to main memory: `18 × NVLink, PCIe 5.0 x16`."""
+    """Links to the other accelerators of its node and to host memory: `18 × NVLink, PCIe 5.0 x16`."""
     visible_as: str | None = None
     """Value of CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES on ROCm, for a process that sees this device alone."""
 
@@ -184,7 +178,7 @@ class Figures(Facts):
     link_bytes_per_second: float | None = None
     """To the other accelerators of its node: over NVLink or its like, or else over PCIe."""
     host_bytes_per_second: float | None = None
-    """To the main memory of its node."""
+    """To the host memory of its node."""
     network_bytes_per_second: float | None = None
     """Its share of the network, to other nodes."""
     disk_bytes_per_second: float | None = None
@@ -195,7 +189,7 @@ class Figures(Facts):
 
 
 class Hardware(Facts):
-    """The machine of a run: the processor and the accelerators of a node, and how many such nodes there are."""
+    """The machine of a run: the CPU and the accelerators of a node, and how many such nodes there are."""
 
     cpu: Device | None = None
     """None for a machine that is only named and does not say what hosts its accelerators."""
@@ -254,7 +248,7 @@ class Hardware(Facts):
         return self.num_nodes * len(self.accelerators)
 
     def with_processes(self, num: int | None) -> "Hardware":
-        """The machine as `num` processes find it: without accelerators, each has its share of the main memory."""
+        """The machine as `num` processes find it: without accelerators, each has its share of the host memory."""
         if self.accelerators or self.cpu is None or num is None or num % self.num_nodes:
             return self
         of_a_node = num // self.num_nodes
@@ -432,7 +426,7 @@ class ModelFacts(Facts):
         """The two sizes of every linear layer but the head, by module name.
 
         Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
-        linear modules, so that bitsandbytes does not quantise them. The linear layers of a vision tower are.
+        linear modules, so that bitsandbytes does not quantize them. The linear layers of a vision tower are.
         """
         return self.all_linears.sizes
 
@@ -568,7 +562,7 @@ class SourceFacts(Facts):
     num_rows: int
     """Rows that are trained on, each as often as it is used."""
     size: int
-    """Their tokens; before tokenising, their bytes."""
+    """Their tokens; before tokenizing, their bytes."""
 
 
 class DataFacts(Facts):

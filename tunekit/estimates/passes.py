@@ -16,21 +16,13 @@ from typing import assert_never
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import ModelFacts, Origin
 from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, Head, Layers, Products, products_of
-from tunekit.estimates.memory.states import (
-    BYTES,
-    Dtype,
-    Kept,
-    Need,
-    Phase,
-    reference_of,
-    reference_words,
-    weights_bytes,
-)
+from tunekit.estimates.memory.states import BYTES, Dtype, Kept, Need, Phase, weights_bytes
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ SFT = Passes()
 
 def passes_of(
     method: MethodSection,
-    adapter: FullAdapter | LoraAdapter,
+    adapter: Adapter,
     data: DataSection,
     *,
     global_batch_size: int,
@@ -69,11 +61,9 @@ def passes_of(
     return Passes(**vars(method.passes(inputs)), teacher=teacher)
 
 
-def method_words(
-    method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None
-) -> tuple[str, str] | None:
+def method_words(method: MethodSection, adapter: Adapter, origin: Origin | None = None) -> tuple[str, str] | None:
     """Return a method and what it does in a step, in words: the choice and the reason of a plan; None for sft."""
-    return method.summary(reference_words(reference_of(method, adapter, origin), origin))
+    return method.summary(states.reference_words(states.reference_of(method, adapter, origin), origin))
 
 
 def steps_per_epoch(method: MethodSection, num_rows: int, global_batch_size: int) -> int:
@@ -267,9 +257,7 @@ def _generation(products: Products, generation: Generation, layout: Layout) -> N
     )
     reading = _reading_bytes(products, prompt_tokens) * num_sequences * prompt_tokens
     first = Need(
-        activations=casts + reading,
-        gathered=last.gathered,
-        kv_cache=cache_of(num_tokens=prompt_tokens, windows=False),
+        activations=casts + reading, gathered=last.gathered, kv_cache=cache_of(num_tokens=prompt_tokens, windows=False)
     )
     return max(first, last, key=lambda need: need.total)
 
@@ -309,9 +297,7 @@ def _gathered_for_generation(products: Products, layout: Layout) -> int:
     return e * (layers + vocabulary) if layout.strategy == "fsdp2" else 0
 
 
-def generation_bytes(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, passes: Passes, dtype: Dtype, layout: Layout
-) -> float:
+def generation_bytes(model: ModelFacts, adapter: Adapter, passes: Passes, dtype: Dtype, layout: Layout) -> float:
     """Bytes of memory that a device reads and writes to generate the answers of an optimizer step.
 
     Each new token reads all weights, for all sequences together, and the keys and values of all tokens before it.

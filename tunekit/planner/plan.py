@@ -25,7 +25,7 @@ Kernels = Literal["tunekit", "liger", "torch"]
 """Kernels of norms, gated MLPs, rotary embeddings, adapters and the head."""
 
 VARLEN = "tunekit_varlen"
-"""Name of tunekit's attention for rows that lie one behind the other."""
+"""Name of tunekit's attention for rows that are padding-free."""
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """YAML loader of plans: in C where PyYAML was built with it, ten times as fast."""
@@ -54,7 +54,7 @@ COLOURS: Mapping[Part, str] = {
     "context": "#8c8c8c",
     "reserve": "#5f5f5f",
 }
-"""Colours of the parts of memory, in the order in which they are drawn: what lasts, what a step adds, and what is no
+"""Colors of the parts of memory, in the order in which they are drawn: what lasts, what a step adds, and what is no
 tensor."""
 
 NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
@@ -178,7 +178,7 @@ class Plan(Facts):
     num_trainable_params: int
     data: DataFacts
     schedule: Schedule | None
-    """None while the number of packed sequences is not known, which is only before tokenising."""
+    """None while the number of packed sequences is not known, which is only before tokenizing."""
     saving: Saving = Saving()
     """Checkpoints of the run."""
     memory: MemoryEstimate
@@ -322,7 +322,7 @@ class Plan(Facts):
         return dict(sorted(self.memory.parts.items(), key=lambda part: -part[1]))
 
     def drawn_parts(self) -> list[tuple[Part, int, str]]:
-        """Predicted bytes by part in the order in which they are drawn, each with its colour."""
+        """Predicted bytes by part in the order in which they are drawn, each with its color."""
         return [(part, self.memory.parts[part], COLOURS[part]) for part in COLOURS if part in self.memory.parts]
 
     def elsewhere_lines(self) -> list[str]:

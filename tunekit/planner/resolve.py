@@ -11,18 +11,10 @@ from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, savin
 from tunekit.estimates.memory.sharding import zero_buckets
 from tunekit.estimates.memory.states import num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
-from tunekit.planner.decisions import backends, reasons
+from tunekit.planner.decisions import backends, environment, reasons
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
 from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
-from tunekit.planner.decisions.environment import (
-    environment_of,
-    environment_reasons,
-    longest_wait_bytes,
-    patience_of,
-    timeout_of,
-    timeout_reasons,
-)
 from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
@@ -88,11 +80,11 @@ def resolve(
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
     saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=_spare_bytes(setting, chosen))
-    environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
+    variables = environment.environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
-    wait_bytes, forced_timeout = longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
+    wait_bytes, forced_timeout = environment.longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
     num_answers = fitting.micro_batch_size * fitting.gradient_accumulation_steps
-    patience = patience_of(wait_bytes, data.num_train + (data.num_eval or 0), recipe.method, num_answers)
+    patience = environment.patience_of(wait_bytes, data.num_train + (data.num_eval or 0), recipe.method, num_answers)
     return Plan(
         recipe=recipe,
         origin=model.origin,
@@ -112,8 +104,8 @@ def resolve(
         gradient_checkpointing=fitting.gradient_checkpointing,
         micro_batch_size=fitting.micro_batch_size,
         gradient_accumulation_steps=fitting.gradient_accumulation_steps,
-        environment=environment,
-        timeout_seconds=forced_timeout or timeout_of(wait_bytes),
+        environment=variables,
+        timeout_seconds=forced_timeout or environment.timeout_of(wait_bytes),
         patience_seconds=max(patience, forced_timeout or 0),
         vllm=setting.vllm(layout),
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
@@ -157,8 +149,8 @@ def resolve(
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
             *reasons.deepspeed_reasons(layout, recipe.train.optim),
-            *environment_reasons(environment, hardware, chosen.candidate.num_nodes),
-            *timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
+            *environment.environment_reasons(variables, hardware, chosen.candidate.num_nodes),
+            *environment.timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
             *reasons.data_reasons(recipe, data),
             reasons.steps_reason(recipe, data, schedule),
             *reasons.saving_reasons(recipe, layout, schedule, saving, hardware),
@@ -240,7 +232,7 @@ class _Chosen:
 
 
 def _spare_bytes(setting: Setting, chosen: _Chosen) -> int | None:
-    """Main memory that each process may take besides what the plan needs of it; None where that is not known."""
+    """Host memory that each process may take besides what the plan needs of it; None where that is not known."""
     memory, devices_per_node = chosen.fit.memory, chosen.candidate.devices_per_node
     if setting.device.kind == "cpu":
         return setting.limit_bytes(devices_per_node) - memory.total_bytes

@@ -1,4 +1,4 @@
-"""The plan of a run that goes on from a checkpoint: of another length, or spread in another way."""
+"""The plan of a run that resumes from a checkpoint: of another length, or spread in another way."""
 
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import metric_of

@@ -267,7 +267,7 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
 def _held(recipe: Recipe, planned: Planned | None = None) -> Recipe:
     """The recipe with everything held on the devices, if it asks for nothing else and its plan does so too.
 
-    With enough main memory or disk almost everything fits, slowly; that is not what somebody looks for who asks how
+    With enough host memory or disk almost everything fits, slowly; that is not what somebody looks for who asks how
     much a device holds.
     """
     names = ("offload_param_device", "offload_optimizer_device")

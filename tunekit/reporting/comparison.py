@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
 MAX_RUNS = 8
-"""Runs that are compared at once; there are as many colours."""
+"""Runs that are compared at once; there are as many colors."""
 
 COLOURS = ("#3d6f94", "#b4483c", "#2f7d5b", "#8a5fa8", "#a06a00", "#b03a7a", "#1f7f8c", "#6b6b6b")
 """Of the curves in a picture."""

@@ -59,7 +59,7 @@ class Diagnosis:
         rank: The process that failed first; None where none told.
         changes: Changes of the recipe that mend it, each as `key=value`; none where they are not known, or where
             nothing of the recipe is at fault.
-        can_go_on: Whether it can be gone on with from a checkpoint, with these changes if there are any, and would not
+        can_go_on: Whether it can be resumed from a checkpoint, with these changes if there are any, and would not
             fail there again.
         trace: Where in a program it failed, as a traceback or as the stacks of processes; None where that says nothing.
         log: The end of what the libraries said.

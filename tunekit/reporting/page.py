@@ -1,6 +1,6 @@
 """Pages that need nothing else: no script, nothing loaded from elsewhere, and no secret told.
 
-Curves as SVG: what a run logged over its steps, drawn with nothing but text, in the colours of the page around them.
+Curves as SVG: what a run logged over its steps, drawn with nothing but text, in the colors of the page around them.
 
 A line of many points is thinned to the least and the greatest of each column, so that no spike is lost.
 """
@@ -65,7 +65,7 @@ def draw(lines: Sequence[Line], *, title: str) -> str:
     """Curves over one pair of axes as an `<svg>`, or nothing where there is no point.
 
     Args:
-        lines: The curves; one without points keeps its colour for the same place in another picture.
+        lines: The curves; one without points keeps its color for the same place in another picture.
         title: What a reader that sees no picture is told.
     """
     points = [point for line in lines for point in line.points]

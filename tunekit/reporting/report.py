@@ -137,10 +137,7 @@ def _curves(events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
     names = {name for log in logs.values() for name in log}
     learned = judged_by(sorted(names))
     for name in dict.fromkeys([learned, "loss"]):
-        lines = [
-            Line("training", _points(logs, name)),
-            Line("evaluation", _points(evals, f"eval_{name}"), dots=True),
-        ]
+        lines = [Line("training", _points(logs, name)), Line("evaluation", _points(evals, f"eval_{name}"), dots=True)]
         title = "Loss" if name == "loss" else words_of(name).capitalize()
         yield from _curve(title, [line for line in lines if line.points])
     for name, title in CURVES:

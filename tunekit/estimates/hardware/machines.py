@@ -94,9 +94,9 @@ class MachineFile(Facts):
     usd_per_hour: Amount | None = None
     """Of one accelerator."""
     host_memory_gib: Amount | None = None
-    """Main memory of a node."""
+    """Host memory of a node."""
     num_cores: Count | None = None
-    """Of a node's processors."""
+    """Of a node's CPUs."""
     flash_attn: bool | None = None
     """True if the flash-attn package is installed there."""
 
@@ -243,6 +243,10 @@ def _described(path: Path, file: MachineFile, places: Places) -> Machine:
         figures = figures.model_copy(update={"usd_per_hour": file.usd_per_hour, "price_source": str(path)})
     if file.disk_gb_per_second is not None:
         figures = figures.model_copy(update={"disk_bytes_per_second": file.disk_gb_per_second * GIGA})
+    host = None
+    if file.host_memory_gib is not None:
+        size, name = int(file.host_memory_gib * 2**30), f"CPU ({path.stem})"
+        host = Device(kind="cpu", name=name, memory_total_bytes=size, memory_free_bytes=size, native_bfloat16=False)
     return Machine(
         name=str(path),
         accelerator=kind,
@@ -250,21 +254,7 @@ def _described(path: Path, file: MachineFile, places: Places) -> Machine:
         num_accelerators=file.num_accelerators,
         num_nodes=file.num_nodes,
         free_mib=free_mib,
-        cpu=_host(path, file),
+        cpu=host,
         num_cores=file.num_cores,
         flash_attn=file.flash_attn,
-    )
-
-
-def _host(path: Path, file: MachineFile) -> Device | None:
-    """The processor of a node, where the file says how much memory it has."""
-    if file.host_memory_gib is None:
-        return None
-    size = int(file.host_memory_gib * 2**30)
-    return Device(
-        kind="cpu",
-        name=f"CPU ({path.stem})",
-        memory_total_bytes=size,
-        memory_free_bytes=size,
-        native_bfloat16=False,
     )

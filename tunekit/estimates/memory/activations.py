@@ -23,7 +23,7 @@ from tunekit.estimates.memory.states import BYTES, Dora, Dtype, Tables, dora_of,
 from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
@@ -84,7 +84,7 @@ class Products:
         casts_inputs: Whether adapters read float32 copies; PEFT leaves that to autocast on CUDA for a 4-bit base.
         mask: Bytes of a mask of dropout for each value that an adapter reads; 0 without dropout.
         tables: Trained tables of the vocabulary. With the embedding the first layer has gradients to give to it.
-        wide_norms: Whether trained norms keep their normalised values in float32.
+        wide_norms: Whether trained norms keep their normalized values in float32.
         adapted: Names of the linear layers that have an adapter or are trained, without the numbers of layers.
         attention: Last names of those of attention.
         mlp: Last names of those of the MLP.
@@ -129,12 +129,7 @@ class Products:
 
 
 def products_of(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    dtype: Dtype,
-    device: DeviceKind = "cuda",
-    *,
-    autocast: bool = True,
+    model: ModelFacts, adapter: Adapter, dtype: Dtype, device: DeviceKind = "cuda", *, autocast: bool = True
 ) -> Products:
     """Return the products of a step, computed in `dtype`.
 
@@ -174,7 +169,7 @@ def activation_bytes_per_layer(products: Products, mask_length: int | None, scor
 
     `scores_length` is that of a row of scores where all of them are kept, as eager attention does, and None elsewhere.
 
-    Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
+    Norms keep their float32 input and, where their weight is trained, the normalized values; each linear layer its
     input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
     intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
@@ -244,7 +239,7 @@ def is_traced(model: ModelFacts) -> bool:
     return model.model_type in model_types().traced
 
 
-def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+def cast_weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     """Bytes of the copies in the compute type that autocast keeps of float32 weights for the backward pass."""
     if dtype == "float32":
         return 0
@@ -287,8 +282,13 @@ def layers_of(
     gradient_checkpointing: bool,
     accumulates: bool,
     scores_length: int | None = None,
+    num_gathered: int = 0,
 ) -> Layers:
-    """Return the activations of the decoder layers in a step; the arguments are those of `memory.estimate`."""
+    """Return the activations of the decoder layers in a step; the arguments are those of `memory.estimate`.
+
+    In context parallelism a layer gathers keys and values of `num_gathered` tokens, the whole sequence, and their
+    gradients: so does torch's `context_parallel` by its default, all-gather.
+    """
     model, e = products.model, products.e
     stream, casts = products.stream_bytes * model.hidden_size * num_tokens, products.cast_bytes
     copies = casts // model.num_layers + (products.dora.copies if products.dora else 0)
@@ -312,7 +312,7 @@ def layers_of(
         shared = products.stream_bytes * num_pairs * sum((sliding < model.num_layers, sliding > 0))
         scores = scores_of(model.model_type, e, wide=products.wide)
         mlps = mlps.beside_scores(scores, model.num_heads * num_pairs, recomputes=gradient_checkpointing)
-    working = stream + mlps.working
+    working = stream + mlps.working + 4 * e * model.num_kv_heads * model.head_dim * num_gathered
     less = mlps.one + mlps.working - mlps.first
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
@@ -481,15 +481,6 @@ def _beside_experts_bytes(products: Products, shared: int) -> int:
         readers = len(products.mlp - {_FROM_MLP}) if shared else 0
     last = products.full or _FROM_MLP in products.mlp
     return _input_bytes(products, readers) + 3 * products.e * shared + (products.read_bytes(shared, 1) if last else 0)
-
-
-def with_gathered_keys(products: Products, layers: Layers, num_tokens: int) -> Layers:
-    """The same in context parallel, where a layer gathers keys and values of the whole sequence, and their gradients.
-
-    So does torch's `context_parallel` by its default, all-gather.
-    """
-    gathered = 4 * products.e * products.model.num_kv_heads * products.model.head_dim * num_tokens
-    return replace(layers, working=layers.working + gathered, leading=layers.leading + gathered)
 
 
 def _working_bytes(products: Products, i: int, *, recomputes: bool) -> int:

@@ -22,34 +22,14 @@ from typing import Literal, get_args
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, DeviceKind, Facts, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.activations import (
-    Head,
-    Layers,
-    head_of,
-    is_traced,
-    layers_of,
-    products_of,
-    with_gathered_keys,
-)
+from tunekit.estimates.memory import states
+from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, products_of
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
-from tunekit.estimates.memory.states import (
-    BYTES,
-    OPTIMIZER_BYTES,
-    PHASE_WORDS,
-    Dtype,
-    Kept,
-    Need,
-    Phase,
-    dequantised_bytes,
-    num_trainable_params,
-    trained_bytes,
-    trained_tables,
-    weights_bytes,
-)
+from tunekit.estimates.memory.states import BYTES, OPTIMIZER_BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
@@ -99,7 +79,7 @@ class MemoryEstimate(Facts):
     phases: Mapping[Phase, int]
     """Bytes of tensors at the peak of each phase."""
     host_bytes: int = 0
-    """Main memory of each node that is needed for what the devices do not hold."""
+    """Host memory of each node that is needed for what the devices do not hold."""
     nvme_bytes: int = 0
     """Disk of each node that is needed for it."""
     confidence: Confidence = "traced"
@@ -122,7 +102,7 @@ class MemoryEstimate(Facts):
 
 def estimate(
     model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
+    adapter: Adapter,
     *,
     device: DeviceKind,
     dtype: Dtype,
@@ -154,7 +134,7 @@ def estimate(
         gradient_checkpointing: Whether only layer inputs are kept, and one layer is recomputed at a time.
         accumulates: Whether a step has several micro-batches, so that gradients lie there from the first one on.
         layout: How the run is spread over devices.
-        devices_per_node: How many of them share the main memory and the disk of a node.
+        devices_per_node: How many of them share the host memory and the disk of a node.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
         passes: What the method does in a step.
         vllm_bytes: What vLLM takes of each device.
@@ -171,9 +151,8 @@ def estimate(
         gradient_checkpointing=gradient_checkpointing,
         accumulates=accumulates,
         scores_length=scores_length,
+        num_gathered=num_tokens if layout.cp_size > 1 else 0,
     )
-    if layout.cp_size > 1:
-        layers = with_gathered_keys(products, layers, num_tokens)
     widens = not layout.strategy.startswith("zero")
     head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
@@ -181,7 +160,7 @@ def estimate(
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
-    dequantised = dequantised_bytes(shard, adapter, dtype)
+    dequantised = states.dequantised_bytes(shard, adapter, dtype)
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
         more = need
@@ -214,7 +193,7 @@ def estimate(
 
 def _engine(
     model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
+    adapter: Adapter,
     layers: Layers,
     head: Head,
     dtype: Dtype,
@@ -227,10 +206,10 @@ def _engine(
     """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
     device.
     """
-    trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
+    trained, optimizer_bytes = states.num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
     if layout.strategy in ("single", "ddp"):
-        adapters, states = trained_bytes(model, adapter, optim)
-        kept_state = Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
+        adapters, of_optimizer = states.trained_bytes(model, adapter, optim)
+        kept_state = Kept(states.weights_bytes(model, adapter, dtype), adapters, optimizer=of_optimizer)
         return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
     if layout.strategy == "fsdp2":
         units = units_of(model, adapter, layout.num_shards)
@@ -249,7 +228,7 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
     return {part: sizes[part] for part in get_args(Part) if sizes[part]}
 
 
-def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
+def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Passes) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike.
 
     Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
@@ -268,21 +247,15 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
 
 
 def _needs(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    layers: Layers,
-    head: Head,
-    layout: Layout,
-    *,
-    accumulates: bool,
+    model: ModelFacts, adapter: Adapter, layers: Layers, head: Head, layout: Layout, *, accumulates: bool
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases on one device. A gradient that is added to another is there beside it.
 
     DDP holds as many bytes again in buckets, from which gradients are reduced (`gradient_as_bucket_view` is off in
     Accelerate).
     """
-    trained = 4 * num_trainable_params(model, adapter)
-    table, tables = 4 * model.vocab_size * model.hidden_size, trained_tables(model, adapter)
+    trained = 4 * states.num_trainable_params(model, adapter)
+    table, tables = 4 * model.vocab_size * model.hidden_size, states.trained_tables(model, adapter)
     vocabulary = table if tables.head else 0
     in_layers = trained - table * tables.num
     per_layer = in_layers // model.num_layers
@@ -328,7 +301,7 @@ class Saving(Facts):
     run_bytes: int | None = None
     """The same of the run at most, with the rows and the checkpoint that is being written."""
     in_background: bool = False
-    """True if a checkpoint is written during training, from a copy in main memory."""
+    """True if a checkpoint is written during training, from a copy in host memory."""
     metric_for_best_model: str | None = None
     """None without rows to evaluate on."""
     greater_is_better: bool = False
@@ -340,19 +313,19 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
     """
     full = isinstance(recipe.adapter, FullAdapter)
-    trained = num_trainable_params(model, recipe.adapter)
-    adapters, states = trained_bytes(model, recipe.adapter, recipe.train.optim)
+    trained = states.num_trainable_params(model, recipe.adapter)
+    adapters, of_optimizer = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
     weights = 4 * model.num_params if full else adapters
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
-    return weights + states + TOKENIZER_BYTES * model.vocab_size
+    return weights + of_optimizer + TOKENIZER_BYTES * model.vocab_size
 
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the trained model or adapter."""
     full = isinstance(recipe.adapter, FullAdapter)
-    adapters, _ = trained_bytes(model, recipe.adapter, recipe.train.optim)
+    adapters, _ = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
     return (4 * model.num_params if full else adapters) + TOKENIZER_BYTES * model.vocab_size
 
 
@@ -389,7 +362,7 @@ def saving_of(
         data: The rows.
         layout: How the run is spread.
         dtype: Type of the products.
-        spare_bytes: Main memory that each process may still take; None where that is not known.
+        spare_bytes: Host memory that each process may still take; None where that is not known.
 
     Raises:
         PlanError: The recipe names a measure of evaluations that there are not, or of which nothing would be kept.
@@ -423,5 +396,5 @@ def divides_files(layout: Layout) -> bool:
 
 
 def copied_bytes(size: int, layout: Layout) -> int:
-    """Main memory that each process takes for a copy of its part of a checkpoint of that size."""
+    """Host memory that each process takes for a copy of its part of a checkpoint of that size."""
     return math.ceil(size / layout.num_shards)

@@ -27,19 +27,10 @@ from math import prod
 
 from tunekit.estimates.facts import Facts, ModelFacts
 from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers
-from tunekit.estimates.memory.states import (
-    BYTES,
-    Dtype,
-    Kept,
-    Need,
-    Phase,
-    num_trainable_params,
-    quantised_bytes,
-    unties_head,
-    weights_bytes,
-)
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.estimates.memory.states import BYTES, Dtype, Kept, Need, Phase
+from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
 """Number of tensors of each shape."""
@@ -96,7 +87,7 @@ class Units:
         return self.num_shards * (unit.frozen + unit.trained)
 
 
-def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: int) -> Units:
+def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
     """Return the shards that each of `num_shards` devices holds."""
     shapes = model.shapes
     full = isinstance(adapter, FullAdapter)
@@ -118,7 +109,7 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         whole += adapted
         each = Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
         first, largest = first + each, largest + each
-    unties = unties_head(model, adapter)
+    unties = states.unties_head(model, adapter)
     tail = unit(shapes.embedding if unties else shapes.head) + unit(shapes.others)
     kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
     # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
@@ -135,7 +126,7 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         num_shards=num_shards,
         full=full,
         tied=model.has_tied_head and not unties,
-        undivided=quantised_bytes(model, adapter),
+        undivided=states.quantised_bytes(model, adapter),
     )
 
 
@@ -145,7 +136,7 @@ def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     for (outputs, inputs, each), times in model.adapted(adapter.target_modules).adapters.items():
         matrices[each * adapter.rank, inputs] += times
         matrices[outputs, each * adapter.rank] += times
-    trained = num_trainable_params(model, adapter)
+    trained = states.num_trainable_params(model, adapter)
     remaining = trained - _size(matrices)
     return Unit(trained=_padded(matrices, num_shards) + -(-remaining // num_shards), whole=trained)
 
@@ -160,9 +151,9 @@ def _size(tensors: Count) -> int:
 
 
 def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: float, devices_per_node: int) -> Kept:
-    """Return the bytes kept from step to step. With CPU offload all of it is in main memory, and gradients with it.
+    """Return the bytes kept from step to step. With CPU offload all of it is in host memory, and gradients with it.
 
-    Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
+    Rank 0 loads the model into host memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
     in the type in which it is trained.
 
     Args:
@@ -170,17 +161,17 @@ def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: floa
         dtype: Type of frozen weights.
         layout: How the run is spread.
         optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
-        devices_per_node: Devices that share a main memory.
+        devices_per_node: Devices that share a host memory.
     """
     mine, full = units.all, units.full
     trained, frozen = 4 * mine.trained, BYTES[dtype] * mine.frozen
-    states = int(optimizer_bytes * mine.trained)
+    of_optimizer = int(optimizer_bytes * mine.trained)
     loading = units.num_shards * ((4 if full else 0) * mine.trained + frozen)
     if layout.offload_param_device == "cpu":
-        host = devices_per_node * (trained + frozen + states + 4 * mine.trained)
+        host = devices_per_node * (trained + frozen + of_optimizer + 4 * mine.trained)
         return Kept(units.undivided, host_bytes=max(host, loading))
     weights = units.undivided + frozen + (trained if full else 0)
-    return Kept(weights, adapters=0 if full else trained, optimizer=states, host_bytes=loading)
+    return Kept(weights, adapters=0 if full else trained, optimizer=of_optimizer, host_bytes=loading)
 
 
 def fsdp2_needs(
@@ -366,60 +357,47 @@ class ZeroBuckets(Facts):
     """Size of a weight below which stage 3 leaves it whole on each device (`stage3_param_persistence_threshold`)."""
 
 
-def zero_buckets(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> ZeroBuckets:
+def zero_buckets(model: ModelFacts, adapter: Adapter) -> ZeroBuckets:
     """The sizes for a model, which both the memory estimate and the configuration of the engine go by."""
     square = model.hidden_size**2
     return ZeroBuckets(
-        reduced=min(square, num_trainable_params(model, adapter)),
+        reduced=min(square, states.num_trainable_params(model, adapter)),
         prefetched=int(0.9 * square),
         persistent=10 * model.hidden_size,
     )
 
 
 def zero_kept(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    dtype: Dtype,
-    layout: Layout,
-    *,
-    optimizer_bytes: float,
-    devices_per_node: int,
+    model: ModelFacts, adapter: Adapter, dtype: Dtype, layout: Layout, *, optimizer_bytes: float, devices_per_node: int
 ) -> Kept:
     """Return the bytes kept from step to step, on each device and on the node.
 
     An offloaded optimizer takes the gradients with it, in float32: 16 bytes a parameter with Adam.
     """
-    e, trained = BYTES[dtype], num_trainable_params(model, adapter)
-    base = e * model.num_params if isinstance(adapter, FullAdapter) else weights_bytes(model, adapter, dtype)
+    e, trained = BYTES[dtype], states.num_trainable_params(model, adapter)
+    base = e * model.num_params if isinstance(adapter, FullAdapter) else states.weights_bytes(model, adapter, dtype)
     adapters = 0 if isinstance(adapter, FullAdapter) else e * trained
     if layout.strategy == "zero3":
         base, adapters = base // layout.num_shards, adapters // layout.num_shards
     part = trained // layout.num_shards
     # DeepSpeed updates a copy of weights that are in float32 as well (0.19).
-    masters, states = 4 * part, int(optimizer_bytes * part)
+    masters, of_optimizer = 4 * part, int(optimizer_bytes * part)
     away = {"none": 0, "cpu": 0, "nvme": 0}
     if layout.offload_param_device != "none":
         away[layout.offload_param_device] += base + adapters
         base = adapters = 0
     if layout.offload_optimizer_device != "none":
-        away[layout.offload_optimizer_device] += masters + states + 4 * part
-        masters = states = 0
+        away[layout.offload_optimizer_device] += masters + of_optimizer + 4 * part
+        masters = of_optimizer = 0
     host, nvme = devices_per_node * away["cpu"], devices_per_node * away["nvme"]
-    return Kept(base, adapters, masters, optimizer=states, host_bytes=host, nvme_bytes=nvme)
+    return Kept(base, adapters, masters, optimizer=of_optimizer, host_bytes=host, nvme_bytes=nvme)
 
 
 def zero_needs(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    layers: Layers,
-    head: Head,
-    dtype: Dtype,
-    layout: Layout,
-    *,
-    accumulates: bool,
+    model: ModelFacts, adapter: Adapter, layers: Layers, head: Head, dtype: Dtype, layout: Layout, *, accumulates: bool
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases."""
-    e, trained = BYTES[dtype], num_trainable_params(model, adapter)
+    e, trained = BYTES[dtype], states.num_trainable_params(model, adapter)
     full, shards = isinstance(adapter, FullAdapter), layout.num_shards
     table = model.vocab_size * model.hidden_size
     gradients = e * trained // (1 if layout.strategy == "zero1" else shards)

@@ -31,7 +31,7 @@ from typing import Literal, assert_never, get_args
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head, is_vision
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -44,7 +44,7 @@ BLOCK_4BIT, BLOCK_8BIT = 64, 256
 """Values that share a constant in bitsandbytes: of 4-bit weights, and of 8-bit states and constants."""
 
 CODE_4BIT_BYTES, CODE_8BIT_BYTES = 4 * 16, 4 * 256
-"""Size of the float32 table of a quantised type's values."""
+"""Size of the float32 table of a quantized type's values."""
 
 MIN_8BIT_VALUES = 4096
 """Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
@@ -63,7 +63,7 @@ def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
     return [*(adapter.modules_to_save or []), *([SCORE.removesuffix(".weight")] if model.judges else [])]
 
 
-def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> dict[str, Shape]:
+def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     """Shape of every tensor that is trained, by name.
 
     LoRA adds two of rank r to each adapted matrix (arXiv 2106.09685, section 4.1), DoRA a magnitude for each output
@@ -104,7 +104,7 @@ class Tables:
         return 1 if self.is_one else self.embedding + self.head
 
 
-def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tables:
+def trained_tables(model: ModelFacts, adapter: Adapter) -> Tables:
     """Return which tables are trained: all, or those that are trained beside an adapter."""
     if isinstance(adapter, FullAdapter):
         return Tables(embedding=True, head=not model.judges, is_one=model.has_tied_head)
@@ -112,12 +112,12 @@ def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tab
     return Tables(any(map(is_embedding, names)), any(map(is_head, names)), is_one=False)
 
 
-def unties_head(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> bool:
+def unties_head(model: ModelFacts, adapter: Adapter) -> bool:
     """Return whether an embedding is trained beside an adapter while the head that shares it stays as it was."""
     return not isinstance(adapter, FullAdapter) and model.has_tied_head and trained_tables(model, adapter).embedding
 
 
-def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     """Number of parameters that are trained."""
     if isinstance(adapter, FullAdapter):
         return model.num_params
@@ -128,10 +128,10 @@ def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) 
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 
 
-def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     """Bytes of the model's own weights: in float32 where they are trained, else in `dtype`, or in 4 bits.
 
-    Embeddings, norms, experts and head are not quantised.
+    Embeddings, norms, experts and head are not quantized.
     """
     if isinstance(adapter, FullAdapter):
         return 4 * model.num_params
@@ -140,7 +140,7 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
     return quantised_bytes(model, adapter) + BYTES[dtype] * (model.num_params - model.num_linear_params)
 
 
-def quantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
     """Bytes of the weights that are kept in 4 bits."""
     if not isinstance(adapter, QloraAdapter):
         return 0
@@ -153,7 +153,7 @@ def quantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> in
 def _quantised_bytes(size: int, *, double: bool) -> int:
     """Bytes of a weight in 4 bits: half a byte a value, a constant for every 64 of them, and the table of the type.
 
-    The constants are float32, or with double quantisation 8-bit values, which have a float32 constant for every 256 of
+    The constants are float32, or with double quantization 8-bit values, which have a float32 constant for every 256 of
     them, their mean and a table of their own (arXiv 2305.14314, section 3).
     """
     constants = math.ceil(size / BLOCK_4BIT)
@@ -163,14 +163,14 @@ def _quantised_bytes(size: int, *, double: bool) -> int:
     return packed + constants + 4 * math.ceil(constants / BLOCK_8BIT) + 4 + CODE_8BIT_BYTES
 
 
-def dequantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used."""
     if not isinstance(adapter, QloraAdapter):
         return 0
     return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.all_linears.shapes)
 
 
-def trained_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, optim: Optim) -> tuple[int, int]:
+def trained_bytes(model: ModelFacts, adapter: Adapter, optim: Optim) -> tuple[int, int]:
     """Bytes of what is trained besides the model's own weights, and of the optimizer's states; counted once of each."""
     key = (repr(adapter), optim)
     if key not in model.trained_bytes:
@@ -179,7 +179,7 @@ def trained_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, optim: 
     return model.trained_bytes[key]
 
 
-def adapters_bytes(trained: Mapping[str, Shape], adapter: FullAdapter | LoraAdapter) -> int:
+def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
     """Bytes of what is trained besides the model's own weights, in float32."""
     return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
 
@@ -308,7 +308,7 @@ Reference = Literal["none", "without adapter", "copied adapter", "second model",
 second model; or log-probabilities that were computed before training."""
 
 
-def reference_of(method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None) -> Reference:
+def reference_of(method: MethodSection, adapter: Adapter, origin: Origin | None) -> Reference:
     """Return the reference of a run."""
     if method.reference_use != "model":
         return method.reference_use

@@ -89,14 +89,14 @@ _plain_attention = partial(_projections, bias=False, output_bias=False)
 
 
 def _attention_with_head_norms(config: Config) -> Shapes:
-    """Queries and keys are normalised head by head."""
+    """Queries and keys are normalized head by head."""
     yield from _attention(config)
     yield "q_norm.weight", (head_dim_of(config),)
     yield "k_norm.weight", (head_dim_of(config),)
 
 
 def _attention_with_wide_norms(config: Config) -> Shapes:
-    """Queries and keys are normalised over all heads at once."""
+    """Queries and keys are normalized over all heads at once."""
     yield from _attention(config)
     _, queries, keys = _widths(config)
     yield "q_norm.weight", (queries,)

@@ -25,28 +25,8 @@ from tunekit.estimates.facts import DataFacts, Device, Facts, Figures, ModelFact
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
-from tunekit.estimates.throughput.step import (
-    PERCENT,
-    Before,
-    Generating,
-    Range,
-    Step,
-    communication_words,
-    fed_tokens_per_second,
-    flops_per_token,
-    forward_flops_per_token,
-    generating,
-    head_params,
-    is_counted,
-    num_workers,
-    peak_of,
-    range_of,
-    rate_of,
-    seconds_before,
-    seconds_of,
-    transfers_of,
-    unknown_link,
-)
+from tunekit.estimates.throughput import step as steps
+from tunekit.estimates.throughput.step import Range, Step
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.section import Optim
 
@@ -203,13 +183,13 @@ def goodput_of(
         return None
     stall = checkpoint_bytes / num_writers / STORAGE_BYTES_PER_SECOND
     best = max(1, min(num_steps, round(best_interval_seconds(stall, between) / step_seconds)))
-    steps = save_steps or best
-    share = useful_share(steps * step_seconds, stall, between, RESTART_SECONDS)
+    interval = save_steps or best
+    share = useful_share(interval * step_seconds, stall, between, RESTART_SECONDS)
     return Goodput(
         share=share,
         num_failures=expected / share,
         hours_between_failures=between / 3600,
-        save_steps=steps,
+        save_steps=interval,
         best_save_steps=best,
         save_seconds=stall,
     )
@@ -257,7 +237,7 @@ class Speed(Facts):
     """Share of the devices' peak that goes into the model's own operations, recomputation left out."""
     seconds: Range | None = None
     """Time of all training steps, with what is computed before them and what failures cost; an upper bound while the
-    rows are not tokenised."""
+    rows are not tokenized."""
     cost_usd: Range | None = None
     """Price of that time, for all devices."""
     usd_per_million_tokens: Range | None = None
@@ -321,12 +301,12 @@ def step_of(
     Args:
         recipe: The recipe.
         model: The model.
-        data: Its rows; while they are not tokenised, each is taken as `data.max_length` tokens. So is each answer to a
+        data: Its rows; while they are not tokenized, each is taken as `data.max_length` tokens. So is each answer to a
             prompt with its prompt, as long as it is not generated.
         device: Where.
         dtype: Type of the products.
         mask_length: Length of a row of the attention mask, None without a mask.
-        padding_free: Whether rows lie one behind the other.
+        padding_free: Whether rows are padding-free.
         micro_batch_size: Rows of a micro-batch.
         gradient_checkpointing: Whether layers are computed again.
         layout: How the run is spread over devices.
@@ -334,7 +314,7 @@ def step_of(
         num_cores: Of each machine; None where that is not known.
         passes: What the method does in a step; as transformers generates and without a teacher where left out.
     """
-    if not is_counted(model):
+    if not steps.is_counted(model):
         return None
     row = document = longest = float(recipe.data.max_length)
     batch = recipe.train.global_batch_size
@@ -358,7 +338,7 @@ def step_of(
     sequences = passes.sequences_per_row
 
     operations = partial(
-        flops_per_token,
+        steps.flops_per_token,
         model,
         recipe.adapter,
         attended_tokens=attended,
@@ -366,17 +346,19 @@ def step_of(
         head_share=head_share,
         whole_head=not computes_again,
     )
-    forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
+    forward = steps.forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
     generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
     num_forwards, without_gradients = passes.num_forwards, passes.num_forwards * forward
     if passes.teacher is not None:
         num_forwards += passes.teacher.num_layers / model.num_layers
-        without_gradients += forward_flops_per_token(passes.teacher, attended_tokens=attended, head_share=head_share)
+        without_gradients += steps.forward_flops_per_token(
+            passes.teacher, attended_tokens=attended, head_share=head_share
+        )
     generated = 0.0 if generation is None else generation.flops / (batch * row)
     cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
     states = OPTIMIZER_BYTES[recipe.train.optim]
-    head_again = 2 * head_params(model) * head_share * computes_again
+    head_again = 2 * steps.head_params(model) * head_share * computes_again
     return Step(
         model_type=model.model_type,
         num_params=model.num_params,
@@ -395,7 +377,7 @@ def step_of(
         num_trained=trained,
         optimizer_bytes=optimizer_bytes(trained, recipe.train.optim) / (layout.num_shards * layout.tp_size),
         checkpoint_bytes=trained * (4 + states),
-        transfers=transfers_of(
+        transfers=steps.transfers_of(
             model,
             recipe.adapter,
             dtype,
@@ -407,7 +389,7 @@ def step_of(
         ),
         num_forwards=num_forwards,
         generating=generation,
-        before=Before(
+        before=steps.Before(
             flops=passes.num_forwards_before * data.num_train * sequences * row * forward,
             num_micro_batches=passes.num_forwards_before * data.num_train / (micro_batch_size * layout.num_batches),
         )
@@ -420,12 +402,12 @@ def step_of(
 
 def _generating(
     recipe: Recipe, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, forward_flops: float
-) -> Generating | None:
+) -> steps.Generating | None:
     """The work of generating the answers of a step; each token goes through the model once."""
     generation = passes.generation
     if generation is None:
         return None
-    return Generating(
+    return steps.Generating(
         num_tokens=generation.completion_tokens / generation.num_steps,
         read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout),
         flops=forward_flops / generation.num_steps,
@@ -452,7 +434,7 @@ def speed_of(
         num_steps: Steps of the run, None while they are not known.
         save_steps: Steps between checkpoints, None for as many as lose least.
     """
-    peak = peak_of(step, device, figures)
+    peak = steps.peak_of(step, device, figures)
     speed = Speed(
         model_type=step.model_type,
         flops_per_token=step.flops_per_token,
@@ -478,7 +460,7 @@ def speed_of(
             save_steps=save_steps,
         )
     lost = 1.0 if goodput is None else 1 / goodput.share
-    total = None if num_steps is None else seconds.times(num_steps * lost).plus(seconds_before(step, rate))
+    total = None if num_steps is None else seconds.times(num_steps * lost).plus(steps.seconds_before(step, rate))
     price = None if figures is None else figures.usd_per_hour
     a_second = None if price is None else step.num_devices * price / 3600
     return speed.model_copy(
@@ -488,9 +470,9 @@ def speed_of(
             "seconds": total,
             "cost_usd": None if a_second is None or total is None else total.times(a_second),
             "usd_per_million_tokens": None if a_second is None else tokens.seconds_of(1e6 * (a_second * lost)),
-            "num_workers": num_workers(step, rate, sheet),
-            "fed_tokens_per_second": fed_tokens_per_second(step, rate, sheet),
-            "communication": communication_words(step, rate, sheet),
+            "num_workers": steps.num_workers(step, rate, sheet),
+            "fed_tokens_per_second": steps.fed_tokens_per_second(step, rate, sheet),
+            "communication": steps.communication_words(step, rate, sheet),
             "generation_share": _generation_share(step, timed),
             "goodput": goodput,
             "basis": f"{timed.basis}{_parts_words(step, timed)}; training steps only, without evaluations"
@@ -527,7 +509,7 @@ def _parts_words(step: Step, timed: _Timed) -> str:
         generating, whole = timed.generating.words(duration), timed.seconds.words(duration)
         text += f"; generation takes {generating} of {whole} per step"
     if step.before is not None:
-        before = seconds_before(step, timed.rate)
+        before = steps.seconds_before(step, timed.rate)
         text += f"; {before.words(duration)} for the reference before training"
     return text
 
@@ -540,16 +522,16 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     is_shared = device.kind == "cpu" and step.num_devices > 1
     alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
-        rate, basis = range_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
+        rate, basis = steps.range_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
     elif alone:
-        rate, basis = range_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
+        rate, basis = steps.range_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
     else:
-        by_peak = rate_of(step, device, figures)
+        by_peak = steps.rate_of(step, device, figures)
         if by_peak is None:
             return f"throughput on {device.name} unknown until a run has finished on it"
         rate, basis = by_peak
-    generation = generating(step, rate, figures)
-    seconds = seconds_of(step, rate, figures)
+    generation = steps.generating(step, rate, figures)
+    seconds = steps.seconds_of(step, rate, figures)
     if as_spread:
         # What devices waited is in it, and generating.
         whole = rate.seconds_of(step.num_tokens * step.flops_per_token / step.num_devices)
@@ -559,7 +541,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         elif generation is not None:
             seconds = whole.plus(generation)
     if seconds is None or generation is None:
-        link = unknown_link(step, figures)
+        link = steps.unknown_link(step, figures)
         what = link or f"of the memory of {device.name}"
         return f"bandwidth {what} unknown; throughput unknown until a run has finished in this layout"
     return _Timed(seconds, generation, rate, basis)
@@ -576,7 +558,7 @@ def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
 def _words_of(records: Sequence[RunRecord], device: Device) -> str:
     number = records[0].layout.num_processes
     where = "this device" if number == 1 else f"{number} of {device.name}"
-    memory = range_of([record.memory_share for record in records]).words(PERCENT)
+    memory = steps.range_of([record.memory_share for record in records]).words(steps.PERCENT)
     return f"measured in {_runs(len(records))} on {where}, which used {memory} of the planned memory"
 
 

@@ -33,7 +33,7 @@ from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, 
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter, QloraAdapter
 
 
 class Range(Facts):
@@ -84,7 +84,7 @@ with ZeRO-3 of a 72B model on 4 A100, 17.6 s for 8 micro-batches of 256 tokens t
 PCIE_SHARE = Range(low=0.25, high=0.55)
 """The same where there is only PCIe. 28 of 63 GB/s among 8 RTX 5090, 35 among 4 (github.com/NVIDIA/nccl/issues/1639);
 low: 12.7 of 31.5 GB/s among RTX 4090 that have direct access (github.com/tinygrad/open-gpu-kernel-modules/pull/22),
-less where they go through main memory."""
+less where they go through host memory."""
 
 NETWORK_SHARE = Range(low=0.45, high=0.95)
 """Share of the peak of the network. High: 46 to 48 of 50 GB/s an adapter (github.com/NVIDIA/nccl-tests/issues/290);
@@ -92,11 +92,11 @@ low: 180 of 400 GB/s a node (github.com/NVIDIA/nccl/issues/1031). A network that
 100 of 400 GB/s (github.com/NVIDIA/nccl/issues/2409)."""
 
 HOST_SHARE = Range(low=0.4, high=0.87)
-"""Share of the peak of PCIe to main memory. High: 54.8 of 63 GB/s (github.com/aigatech/vpbenchmarking, 8 H100); low:
+"""Share of the peak of PCIe to host memory. High: 54.8 of 63 GB/s (github.com/aigatech/vpbenchmarking, 8 H100); low:
 where devices share a switch, a choice and not a measurement."""
 
 CPU_PARAMS_PER_SECOND = Range(low=0.35e9, high=3.4e9)
-"""Parameters that the processors of a node update in a second, with Adam in float32.
+"""Parameters that the CPUs of a node update in a second, with Adam in float32.
 
 High: torchtune's full training of a 70B model on 8 A100, offloaded with a fused optimizer, took 20.9 s for a step of
 32,768 tokens (github.com/pytorch/torchtune, README of September 2024), of which computing takes at least 10.7 s: 6.9
@@ -184,7 +184,7 @@ class Transfer:
 
 def transfers_of(
     model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
+    adapter: Adapter,
     dtype: Dtype,
     layout: Layout,
     *,
@@ -215,7 +215,7 @@ def transfers_of(
     return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
 
 
-def gathered_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> float:
+def gathered_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> float:
     """Bytes of all weights in the type in which they are gathered.
 
     Accelerate's FSDP2 and DeepSpeed gather in the compute type. Of 4-bit weights the packed values are gathered, where
@@ -233,7 +233,7 @@ class _Sender:
     """A device of a layout, and what it sends."""
 
     model: ModelFacts
-    adapter: FullAdapter | LoraAdapter
+    adapter: Adapter
     dtype: Dtype
     layout: Layout
     passes: Passes
@@ -404,19 +404,19 @@ EFFICIENCY_WITH_MUCH_BANDWIDTH: Mapping[str, Range] = {
 - qlora: 42 to 54 % in the first table, 29 to 57 % in the second."""
 
 LAYER_SECONDS = Range(low=0.0015, high=0.005)
-"""Least time of a layer in a micro-batch on CUDA, for the processor to launch its kernels. High: LoRA of a 1.8B model
+"""Least time of a layer in a micro-batch on CUDA, for the CPU to launch its kernels. High: LoRA of a 1.8B model
 took 0.125 s for each micro-batch of up to 512 tokens, in 24 layers (github.com/QwenLM/Qwen, README, A100,
-transformers). Low: faster processors and fewer kernels, a choice and not a measurement."""
+transformers). Low: faster CPUs and fewer kernels, a choice and not a measurement."""
 
 COLLATED_TOKENS_PER_SECOND = 2.0e6
-"""Of which a process makes micro-batches, from tokenised rows on disk: 2.1 million padding-free, 2.6 million padded, on
+"""Of which a process makes micro-batches, from tokenized rows on disk: 2.1 million padding-free, 2.6 million padded, on
 one core of an AMD EPYC with TRL 1.16 (`python -m benchmarks.collate`, 2026-11-21). Workers do it while devices compute;
-without them it comes on top, at worst. Tokenising a stream is not in it."""
+without them it comes on top, at worst. Tokenizing a stream is not in it."""
 
 FORWARD_SECONDS = Range(low=0.0004, high=0.0008)
 """The same of a forward pass alone. High: generating takes 0.76 to 0.78 ms a layer and token with models of 1.8B to
 14B, of 24 to 40 layers (github.com/QwenLM/Qwen, README, "Inference Performance": 54.09, 40.93 and 32.22 tokens/s on an
-A100, transformers). Low: faster processors than those of the 0.6 ms that Qwen3 takes, a choice and not a
+A100, transformers). Low: faster CPUs than those of the 0.6 ms that Qwen3 takes, a choice and not a
 measurement."""
 
 BANDWIDTH_SHARE = Range(low=0.6, high=1.0)
@@ -437,7 +437,7 @@ class Generating:
         num_tokens: New tokens of an answer, which come one after another.
         read_bytes: Memory that each device reads and writes.
         flops: Operations, on all devices.
-        is_launched: Whether the processor launches each kernel; vLLM replays them, so that this may take no time.
+        is_launched: Whether the CPU launches each kernel; vLLM replays them, so that this may take no time.
     """
 
     num_tokens: float
@@ -710,7 +710,7 @@ def _in_gb(size_bytes: float) -> str:
 
 
 def _updating(step: Step, figures: Figures) -> Range | None:
-    """Seconds of the optimizer: on the device it goes through memory, on processors at what they were seen to do."""
+    """Seconds of the optimizer: on the device it goes through memory, on CPUs at what they were seen to do."""
     layout = step.layout
     # FSDP2 has one switch for all that is offloaded.
     if layout.offload_optimizer_device != "none" or (layout.strategy, layout.offload_param_device) == ("fsdp2", "cpu"):
@@ -737,7 +737,7 @@ def is_counted(model: ModelFacts) -> bool:
 
 def flops_per_token(
     model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
+    adapter: Adapter,
     *,
     attended_tokens: float,
     num_tokens: float,
@@ -814,7 +814,7 @@ def _attention_flops(model: ModelFacts, attended_tokens: float) -> float:
     return 2 * model.num_layers * (model.num_heads * model.head_dim + model.attended_width) * attended_tokens
 
 
-def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: float) -> tuple[float, float]:
+def _experts(model: ModelFacts, adapter: Adapter, num_tokens: float) -> tuple[float, float]:
     """Operations per token of all layers' routers and routed experts, forward and backward.
 
     An adapter of experts is added to their matrices before the product, so that the whole matrices' gradients are

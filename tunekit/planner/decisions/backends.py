@@ -1,6 +1,6 @@
 """Choice of what computes a layer: attention, padding, kernels, torch.compile and float8; and of the answering engine.
 
-Attention. Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are
+Attention. Rows that are padded have sdpa, which needs no mask but a causal one. Rows that are padding-free are
 told their boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one
 document is computed after another. Where neither is, a mask over the whole micro-batch keeps them apart.
 
@@ -134,7 +134,7 @@ DENSE = ("sdpa", "torch's fused attention, no extra package")
 
 
 def of_rows(attn_implementation: str, *, lie_apart: bool) -> str:
-    """The attention of a micro-batch: padded rows have sdpa where those that lie one behind the other have varlen's."""
+    """The attention of a micro-batch: padded rows have sdpa where those that are padding-free have varlen's."""
     return "sdpa" if attn_implementation == VARLEN and not lie_apart else attn_implementation
 
 
@@ -176,7 +176,7 @@ def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
 
 
 def lies_in_one_row(data: DataSection) -> bool:
-    """Return whether a recipe asks for rows that lie one behind the other."""
+    """Return whether a recipe asks for rows that are padding-free."""
     return data.packing or data.padding_free is True
 
 
@@ -217,7 +217,7 @@ class Padding:
     """Collation of the rows of a micro-batch.
 
     Attributes:
-        is_free: Whether they lie one behind the other, packed or not.
+        is_free: Whether they are padding-free, packed or not.
         mask_length: Length of a row of the attention mask, None where attention needs none.
         why: Why so.
     """

@@ -12,8 +12,9 @@ Division of the batch so that a layout fits: micro-batches, checkpointing, and w
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
@@ -31,7 +32,7 @@ MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
 """Share of the free memory that a plan may use; the rest is for fragmentation and for other programs."""
 
 HOST_SHARE = 0.9
-"""The same of main memory."""
+"""The same of host memory."""
 
 ENOUGH_TOKENS = 2048
 """Tokens in a micro-batch from which a device is kept busy: more is not worth recomputing activations."""
@@ -43,7 +44,7 @@ class Setting:
 
     Attributes:
         found_limit_bytes: What may be used of each device, where that turned out to be less than what is free.
-        host_limit_bytes: What may be used of each node's main memory; None where that is not known.
+        host_limit_bytes: What may be used of each node's host memory; None where that is not known.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
         why_reserve: Which runs that was learned from, None where it was not.
         teacher: The model to learn from, for distillation.
@@ -77,8 +78,7 @@ class Setting:
     @property
     def passes(self) -> Passes:
         """Passes of the method in a step."""
-        recipe = self.recipe
-        batch = recipe.train.global_batch_size
+        recipe, batch = self.recipe, self.recipe.train.global_batch_size
         passes = passes_of(
             recipe.method,
             recipe.adapter,
@@ -315,12 +315,15 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
 
 def candidates(setting: Setting) -> Iterator[Candidate]:
     """The layouts to try, the cheapest first, of those that the recipe allows."""
-    requested, passes = setting.recipe.parallel, setting.passes
+    requested, passes, used = setting.recipe.parallel, setting.passes, spread(setting)
     divides_second = passes.keeps_reference or passes.teacher is not None
-    for kind in KINDS:
-        for candidate in kind(setting):
-            if _is_asked_for(requested, candidate.layout, divides_second=divides_second):
-                yield candidate
+    kinds = [_single(setting), _context_parallel(setting), _ulysses(setting), _tensor_parallel(setting)]
+    if used:
+        kinds[1:1] = [_ddp(setting, used), _fsdp2(setting, used), _zero(setting, used)]
+        kinds += [_optimizer_offload(setting, used), _offload(setting, used), _nvme(setting, used)]
+    for candidate in chain.from_iterable(kinds):
+        if _is_asked_for(requested, candidate.layout, divides_second=divides_second):
+            yield candidate
 
 
 def _is_asked_for(asked: ParallelSection, layout: Layout, *, divides_second: bool) -> bool:
@@ -343,18 +346,16 @@ def _single(setting: Setting) -> Iterator[Candidate]:
         yield Candidate(Layout(), 1, "only one device" if is_single else "one device, no communication")
 
 
-def _ddp(setting: Setting) -> Iterator[Candidate]:
-    used = spread(setting)
-    if setting.hardware.num_accelerators > 1 and used:
+def _ddp(setting: Setting, used: Spread) -> Iterator[Candidate]:
+    if setting.hardware.num_accelerators > 1:
         strategy = "ddp" if used.num_devices > 1 else "single"
         layout = Layout(strategy=strategy, dp_replicate_size=used.num_devices)
         yield Candidate(layout, used.num_nodes, "everything fits on each device; only gradients are all-reduced")
 
 
-def _fsdp2(setting: Setting) -> Iterator[Candidate]:
+def _fsdp2(setting: Setting, used: Spread) -> Iterator[Candidate]:
     """Full shard in each node, then over more and more nodes."""
-    used = spread(setting)
-    if not used or used.num_devices == 1:
+    if used.num_devices == 1:
         return
     for size in _shard_sizes(setting, used):
         layout = Layout(strategy="fsdp2", dp_replicate_size=used.num_devices // size, dp_shard_size=size)
@@ -376,10 +377,9 @@ def _shard_sizes(setting: Setting, used: Spread) -> list[int]:
     return [used.per_node * nodes for nodes in reversed(divisors(used.num_nodes))]
 
 
-def _zero(setting: Setting) -> Iterator[Candidate]:
+def _zero(setting: Setting, used: Spread) -> Iterator[Candidate]:
     """DeepSpeed's stages as they are, for those who ask for them, or have a second model."""
-    used = spread(setting)
-    if not used or used.num_devices == 1:
+    if used.num_devices == 1:
         return
     for strategy, what in (
         ("zero1", "optimizer states"),
@@ -433,11 +433,10 @@ def _sequence_sizes(setting: Setting, asked: int | None) -> list[int]:
     return [size for size in SIZES if setting.recipe.data.max_length >= size * ENOUGH_TOKENS]
 
 
-def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
-    """Optimizer states in main memory, where all is trained: what an adapter needs of them is small."""
-    used = spread(setting)
+def _optimizer_offload(setting: Setting, used: Spread) -> Iterator[Candidate]:
+    """Optimizer states in host memory, for full fine-tuning: what an adapter needs of them is small."""
     requested = setting.recipe.parallel.offload_optimizer_device == "cpu"
-    if not used or not (requested or isinstance(setting.recipe.adapter, FullAdapter)):
+    if not (requested or isinstance(setting.recipe.adapter, FullAdapter)):
         return
     why = "the CPU updates the weights, which cross to the host once per step"
     for strategy in ("zero2", "zero3") if used.num_devices > 1 else ("zero2",):
@@ -445,11 +444,8 @@ def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
         yield Candidate(Layout.model_validate({"strategy": strategy, **where}), used.num_nodes, why)
 
 
-def _offload(setting: Setting) -> Iterator[Candidate]:
-    """Weights in main memory too: they come to the device layer by layer, in each micro-batch."""
-    used = spread(setting)
-    if not used:
-        return
+def _offload(setting: Setting, used: Spread) -> Iterator[Candidate]:
+    """Weights in host memory too, fetched layer by layer in every micro-batch."""
     why = "weights in host memory, fetched layer by layer in every micro-batch"
     both = {"offload_param_device": "cpu", "offload_optimizer_device": "cpu"}
     if used.num_devices == 1:
@@ -463,25 +459,9 @@ def _offload(setting: Setting) -> Iterator[Candidate]:
         yield Candidate(layout, used.num_nodes, why)
 
 
-def _nvme(setting: Setting) -> Iterator[Candidate]:
-    """On a disk, for those who name one."""
-    used = spread(setting)
-    if used and setting.recipe.parallel.nvme_path:
+def _nvme(setting: Setting, used: Spread) -> Iterator[Candidate]:
+    """Everything on a disk, for those who set one."""
+    if setting.recipe.parallel.nvme_path:
         both = {"offload_param_device": "nvme", "offload_optimizer_device": "nvme"}
         layout = Layout.model_validate({"strategy": "zero3", "dp_shard_size": used.num_devices, **both})
         yield Candidate(layout, used.num_nodes, f"everything offloaded to {setting.recipe.parallel.nvme_path}")
-
-
-KINDS: tuple[Callable[[Setting], Iterator[Candidate]], ...] = (
-    _single,
-    _ddp,
-    _fsdp2,
-    _zero,
-    _context_parallel,
-    _ulysses,
-    _tensor_parallel,
-    _optimizer_offload,
-    _offload,
-    _nvme,
-)
-"""The kinds of layouts in the order in which they are tried."""

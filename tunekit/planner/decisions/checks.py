@@ -28,7 +28,7 @@ SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"
 and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
 
 CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
-"""Optimizers that DeepSpeed runs on the processor, where states are offloaded to: torch's own. The fused one takes as
+"""Optimizers that DeepSpeed runs on the CPU, where states are offloaded to: torch's own. The fused one takes as
 long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
 
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"

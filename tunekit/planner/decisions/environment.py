@@ -15,7 +15,7 @@ LEAST_TIMEOUT_SECONDS = 600
 """Minimum seconds that a process may make no progress, or wait for others, before the run counts as hung."""
 
 PREPARED_ROWS_PER_SECOND = 200
-"""Rate at which the slowest of processors tokenizes rows, which TRL does in one process while the others wait."""
+"""Rate at which the slowest of CPUs tokenizes rows, which TRL does in one process while the others wait."""
 
 REWARD_TRIES = 5
 """Maximum number of requests to a judge for one score."""
