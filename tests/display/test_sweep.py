@@ -9,7 +9,7 @@ from tunekit.display.sweep import SweepProgress
 from tunekit.sweeps.folder import Outcome, Trial
 
 
-@pytest.mark.parametrize(("number", "words"), [(1, "some 20 s left"), (2, "some 10 s left"), (3, None)])
+@pytest.mark.parametrize(("number", "words"), [(1, "about 20 s left"), (2, "about 10 s left"), (3, None)])
 def test_the_time_that_is_left_is_that_of_the_runs_that_are_to_come(number, words):
     console = Console(file=io.StringIO(), width=200)
     one = Outcome(Trial(number, {"train.seed": number}), run=None, state="finished", seconds=10.0)

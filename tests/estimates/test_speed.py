@@ -58,7 +58,7 @@ def test_time_is_operations_over_a_share_of_the_peak_and_the_optimizers_bytes():
     assert speed.tokens_per_second.high == pytest.approx(10_000 / 0.7)
     assert speed.words(at_most=False) == "11,000 to 14,300 tokens/s, 12 min to 15 min, 0.70 to 0.91 USD"
     assert speed.words(at_most=True) == "11,000 to 14,300 tokens/s, at most 15 min, at most 0.91 USD"
-    assert speed.basis.startswith("a prediction: 35% to 70% of 100 TFLOP/s; ")
+    assert speed.basis.startswith("estimate: 35% to 70% of 100 TFLOP/s; ")
 
 
 def test_a_price_is_for_all_devices_and_for_a_million_tokens():
@@ -132,7 +132,7 @@ def test_without_a_link_there_is_no_guess_but_a_run_spread_like_it_tells():
     told = speed_of(two, DEVICE, FIGURES, [recorded(), recorded(6000, layout=two.layout)], num_steps=1000)
     # 6,000 tokens of 2.8 GFLOP were 8.4 TFLOP/s each; 14 TFLOP of two devices take as long as 7 of one.
     assert told.tokens_per_second.low == told.tokens_per_second.high == pytest.approx(12_000)
-    assert told.basis.startswith("from 1 run on 2 of Round 100")
+    assert told.basis.startswith("measured in 1 run on 2 of Round 100")
 
 
 def test_runs_that_were_spread_otherwise_tell_nothing():
@@ -146,7 +146,7 @@ def test_runs_that_were_spread_otherwise_tell_nothing():
     ]
     assert speed_of(two, DEVICE, FIGURES, others, num_steps=1000).tokens_per_second is None
     alone = speed_of(STEP, DEVICE, FIGURES, others, num_steps=1000)
-    assert "a prediction" in alone.basis
+    assert "estimate: " in alone.basis
 
 
 def test_a_process_with_a_whole_processor_tells_nothing_of_those_that_share_it():

@@ -176,15 +176,15 @@ REFUSED = {
     ),
     "both ways to divide a sequence": (
         {"parallel": {"sp_size": 2, "cp_size": 2}},
-        "parallel.cp_size and parallel.sp_size: Accelerate takes one of them; leave one out",
+        "parallel.cp_size and parallel.sp_size: Accelerate accepts only one of them; unset one",
     ),
     "answers on divided sequences": (
         {"method": "grpo", "parallel": {"cp_size": 2}},
-        "FSDP2, full shard, context parallel 2: grpo is not computed on divided sequences; use fsdp2 without them",
+        "FSDP2, full shard, context parallel 2: grpo does not support split sequences; use fsdp2 without cp_size and sp_size",
     ),
     "pairs on divided sequences": (
         {"method": "dpo", "parallel": {"sp_size": 2}},
-        "ZeRO-3, Ulysses 2: dpo is not computed on divided sequences; use fsdp2 without them",
+        "ZeRO-3, Ulysses 2: dpo does not support split sequences; use fsdp2 without cp_size and sp_size",
     ),
     "a disk without a path": (
         {"parallel": {"offload_param_device": "nvme"}},

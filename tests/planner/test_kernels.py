@@ -39,14 +39,14 @@ def why(plan):
         (H100.model_copy(update={"triton": False}), {}, "tunekit", "torch implementations (Triton is not installed)"),
         (T4, {}, "torch", "need compute capability 8.0 or newer; T4"),
         (AMD, {}, "torch", "tunekit's kernels are untested on ROCm"),
-        (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2", "tp_size": 2}}, "torch", "divides weights into"),
+        (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2", "tp_size": 2}}, "torch", "weights are DTensors"),
         (
             TWO,
             {"adapter": "full", "parallel": {"strategy": "zero3"}},
             "torch",
             "ZeRO-3 gathers weights one module at a time",
         ),
-        (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2"}}, "tunekit", "in Triton"),
+        (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2"}}, "tunekit", "Triton, for every module"),
     ],
     ids=["h100", "cpu", "no-triton", "t4", "rocm", "tensor-parallel", "zero3", "fsdp2"],
 )
@@ -84,7 +84,7 @@ REFUSED = {
         LLAMA_1B.model_copy(update={"model_type": "stablelm"}),
         {},
         "liger",
-        "model.kernels: liger-kernel has none for stablelm; leave model.kernels out",
+        "model.kernels: liger-kernel has none for stablelm; unset model.kernels",
     ),
     "tensor-parallel": (
         TWO,

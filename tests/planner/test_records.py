@@ -32,8 +32,8 @@ def test_the_reserve_is_the_median_of_the_runs_on_the_device():
     records += [recorded(10, 10, 13, device="T4"), recorded(10, 10, 13, device="H100 PCIe")]
     share, words = reserve_share(records, H100.device)
     assert share == pytest.approx(0.07)
-    assert words == "from 3 runs on this device"
-    assert reserve_share(records, T4.device)[1] == "from 1 run on this device"
+    assert words == "measured in 3 runs on this device"
+    assert reserve_share(records, T4.device)[1] == "measured in 1 run on this device"
 
 
 def test_a_plan_reserves_what_runs_took_and_says_so():

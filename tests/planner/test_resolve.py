@@ -145,7 +145,7 @@ REFUSED = {
         recipe(adapter={"type": "lora", "target_modules": ["q_proj", "query"]}),
         H100,
         "adapter.target_modules: llama-3.2-1b has no linear layer named query; "
-        "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        "available: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
     ),
     "tied-head-saved": (
         recipe(adapter={"type": "lora", "modules_to_save": ["lm_head"]}),
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_with_the_change_that_would():
         resolve(recipe(adapter="full"), RTX_4090, LLAMA_8B, ROWS)
     with pytest.raises(PlanError, match=r"does not fit on T4.*set adapter\.type=qlora: needs "):
         resolve(recipe(model={"path": "m", "dtype": "float16"}), T4, LLAMA_8B, ROWS)
-    with pytest.raises(PlanError, match=r"leaving train\.micro_batch_size and"):
+    with pytest.raises(PlanError, match=r"set train\.micro_batch_size=null and"):
         forced = recipe(train={"micro_batch_size": 16, "gradient_checkpointing": False})
         resolve(forced, RTX_4090, LLAMA_8B, ROWS)
     with pytest.raises(PlanError, match="no single change of the recipe fits"):

@@ -38,4 +38,4 @@ def test_what_deepspeed_does_not_take_says_what_would_do(saved, layout):
 
 
 def test_layers_that_are_divided_go_on_from_nothing():
-    assert "divided" in obstacle(FSDP2, TENSOR).why
+    assert "tensor parallel" in obstacle(FSDP2, TENSOR).why

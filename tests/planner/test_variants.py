@@ -137,7 +137,7 @@ def test_the_largest_batch_is_one_micro_batch_a_step_on_each_device():
 def test_a_batch_is_never_larger_than_the_rows():
     _, largest, beyond = largest_batch(ASKED, plan_of("h200"), None, num_devices=1, num_rows=3)
     assert largest.changes["train.micro_batch_size"] == 3
-    assert "no more than 3 rows" in str(beyond.plan)
+    assert "only 3 training rows" in str(beyond.plan)
 
 
 @pytest.mark.parametrize("offload", ["auto", "cpu"])

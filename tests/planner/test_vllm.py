@@ -81,7 +81,7 @@ def test_a_server_takes_nothing_of_the_devices():
     ("hardware", "changes", "problem"),
     [
         (H100.model_copy(update={"vllm": False}), {}, r"vLLM is not installed.*pip install 'tunekit\[vllm\]'"),
-        (ON_ROCM, {}, "tunekit uses vLLM on CUDA devices alone"),
+        (ON_ROCM, {}, "vLLM is supported on CUDA devices only"),
         (H100, {"adapter": "qlora"}, "TRL merges the adapter into the 4-bit weights"),
         (H100, {"loss_type": "vespo"}, "vespo needs another correction"),
     ],

@@ -269,13 +269,13 @@ def test_a_run_that_goes_on_is_the_same_one_there_with_the_recipe_as_its_configu
 @pytest.mark.slow
 def test_the_report_of_a_run_says_where_it_is_shown_and_what_failed(shown):
     run, cut_off = shown
-    text = html.unescape(report(run).partition("Where it was reported to")[2].partition("What it ran with")[0])
+    text = html.unescape(report(run).partition("<h2>Trackers</h2>")[2].partition("<h2>Environment</h2>")[0])
     # Where it went on; Weights & Biases has a file of each part.
     places = {event["name"]: event["message"] for event in run.events() if event["event"] == "tracker"}
     assert len(places) == 4 and all(words in text for words in places.values())
     failure = cut_off[-1]["message"].removeprefix("MLflow: ")
     assert text.count("its last figures are missing there") == 1 and failure in text
-    assert text.count("all of its figures have arrived since") == 1
+    assert text.count("all of its metrics have arrived since") == 1
     assert text.index("<dt>MLflow") < text.index(failure) < text.index("<dt>trackio")
 
 
