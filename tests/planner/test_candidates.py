@@ -180,7 +180,8 @@ REFUSED = {
     ),
     "answers on divided sequences": (
         {"method": "grpo", "parallel": {"cp_size": 2}},
-        "FSDP2, full shard, context parallel 2: grpo does not support split sequences; use fsdp2 without cp_size and sp_size",
+        "FSDP2, full shard, context parallel 2: grpo does not support split sequences; "
+        "use fsdp2 without cp_size and sp_size",
     ),
     "pairs on divided sequences": (
         {"method": "dpo", "parallel": {"sp_size": 2}},
