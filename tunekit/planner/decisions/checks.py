@@ -206,9 +206,10 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
             yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
     if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
         yield "parallel.cp_size and parallel.sp_size: Accelerate accepts only one of them", "unset one"
-    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if values[name] == "nvme"]
-    if on_disk and requested.nvme_path is None:
-        yield f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", "set it to a folder on a fast local disk"
+    offloads = requested.offload_param_device, requested.offload_optimizer_device
+    if "nvme" in offloads and requested.nvme_path is None:
+        name = "offload_param_device" if offloads[0] == "nvme" else "offload_optimizer_device"
+        yield f"parallel.{name}: nvme needs parallel.nvme_path", "set it to a folder on a fast local disk"
 
 
 class Refusal(NamedTuple):
