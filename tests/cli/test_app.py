@@ -89,7 +89,7 @@ def test_a_well_known_model_is_planned_for_without_a_network_and_not_trained(wor
     planned, refused = (in_process(workspace, verb, *arguments, **offline) for verb in ("plan", "train"))
     assert planned.returncode == 0, planned.stderr
     assert "268 M parameters" in planned.stdout
-    assert "from tunekit's own table" in " ".join(planned.stdout.split())
+    assert "from the built-in table" in " ".join(planned.stdout.split())
     assert refused.returncode == 2
     assert "the hub cannot be reached" in refused.stderr
 
@@ -157,7 +157,7 @@ def test_plan_in_a_terminal_draws_memory_in_colours(workspace):
 def test_plan_for_a_machine_of_a_file(workspace):
     (workspace / "lab.yaml").write_text("accelerator: rtx4090\nfree_memory_gib: 20\n", encoding="utf-8")
     answer = tunekit(workspace, "plan", "double.yaml", "--on", "lab.yaml")
-    assert re.search(r"^device +RTX 4090 24 GB; 20\.0 GiB of 24\.0 GiB free", answer.stdout, re.MULTILINE)
+    assert re.search(r"^device +RTX 4090 24 GB; 20\.0 of 24\.0 GiB free", answer.stdout, re.MULTILINE)
 
 
 def test_plans_for_several_machines_stand_side_by_side(workspace):
