@@ -242,7 +242,7 @@ def test_main_memory_that_is_known_is_counted():
 def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided."""
     on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_")]
-    program = Path(__file__).parent / "sharded_optimizers.py"
+    program = Path(__file__).parents[1] / "estimates" / "sharded_optimizers.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
     done = subprocess.run(
         [*command, *on_cpu], capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
