@@ -159,7 +159,7 @@ def test_a_run_that_has_no_model_or_one_that_judges_is_refused(here, sft):
     Run(unfinished).update_status(phase="finished")
     start, end = text.index("method:"), text.index("adapter:")
     (unfinished / "recipe.yaml").write_text(f"{text[:start]}method: reward\n{text[end:]}")
-    with pytest.raises(RecipeError, match="unfinished is a reward model: it judges answers, and gives none"):
+    with pytest.raises(RecipeError, match="unfinished is a reward model: it scores answers and generates none"):
         verbs.plan(recipe("dpo", "unfinished"))
     shutil.rmtree(unfinished)
 

@@ -94,7 +94,7 @@ def test_a_renamed_method_of_accelerate_is_named(name):
 def test_a_renamed_field_of_accelerates_settings_is_named():
     assert not [*field_problems(upstream()["fields"])]
     (problem,) = field_problems({"accelerate.utils.DataLoaderConfiguration": "dispatch"})
-    assert str(problem) == "accelerate.utils.DataLoaderConfiguration.dispatch is no field"
+    assert str(problem) == "accelerate.utils.DataLoaderConfiguration.dispatch is not a field"
 
 
 def test_names_in_nested_functions_and_properties_count():

@@ -100,7 +100,7 @@ def measure(names: Sequence[str | None], *, of_a_node: int | None, environment: 
         hardware = hosts.hardware
         ranks = of_a_node or len(hardware.accelerators) or (2 if len(names) == 1 else 1)
         if ranks * len(names) == 1:
-            raise RunError("one rank has nobody to exchange with", hint="set parallel.num_processes, or name --nodes")
+            raise RunError("a single rank has no peer", hint="set parallel.num_processes, or pass --nodes")
         kind = hardware.device.kind
         hosts.start(["tunekit.launching.bandwidth", kind], num_local=ranks, environment=environment)
         measured = _Watch(hosts, ranks).until_done()
@@ -172,11 +172,11 @@ class _Watch:
         now = time.monotonic()
         running = [rank for rank, doing in self._doing.items() if doing != "done"]
         silent = [rank for rank in running if rank in self._heard and now - self._heard[rank] > SILENT_SECONDS]
-        ranks, why = silent, f"nothing heard for {SILENT_SECONDS} s"
-        hint = "it is stopped, or its host has no time for it"
+        ranks, why = silent, f"no heartbeat for {SILENT_SECONDS} s"
+        hint = "the process is stopped, or its host overloaded"
         if not silent:
             ranks = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
-            why, hint = f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another"
+            why, hint = f"no progress for {STUCK_SECONDS} s", "check that all hosts reach each other"
         rows = [
             f"rank {rank} on {self._hosts.all[rank // self._of_a_node].name}: {why}, while {self._doing[rank]}"
             for rank in ranks
@@ -222,7 +222,7 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     store = open_store()
-    voice.say("joining the others")
+    voice.say("joining the process group")
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
     for collective in COLLECTIVES:
         for size_bytes in SIZES[kind]:

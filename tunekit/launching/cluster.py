@@ -50,7 +50,7 @@ def nodes_of(on: str | None, num_nodes: int | None) -> Hardware:
     """
     node = find_machine(on).hardware() if on is not None else probe_node()
     if num_nodes not in (None, 1, node.num_nodes) and node.num_nodes > 1:
-        raise PlanError(f"--on {on} names {node.num_nodes} nodes, --num-nodes {num_nodes}", hint="give one of them")
+        raise PlanError(f"--on {on} has {node.num_nodes} nodes, --num-nodes is {num_nodes}", hint="pass one of them")
     # Which of its devices a program sees holds for this machine alone, and so do the user's variables.
     devices = tuple(device.model_copy(update={"visible_as": None}) for device in node.accelerators)
     return node.model_copy(
@@ -154,13 +154,13 @@ def _one_line(option: str) -> str:
         RunError: It would be more than that, or it holds a secret: the script stays in the run folder.
     """
     if has_controls(option):
-        raise RunError(f"sbatch: {option!r} would be more than one line of the job's script", hint="name it otherwise")
+        raise RunError(f"sbatch: {option!r} does not fit on one line of the job script", hint="change its value")
     if not option.startswith("-"):
-        raise RunError(f"sbatch: {option!r} is no option", hint="write it as --NAME=VALUE")
+        raise RunError(f"sbatch: {option!r} is not an option", hint="write it as --NAME=VALUE")
     secret = secret_in(option)
     if secret is not None:
-        problem = f"sbatch: {redacted(option.partition('=')[0])} holds {secret}"
-        raise RunError(problem, hint="a job finds what is exported where it is submitted")
+        problem = f"sbatch: {redacted(option.partition('=')[0])} contains {secret}"
+        raise RunError(problem, hint="export it before submitting: jobs inherit the environment")
     return option
 
 
@@ -174,12 +174,12 @@ def submit(run: Run, script: Path) -> str:
     try:
         answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        problem = "there is no sbatch here"
-        raise DependencyError(problem, hint=f"submit it where Slurm is: sbatch {shlex.quote(str(script))}") from error
+        hint = f"submit it on a Slurm node: sbatch {shlex.quote(str(script))}"
+        raise DependencyError("sbatch not found", hint=hint) from error
     if answer.returncode != 0:
         words = answer.stderr.strip().replace("\n", "; ")
         run.update_status(phase="failed", exit_reason=words)
-        raise RunError(f"Slurm does not take the job: {words}", hint=f"see {script}, and `sbatch --help`")
+        raise RunError(f"Slurm rejected the job: {words}", hint=f"see {script} and `sbatch --help`")
     # A federation's name may follow.
     job_id = answer.stdout.strip().partition(";")[0]
     write_job(run.path, job_id)
@@ -202,11 +202,9 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
     notice = notice_seconds(plan)
     limit = None if wishes.time is None else seconds_of(wishes.time)
     if limit is not None and limit <= notice + EARLY_SECONDS:
-        raise RunError(
-            f"--time {wishes.time}: Slurm may ask for a checkpoint {notice + EARLY_SECONDS} s before the limit, "
-            "when the job has hardly begun",
-            hint=f"give it more than {-(-(notice + EARLY_SECONDS) // 60)} minutes",
-        )
+        early = notice + EARLY_SECONDS
+        problem = f"--time {wishes.time}: too short: Slurm may request a checkpoint {early} s before the limit"
+        raise RunError(problem, hint=f"set more than {-(-early // 60)} minutes")
     yield f"--job-name={shlex.quote(run.name)}"
     yield f"--nodes={plan.num_nodes}"
     yield "--ntasks-per-node=1"
@@ -234,7 +232,7 @@ def seconds_of(time: str) -> int | None:
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise RunError(f"--time {time}: is no time", hint="write it as 90 (minutes), 01:30:00 or 2-12 (days-hours)")
+        raise RunError(f"--time {time}: invalid time", hint="write it as 90 (minutes), 01:30:00 or 2-12 (days-hours)")
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     # With days it begins with hours; without, one number or two begin with minutes.
@@ -295,7 +293,7 @@ def write_task(run: Run, on: str) -> Path:
     plan = run.plan
     if plan.num_nodes > 1 and plan.recipe.parallel.max_restarts:
         raise RunError(
-            "parallel.max_restarts: nodes of a cloud share no disk, so they have no checkpoint to start again from",
+            "parallel.max_restarts: unsupported on several cloud nodes, which share no disk for a common checkpoint",
             hint="set it to 0, or train on one node",
         )
     folder, accelerator = str(run.path.resolve()), find_machine(on).accelerator.name
@@ -323,13 +321,13 @@ def launch_task(run: Run, task: Path) -> str:
     """
     command = ["sky", "launch", "--cluster", _name(run), "--detach-run", str(task)]
     if shutil.which("sky") is None:
-        hint = f"pip install skypilot, with the extra of your cloud, and then: {shlex.join(command)}"
-        raise DependencyError(f"{task} is written, but SkyPilot is not installed here", hint=hint)
+        hint = f"pip install skypilot with the extra of your cloud, then run: {shlex.join(command)}"
+        raise DependencyError(f"{task} is written, but SkyPilot is not installed", hint=hint)
     # It shows what it found and what that costs, and asks.
     code = subprocess.run(command, check=False).returncode
     if code != 0:
-        run.update_status(phase="failed", exit_reason=f"sky launch ended with exit code {code}")
-        raise RunError(f"`sky launch` ended with exit code {code}", hint="see what it said, and `sky check`")
+        run.update_status(phase="failed", exit_reason=f"sky launch failed with exit code {code}")
+        raise RunError(f"`sky launch` failed with exit code {code}", hint="see its output and `sky check`")
     folder = shlex.quote(f"{run.path.resolve()}/")
     return f"rsync -a {_name(run)}:{folder} {folder}"
 
@@ -349,7 +347,7 @@ def _local_files(plan: Plan) -> Iterator[str]:
     train = recipe.data.train
     sources = train if isinstance(train, list) else [train]
     if recipe.data.streaming and any(Path(source.path).is_absolute() for source in sources):
-        raise PlanError("data.streaming: rows would be read from this disk by other machines", hint="set it to false")
+        raise PlanError("data.streaming: cloud nodes cannot read rows from this disk", hint="set it to false")
     for path in dict.fromkeys((recipe.model.path, plan.base.path, recipe.model.chat_template)):
         if path is not None and Path(path).is_absolute() and Path(path).exists():
             yield path

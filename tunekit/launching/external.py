@@ -116,7 +116,7 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
     if place.num_local == place.num_processes:
         return "127.0.0.1"
     if "OMPI_COMM_WORLD_RANK" in environment:
-        problem = "mpirun does not say on which node the first process runs"
+        problem = "mpirun does not report the node of rank 0"
         raise RunError(problem, hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     listing = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
@@ -163,8 +163,8 @@ def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
     answers = [hear(store, f"seen-{rank}") for rank in range(place.num_local, place.num_processes, place.num_local)]
     blind = [answer["node"] for answer in answers if not answer["seen"]]
     if blind:
-        problem = f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder"
-        raise RunError(problem, hint="set output.dir to a place that all nodes share")
+        problem = f"{path} is not visible on {', '.join(blind)}: every node reads and writes the run folder"
+        raise RunError(problem, hint="set output.dir to a folder that all nodes share")
 
 
 def _learned(store: Any, place: Place) -> Run:
@@ -295,7 +295,7 @@ def go_on_with(run: Run, listener: Listener | None) -> Run:
     attempt = 1 + sum(event["event"] == "restart" for event in run.events())
     step = newest_complete(run.path).step
     if listener is not None:
-        listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["the launcher has started it again"]})
-    reason = "a process was ended" if reported_error is None else reported_error["problem"]
+        listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["restarted by the launcher"]})
+    reason = "a process was killed" if reported_error is None else reported_error["problem"]
     record.write("restart", attempt=attempt, step=step, reason=reason)
     return run

@@ -208,10 +208,7 @@ class _Supervisor(Follower):
     """Starts the processes of a run, and tells a listener what they write."""
 
     def __init__(
-        self,
-        run: Run,
-        start: Callable[[], contextlib.AbstractContextManager[Processes]],
-        listener: Listener | None,
+        self, run: Run, start: Callable[[], contextlib.AbstractContextManager[Processes]], listener: Listener | None
     ) -> None:
         super().__init__(run, listener)
         self.start = start
@@ -299,17 +296,17 @@ class _Supervisor(Follower):
         if wordless:
             return _Failure(_without_word(wordless[0], codes[wordless[0]], f"see {self.run.path / LOG}"))
         assert error is not None
-        not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
+        not_heard = f"; no report from rank {', '.join(map(str, silent))}" if silent else ""
         return _Failure(RunError(error["problem"] + not_heard, hint=error["hint"]))
 
 
 def _without_word(rank: int, code: int, hint: str) -> RunError:
     """Return the error for a process that reported nothing itself."""
     if code >= 0:
-        return RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=hint)
+        return RunError(f"rank {rank} exited with code {code} without an error message", hint=hint)
     if code == -signal.SIGKILL:
-        hint = f"the system does this where main memory runs out, which its own log says; {hint}"
-    return RunError(f"rank {rank} was ended by {signal.Signals(-code).name}", hint=hint)
+        hint = f"the system does this when host memory runs out (see its log); {hint}"
+    return RunError(f"rank {rank} was killed by {signal.Signals(-code).name}", hint=hint)
 
 
 def raised(words: dict[str, Any]) -> Exception:
@@ -432,7 +429,7 @@ def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
         except KeyboardInterrupt as error:
             request = wishes.known or Request(True, "SIGINT", None, 0.0)
             run.update_status(place_in_line=None)
-            record.end("interrupted", f"{words_of(run, request)}: it waited for {', '.join(ticket.devices)}")
+            record.end("interrupted", f"{words_of(run, request)}: was waiting for {', '.join(ticket.devices)}")
             raise stopped(run, request, str(run.status()["exit_reason"])) from error
     run.update_status(phase="starting", place_in_line=None)
     if reported is None and listener is not None:

@@ -74,21 +74,21 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     remaining = _Left(run)
     if state == "queued" and run.status().get("place_in_line") is None:
         job = read_job(run.path)
-        hint = f"take it out of the queue: scancel {job}" if job is not None else None
-        raise RunError(f"{run.name} waits to be started: nothing of it runs", hint=hint)
+        hint = f"remove it from the queue: scancel {job}" if job is not None else None
+        raise RunError(f"{run.name} is queued: no process of it runs", hint=hint)
     if (state in FINAL_PHASES or state == DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
     request(run.path, now=now)
     seconds = NOW_SECONDS if now else _patience_seconds(run)
-    tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
+    tell(f"stopping {run.name} {'at once' if now else f'after its step, within {seconds:.0f} s'}")
     if not _wait(remaining, seconds, tell):
         if not now:
-            problem = f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}"
-            raise RunError(problem, hint=f"it will when it can; end it at once: tunekit stop {run.path} --now")
+            problem = f"{run.name} did not stop within {seconds:.0f} s: {remaining.words()}"
+            raise RunError(problem, hint=f"it stops when it can; stop it at once: tunekit stop {run.path} --now")
         remaining.kill()
         if not _wait(remaining, NOW_SECONDS, tell):
-            raise RunError(f"{run.name} cannot be ended from here: {remaining.words()}", hint="end it on its host")
+            raise RunError(f"{run.name} cannot be stopped from here: {remaining.words()}", hint="stop it on its host")
     status = run.status()
     if status["phase"] not in FINAL_PHASES:
         # Its processes were killed before they could say so.
@@ -176,7 +176,7 @@ class _Left:
         unranked = [str(pid) for pid in self._seen if pid not in ranks]
         if unranked:
             descriptions.append(f"process{'es' * (len(unranked) > 1)} {', '.join(unranked)}")
-        return "; ".join(descriptions) or f"a word from process {status['pid']} on {status['host']}"
+        return "; ".join(descriptions) or f"a status from process {status['pid']} on {status['host']}"
 
     def _see(self, pid: int, identity: str, others_of: Callable[[int], Iterator[psutil.Process]]) -> None:
         """Remember a process with those that it started for the run: they are nobody's when it is gone."""
@@ -244,17 +244,17 @@ def delete_run(run: Run) -> None:
         beside = [other for other in list_runs(folder.parent) if other.name != run.name]
         users = [other.name for other in beside if _starts_from(other, folder)]
         if users:
-            problem = f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model"
-            raise RunError(problem, hint="delete what starts from it first")
+            problem = f"cannot delete {run.name}: {', '.join(users)} start{'s' * (len(users) == 1)} from its model"
+            raise RunError(problem, hint=f"delete {'that run' if len(users) == 1 else 'those runs'} first")
         try:
             folder.rename(doomed)
         except OSError as error:
-            problem = f"{run.path} cannot be deleted: {error.strerror}"
-            raise RunError(problem, hint="let its folder be written") from error
+            problem = f"cannot delete {run.path}: {error.strerror}"
+            raise RunError(problem, hint="make the folder that holds it writable") from error
     for leftover in folder.parent.glob(f"{GONE}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if doomed.exists():
-        raise RunError(f"{doomed} cannot be deleted wholly", hint="delete what is left of it")
+        raise RunError(f"{doomed} was only deleted in part", hint="delete the rest of it")
 
 
 def _check_over(run: Run) -> None:
@@ -264,19 +264,19 @@ def _check_over(run: Run) -> None:
     remaining = _Left(run)
     if remaining.look():
         raise RunError(
-            f"{run.name} is {state}, and {remaining.words()} lives", hint=f"end it first: tunekit stop {run.path}"
+            f"{run.name} is {state}, but still has {remaining.words()}", hint=f"stop it first: tunekit stop {run.path}"
         )
 
 
 def _check_alone(folder: Path) -> None:
     """Refuse a folder in which there is more than a run."""
     if folder.is_symlink():
-        raise RunError(f"{folder} is a link", hint=f"delete the folder that it leads to: {folder.resolve()}")
+        raise RunError(f"{folder} is a link", hint=f"delete its target: {folder.resolve()}")
     if Path.cwd().is_relative_to(folder.resolve()):
-        raise RunError(f"{folder} is the working directory, or holds it", hint="go elsewhere first")
+        raise RunError(f"{folder} is the working directory, or contains it", hint="change the directory first")
     within = next((file.parent for file in folder.glob("*/**/status.json")), None)
     if within is not None:
-        raise RunError(f"{folder} has another run in it: {within.name}", hint="delete that one first, or move it")
+        raise RunError(f"{folder} contains another run: {within.name}", hint="delete or move that run first")
 
 
 def _starts_from(run: Run, folder: Path) -> bool:

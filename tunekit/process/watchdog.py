@@ -58,8 +58,8 @@ DATA_WORKER = re.compile(
 """Message of torch where a data worker died: RuntimeErrors, raised anywhere."""
 
 DATA_WORKER_HINT = (
-    "the system kills a process where main memory runs out, which its own log says, and one that finds no room in "
-    "/dev/shm fails: make room, or train fewer processes on this machine"
+    "the system kills processes when host memory runs out (see its log), and a full /dev/shm makes them fail: free "
+    "memory, or run fewer processes on this machine"
 )
 
 
@@ -86,8 +86,8 @@ def data_worker_problem(error: BaseException, place: Place) -> str | None:
         return None
     # Where torch sees it twice, the first time it saw more.
     cause = DATA_WORKER.search(str(error.__cause__)) or match
-    end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
-    return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
+    end = f"was killed by a signal ({cause['sign']})" if cause["sign"] else "exited unexpectedly"
+    return f"data worker {cause['pids'].strip()} of rank {place.rank} {end}"
 
 
 def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
@@ -132,8 +132,8 @@ def exchange_problem(error: BaseException, place: Place) -> str | None:
     # Without the file of the library, and its advice.
     words = re.sub(r"^\[.*?\] ", "", message.partition("\n")[0]).partition(". This is typically")[0]
     if "timed out" in message.lower() or "timeout" in message.lower():
-        return f"rank {place.rank} waited for the other processes in {_function(error)} until its time was up ({words})"
-    return f"rank {place.rank} lost contact with another process in {_function(error)} ({words})"
+        return f"rank {place.rank} timed out waiting for the other processes in {_function(error)} ({words})"
+    return f"rank {place.rank} lost the connection to another process in {_function(error)} ({words})"
 
 
 def _function(error: BaseException) -> str:
@@ -315,7 +315,7 @@ def limit_of(plan: Plan, beat: Beat) -> int:
 def where(beat: Beat) -> str:
     """Describe the current activity of a process."""
     if beat.at == "data":
-        return f"waiting for the rows of step {beat.step}"
+        return f"waiting for data of step {beat.step}"
     return f"in {beat.at} of step {beat.step}" if beat.step else f"in {beat.at}"
 
 
@@ -351,10 +351,10 @@ class Sight:
             seconds: How long it has stood.
             stacks: Where the stacks are.
         """
-        mine, hint = self.mine, f"what every process was doing stands in {stacks}"
+        mine, hint = self.mine, f"see the stack traces of all processes in {stacks}"
         silent = [other for other in self.others if other.rank in self.silent]
         if silent:
-            words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
+            words = f"; rank {mine.rank} waited {seconds:.0f} s for it, {where(mine)}"
             return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
         there = {mine.rank, *(other.rank for other in self.others)}
         missing = [str(rank) for rank in range(self.num_processes) if rank not in there]
@@ -362,24 +362,24 @@ class Sight:
         waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
         if missing:
             ended = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            return ExchangeError(f"{waited} for {ended}, which had ended", hint=hint)
+            return ExchangeError(f"{waited} for {ended}, which had exited", hint=hint)
         if behind:
             slowest = min(behind, key=lambda other: other.position)
-            return ExchangeError(f"{waited} for rank {slowest.rank}, which stood {where(slowest)}", hint=hint)
+            return ExchangeError(f"{waited} for rank {slowest.rank}, which was stuck {where(slowest)}", hint=hint)
         if self.waits:
             return ExchangeError(f"{waited} for the other processes", hint=hint)
-        return StandstillError(f"rank {mine.rank} stood still for {seconds:.0f} s, {where(mine)}", hint=hint)
+        return StandstillError(f"rank {mine.rank} made no progress for {seconds:.0f} s, {where(mine)}", hint=hint)
 
 
 def no_sign_of(beat: Beat) -> str:
     """Describe a process that sends no heartbeats."""
-    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) sends no heartbeats, last {where(beat)}"
 
 
 def gone_words(run: Run) -> str:
     """Describe the processes of this host that died without an error, for the message of one that lost them."""
     return "".join(
-        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
+        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last {where(beat)}"
         for beat in beats_of(run)
         if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
     )
@@ -540,8 +540,8 @@ class Pulse:
         ask_for_stacks([beat for beat in beats_of(self._run) if beat.rank not in names])
         time.sleep(BEAT_SECONDS)
         for beat in silent:
-            words = f"{no_sign_of(beat)} for {self._silent[beat.rank]:.0f} s"
-            error = StandstillError(words, hint=f"what the others were doing stands in {self._run.path / STACKS}")
+            words = f"{no_sign_of(beat)}; silent for {self._silent[beat.rank]:.0f} s"
+            error = StandstillError(words, hint=f"see the stack traces of the others in {self._run.path / STACKS}")
             Record(self._run, Place(rank=beat.rank)).write_error(error)
 
 

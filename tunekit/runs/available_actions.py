@@ -50,7 +50,7 @@ def check_readable(run: Run) -> None:
         _ = run.plan
     except OSError as error:
         problem = f"{run.path / name} cannot be read: {error.strerror}"
-        raise RunError(problem, hint="the run's folder is damaged") from error
+        raise RunError(problem, hint="the run folder is damaged") from error
 
 
 ENDED_EARLY = ("failed", "interrupted", "died")
@@ -81,18 +81,18 @@ def prospects(run: Run) -> str | None:
         return None
     newest = newest_complete(run.path)
     if state == "finished":
-        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains it further"
-    anew = f"`{begin_anew(run)}` begins anew"
+        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains further"
+    anew = f"`{begin_anew(run)}` starts over"
     if newest.path is not None:
         back = "" if not newest.skipped else f" ({'; '.join(newest.skipped)})"
         num_steps = run.status()["num_steps"]
-        return f"`tunekit resume {name}` goes on from step {newest.step} of {num_steps}{back}"
+        return f"`tunekit resume {name}` resumes from step {newest.step} of {num_steps}{back}"
     if newest.skipped:
         words = "; ".join(newest.skipped)
-        return f"no checkpoint is whole ({words}): `tunekit resume {name} --weights-only`, or {anew}"
+        return f"no complete checkpoint ({words}): `tunekit resume {name} --weights-only`, or {anew}"
     if begins_with_weights(run):
-        return f"`tunekit resume {name}` begins again with the weights that it began with"
-    return f"there is no checkpoint to go on from: {anew}"
+        return f"`tunekit resume {name}` starts over from the weights it started with"
+    return f"no checkpoint to resume from: {anew}"
 
 
 def begin_anew(run: Run, changes: Sequence[str] = ()) -> str:
@@ -104,5 +104,5 @@ def next_command(run: Run) -> str:
     """The command that has a run that ends early done after all, with what to call it."""
     no_layout = run.plan.layout.why_not_resumed is not None
     if not no_layout and (can_go_on(run) or begins_with_weights(run)):
-        return f"go on with: tunekit resume {shlex.quote(str(run.path))}"
-    return f"begin anew: {begin_anew(run)}"
+        return f"resume with: tunekit resume {shlex.quote(str(run.path))}"
+    return f"start over: {begin_anew(run)}"

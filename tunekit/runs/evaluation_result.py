@@ -147,7 +147,7 @@ def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
         content = {**without_secrets(stored.to_dict()), "path": path.name}
         write_whole(path, json.dumps(content, indent=2, ensure_ascii=False))
     except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}", hint="let the folder be written") from error
+        raise RunError(f"cannot write to {folder}: {error.strerror}", hint="make the folder writable") from error
     return stored
 
 
@@ -166,7 +166,7 @@ def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
         try:
             evaluation = Evaluation.from_dict(read_object(path))
         except (RunError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"{path} is no evaluation, or damaged", hint="delete it, and evaluate again") from error
+            raise RunError(f"{path} is not an evaluation, or damaged", hint="delete it and evaluate again") from error
         read.append(replace(evaluation, path=str(path)))
     return sorted(read, key=lambda made: made.began)
 

@@ -136,14 +136,13 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
         except ValueError as error:
             with open_regular(path) as stream:
                 number = stream.read(offset).count(b"\n") + place
-            problem = f"{path}:{number}: the line is damaged: {error}"
-            raise RunError(problem, hint="delete it, or put the file back") from error
+            raise RunError(f"{path}:{number}: damaged line: {error}", hint="delete it, or restore the file") from error
     return events, offset + len(whole) + len(newline)
 
 
 def unreadable(path: Path, error: OSError) -> RunError:
     """Return the error for an events file that is none, or another user's."""
-    return RunError(f"{path} cannot be read: {error.strerror}", hint="put it back from a copy")
+    return RunError(f"{path} cannot be read: {error.strerror}", hint="restore it from a copy")
 
 
 def parse_event(line: bytes) -> Event:
@@ -154,7 +153,7 @@ def parse_event(line: bytes) -> Event:
     """
     event = parse_json(line)
     if not is_event(event):
-        raise ValueError("it is no event")
+        raise ValueError("not an event")
     return dict(event)
 
 

@@ -102,7 +102,7 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
     except FileNotFoundError:
         return []
     except (RunError, ValidationError) as error:
-        raise RunError(f"{file} is damaged", hint="restore it, or delete it: then nothing is compared") from error
+        raise RunError(f"{file} is damaged", hint="restore it, or delete it to skip the comparison") from error
 
 
 def changes(run: Run, recipe: Recipe) -> list[str]:
@@ -119,12 +119,12 @@ def _change(run: Run, recorded: Fingerprint, now: dict[tuple[str, str], str]) ->
         digest = now.get((what, path), recorded.digest)
         if digest == recorded.digest:
             return None
-        news = f"was {recorded.digest}, and is {digest} now" if kind == "commit" else "names other files than it did"
+        news = f"was {recorded.digest}, now {digest}" if kind == "commit" else "matches other files than before"
         return f"{what}: {path} {news}"
     file = run.path / path
     if not file.is_file():
         # The run has its own copy of the rows, but for a stream, which says itself what it does not find.
-        return None if what.startswith("data.") else f"{what}: {path} is not there any more"
+        return None if what.startswith("data.") else f"{what}: {path} no longer exists"
     return None if digest_of(file) == recorded.digest else f"{what}: {path} has changed"
 
 
@@ -268,7 +268,7 @@ def made_with(run: Run) -> MadeWith | None:
     try:
         return MadeWith.model_validate_json(read_text(file))
     except (OSError, RunError, ValidationError) as error:
-        raise RunError(f"{file} cannot be read", hint="it is damaged: delete it, or restore the folder") from error
+        raise RunError(f"{file} is damaged", hint="delete it, or restore the folder") from error
 
 
 def changed_texts(run: Run, known: MadeWith) -> list[str]:
@@ -346,20 +346,19 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if origin is None:
         return
     if recipe.model.revision is not None:
-        what = f"{recipe.model.revision!r} is none of a run's: {origin.name} knows its base model"
-        yield Conflict(("model", "revision"), what, "leave it out")
+        what = f"{recipe.model.revision!r} does not apply to a run: {origin.name} records its base model"
+        yield Conflict(("model", "revision"), what, "unset it")
     judges = bool(origin.runs) and METHODS[origin.runs[-1].method].spec.classifies
     if judges and not recipe.method.spec.classifies:
-        what = f"{origin.name} is a reward model: it judges answers, and gives none"
-        yield Conflict(("model", "path"), what, "name a run that trained a model which answers")
+        what = f"{origin.name} is a reward model: it scores answers and generates none"
+        yield Conflict(("model", "path"), what, "set a run that trained a generative model")
     if not judges and recipe.method.spec.classifies and origin.adapter is not None:
-        what = f"the adapter of {origin.name} is one of a model that answers, and cannot go on in one that judges"
-        yield Conflict(("model", "path"), what, "start from its base model, or from a run that trained all weights")
+        what = f"the adapter of {origin.name} is for a generative model and cannot be trained as a reward model"
+        yield Conflict(("model", "path"), what, "start from its base model, or from a full fine-tuning run")
     for field, requested, has in contradictions(origin, recipe.adapter):
-        what = f"{show(requested)} here, and {show(has)} in the adapter of {origin.name}, which is trained further"
-        yield Conflict(
-            ("adapter", field), what, "leave it out, or set adapter.type=full to merge that adapter and train all"
-        )
+        what = f"{show(requested)} here, but {show(has)} in the adapter of {origin.name}, which is trained further"
+        hint = "unset it, or set adapter.type=full to merge that adapter and train all parameters"
+        yield Conflict(("adapter", field), what, hint)
 
 
 def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
@@ -374,8 +373,8 @@ def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
         base = section if origin is None else origin.base
         where = (*key, "trust_remote_code")
         if origin is not None and base.trust_remote_code and not section.trust_remote_code:
-            what = f"is false, but {origin.name} is on {base.path!r} with code that comes with it"
-            yield Conflict(where, what, "read that code, then set it to true")
+            what = f"is false, but the base model of {origin.name}, {base.path!r}, comes with its own code"
+            yield Conflict(where, what, "review that code, then set it to true")
         if not section.trust_remote_code:
             continue
         if is_folder(base):
@@ -385,13 +384,13 @@ def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
                 yield Conflict(where, error.problem, error.hint or "")
             continue
         if not COMMIT.fullmatch(base.revision or ""):
-            what = f"cannot be true for {base.path!r} of the hub without a commit, as its code could change under you"
+            what = f"cannot be true for {base.path!r} from the Hub without a commit: its code could change"
             of_adapter = f"set revision in the {ADAPTER_CONFIG} of {section.path}" if origin else "set model.revision"
-            commit = f"`git ls-remote https://huggingface.co/{base.path} HEAD` tells it"
-            yield Conflict(where, what, f"read the code, then {of_adapter} to the full commit, 40 digits: {commit}")
+            commit = f"`git ls-remote https://huggingface.co/{base.path} HEAD` prints it"
+            yield Conflict(where, what, f"review the code, then {of_adapter} to the full commit, 40 digits: {commit}")
         elif second and key == ("model",):
-            what = f"cannot be true for {base.path!r} of the hub with a second model, whose code TRL takes at no commit"
-            yield Conflict(where, what, "download the model and name its folder, or train an adapter")
+            what = f"cannot be true for {base.path!r} from the Hub with a second model: TRL pins no commit of its code"
+            yield Conflict(where, what, "download the model and set its folder, or train an adapter")
 
 
 def models_of(recipe: Recipe) -> Iterator[tuple[Key, ModelSection]]:
@@ -423,7 +422,7 @@ def check_run_code(run: Run) -> None:
     origin, base = origin_of(run.recipe.model), run.plan.base
     base_section = run.recipe.model if origin is None else origin.base
     if base.trust_remote_code and (base.path, base.revision) != (base_section.path, base_section.revision):
-        raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which its recipe does not name")
+        raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which is not in its recipe")
     file = run.path / CODE
     recorded = read_object(file) if file.exists() else {}
     for key, section in _trusted(run):
@@ -479,8 +478,8 @@ def settled(section: ModelSection) -> ModelSection:
         return section
     state, status = run.state, run.status()
     if state != "finished":
-        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-        raise RunError(f"model.path: {where}", hint=prospects(run) or "wait for its end")
+        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: no model yet"
+        raise RunError(f"model.path: {where}", hint=prospects(run) or "wait until it finishes")
     return section.model_copy(update={"path": str(run.model_path.resolve())})
 
 

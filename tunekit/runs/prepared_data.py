@@ -220,10 +220,10 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
     """Answers that are all good, or all bad."""
     label, what = ("true", "good") if facts.num_good else ("false", "bad")
     first = train.sources[0]
-    hint = "to imitate good answers alone use method sft, with data.format=prompt_completion"
+    hint = "to train on good answers alone, use method sft with data.format=prompt_completion"
     return DataError(
-        f"{first.rows.place(first.kept[0])}: label is {label}, and so it is in all {counted(facts.num_train, 'row')}: "
-        f"kto learns the difference between good and bad answers, and all are {what}",
+        f"{first.rows.place(first.kept[0])}: label is {label}, as in all {counted(facts.num_train, 'row')}: kto learns "
+        f"from the difference between good and bad answers, and all are {what}",
         hint=hint if facts.num_good else "add rows with good answers (label true)",
     )
 
@@ -244,8 +244,7 @@ def room_of(recipe: Recipe) -> Room:
 def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
     room = room_of(recipe)
     for source in (source for split in splits for source in split.sources if source.num_dropped):
-        left_out = counted(source.num_dropped, "row")
-        yield f"{source.rows.source}: {left_out} left out: {room.too_long}"
+        yield f"{source.rows.source}: {counted(source.num_dropped, 'row')} skipped: {room.too_long}"
 
 
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:

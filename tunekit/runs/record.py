@@ -109,8 +109,8 @@ def disk_full(run: Run, where: str, error: OSError) -> DiskError:
     """Return the error for a file other than a checkpoint that could not be written."""
     give_room(run)
     return DiskError(
-        f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
-        hint=f"free some on its disk, then {next_command(run)}",
+        f"{where}: {words_of(error)}; events and status are written to {run.path}",
+        hint=f"free space on its disk, then {next_command(run)}",
     )
 
 
@@ -147,14 +147,13 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
         free = free_bytes(run.path)
     except OSError as error:
         free, why = 0, f"{why}; {run.path}: {error.strerror}"
-    needs = "" if needed_bytes is None else f"; it takes {gib(needed_bytes)}, and {gib(free)} are free"
+    needs = "" if needed_bytes is None else f"; it needs {gib(needed_bytes)}, {gib(free)} free"
     newest = newest_complete(run.path)
-    note = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
-    much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
-    on = next_command(run)
+    note = f"checkpoint-{newest.step} is complete" if newest.path else "no checkpoint yet"
+    much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "space"
     return DiskError(
         f"{what} could not be written: {why}{needs}; {note}",
-        hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",
+        hint=f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}",
     )
 
 
@@ -229,8 +228,8 @@ def told_if_gone(run: Run) -> Iterator[None]:
     except OSError as error:
         if (run.path / "status.json").exists():
             raise
-        what = f"{run.path} is gone: it was deleted or moved while the run went on"
-        raise RunError(what, hint="train it again, and leave its folder until it has ended") from error
+        what = f"{run.path} is gone: it was deleted or moved during the run"
+        raise RunError(what, hint="train again, and keep the folder until the run has ended") from error
 
 
 def forget_errors(run: Run) -> None:
@@ -268,13 +267,12 @@ def claimed(run: Run) -> Iterator[None]:
     try:
         claim.acquire()
     except Timeout:
-        problem = f"another process is about to go on with {run.name}, or deletes it"
-        raise RunError(problem, hint="look again in a moment") from None
+        raise RunError(f"another process is resuming or deleting {run.name}", hint="retry in a moment") from None
     except OSError as error:
         # On a full disk nobody else can have it either, and runs are deleted to make room.
         if error.errno not in FULL:
-            problem = f"{run.path} cannot be written: {error.strerror}"
-            raise RunError(problem, hint="let it be written, or copy the run to where it can be") from error
+            problem = f"cannot write to {run.path}: {error.strerror}"
+            raise RunError(problem, hint="make it writable, or copy the run to a writable folder") from error
     try:
         yield
     finally:
@@ -293,12 +291,12 @@ def may_go_back(recipe: Recipe) -> bool:
 def goes_back(run: Run, record: Record, error: Exception) -> bool:
     """Return whether a failed run is to be restarted, after preparing and recording that."""
     if isinstance(error, RollbackError):
-        words = "the step will be left out"
+        words = "the step will be skipped"
     elif isinstance(error, MemoryShortError) and run.recipe.train.retry_out_of_memory:
         smaller = _with_less(run)
         if smaller is None:
             return False
-        words = f"now with micro-batches of {smaller.batch_words}, and the same global batch"
+        words = f"retrying with micro-batches of {smaller.batch_words} and the same global batch"
     else:
         return False
     record.update_status(phase="starting")

@@ -102,9 +102,9 @@ def matching(name: str, names: Sequence[str], *, noun: str, exact: bool) -> list
     if matches or not beginning:
         return matches
     if exact:
-        raise RunError(f"no {noun} is called {name!r}", hint=f"name the {noun} wholly: {_listed(beginning)}")
+        raise RunError(f"no {noun} named {name!r}", hint=f"use the full name: {_listed(beginning)}")
     if len(beginning) > 1:
-        raise RunError(f"{name!r} is the beginning of {len(beginning)} {noun}s", hint=f"name one: {_listed(beginning)}")
+        raise RunError(f"{name!r} matches {len(beginning)} {noun}s", hint=f"use one of: {_listed(beginning)}")
     return beginning
 
 
@@ -150,7 +150,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "status.json").is_file():
-            raise RunError(f"{self.path} is not the folder of a run", hint="`tunekit runs` lists the runs")
+            raise RunError(f"{self.path} is not a run folder", hint="`tunekit runs` lists the runs")
 
     @classmethod
     def create(cls, plan: Plan) -> "Run":
@@ -204,7 +204,7 @@ class Run:
         status = read_object(file)
         for key, kinds in STATUS.items():
             if not isinstance(status.get(key), kinds):
-                raise damaged(file, f"{key} is {status[key]!r}" if key in status else f"it has no {key}")
+                raise damaged(file, f"{key} is {status[key]!r}" if key in status else f"{key} is missing")
         return status
 
     def update_status(self, **changes: Any) -> None:
@@ -301,8 +301,8 @@ class Run:
         try:
             from matplotlib import pyplot
         except ModuleNotFoundError as error:
-            problem = "plots need matplotlib"
-            raise DependencyError(problem, hint="install it with: pip install 'tunekit[notebook]'") from error
+            hint = "install it with: pip install 'tunekit[notebook]'"
+            raise DependencyError("plotting needs matplotlib", hint=hint) from error
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -388,18 +388,18 @@ def runs_named(name: str, *, exact: bool = False) -> list[Run]:
         RunError: There is none, or the name is the beginning of several.
     """
     if not is_name(name):
-        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
+        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; a folder path works too")
     if (Path(name) / "status.json").is_file():
         return [Run(name)]
     if (RUNS / name / "status.json").is_file() and Path(name).name == name:
         if not is_inside(RUNS / name, RUNS):
             where = (RUNS / name).resolve()
-            raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
+            raise RunError(f"{RUNS / name} is a link out of {RUNS}", hint=f"pass its target: {where}")
         return [Run(RUNS / name)]
     runs = {run.name: run for run in list_runs()}
     matches = matching(name, list(runs), noun="run", exact=exact)
     if not matches:
-        hint = "`tunekit runs` lists them; a folder's path works too"
+        hint = "`tunekit runs` lists them; a folder path works too"
         likely = _likely(name, runs)
         raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
     return [runs[match] for match in matches]
@@ -425,13 +425,13 @@ def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
     words = list(dict.fromkeys(tag.strip() for tag in tags))
     for word in words:
         if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
-            problem = f"{word[:MAX_TAG_LETTERS]!r} is no tag"
-            raise RunError(problem, hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line")
+            hint = f"use 1 to {MAX_TAG_LETTERS} characters on one line"
+            raise RunError(f"invalid tag {word[:MAX_TAG_LETTERS]!r}", hint=hint)
     try:
         write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
     except OSError as error:
-        problem = f"{run.path / TAGS} cannot be written: {error.strerror}"
-        raise RunError(problem, hint="let the folder be written") from error
+        problem = f"cannot write {run.path / TAGS}: {error.strerror}"
+        raise RunError(problem, hint="make the folder writable") from error
     return words
 
 
@@ -449,23 +449,23 @@ def check_free(recipe: Recipe) -> None:
         return
     if (path / "status.json").is_file():
         state = Run(path).state
-        hint = f"{_use_of(path, state)}; or name a new folder"
-        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=hint)
-    raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+        hint = f"{_use_of(path, state)}; or set a new folder"
+        raise RunError(f"output.dir: {path} contains a run, which is {state}", hint=hint)
+    raise RunError(f"output.dir: {path} exists and is not empty", hint="set a new folder, or unset it")
 
 
 def _use_of(path: Path, state: str) -> str:
     """Describe what can be done with the run of a folder."""
     folder = shlex.quote(str(path))
     if state not in (*FINAL_PHASES, DIED):
-        return f"wait for its end, or stop it first: tunekit stop {folder}"
+        return f"wait until it ends, or stop it first: tunekit stop {folder}"
     if state != "finished" and not any((path / CHECKPOINTS).glob("checkpoint-*")):
-        return "--resume here begins it again"
+        return "--resume here starts it over"
     if newest_complete(path).path is None:
-        return f"`tunekit runs show {folder}` says what is left of it"
+        return f"`tunekit runs show {folder}` shows what is left of it"
     if state == "finished":
-        return f"`tunekit resume {folder} train.max_steps=...` trains it further"
-    return f"`tunekit resume {folder}`, or --resume here, goes on with it"
+        return f"`tunekit resume {folder} train.max_steps=...` trains further"
+    return f"`tunekit resume {folder}`, or --resume here, resumes it"
 
 
 def _new_folder(recipe: Recipe) -> Path:
@@ -482,17 +482,17 @@ def _new_folder(recipe: Recipe) -> Path:
         except FileExistsError:
             continue
         return path
-    raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
+    raise RunError(f"{RUNS / stem} and a thousand more already exist", hint="set output.dir")
 
 
 def _check_own(path: Path) -> None:
     """Refuse a run folder that is none of a run's own, whatever is in it."""
     if has_controls(str(path)):
-        raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
+        raise RunError(f"output.dir: {str(path)!r} contains control characters", hint="set another folder")
     if path.is_symlink():
-        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="name the folder that is meant")
+        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="set its target")
     if path.resolve() in (Path(path.resolve().anchor), Path.home().resolve()):
-        raise RunError(f"output.dir: {path} is no folder of a run's own", hint="name a new folder in it")
+        raise RunError(f"output.dir: {path} is the root or home folder", hint="set a new folder in it")
 
 
 def _make(path: Path, *, exist_ok: bool) -> None:
@@ -501,7 +501,7 @@ def _make(path: Path, *, exist_ok: bool) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise RunError(f"{path} cannot be made: {error.strerror}", hint="set output.dir to another place") from error
+        raise RunError(f"cannot create {path}: {error.strerror}", hint="set output.dir to another folder") from error
 
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.runs.checkpoints.complete import CHECKPOINTS
 from tunekit.runs.events import FINAL_PHASES
 
-RESTORE = "put it back from a copy"
+RESTORE = "restore it from a copy"
 
 
 def read_text(path: Path) -> str:
@@ -64,7 +64,7 @@ def read_object(path: Path, hint: str = RESTORE, *, keys: Sequence[str] = ()) ->
     content: dict[str, Any] = _read_json(path, dict, hint)
     for key in keys:
         if key not in content:
-            raise damaged(path, f"it has no {key}", hint)
+            raise damaged(path, f"{key} is missing", hint)
     return content
 
 
@@ -108,7 +108,7 @@ def _read_json(path: Path, kind: type, hint: str) -> Any:
         raise damaged(path, error, hint) from error
     if not isinstance(content, kind):
         kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a bool"}
-        what = f"a JSON {kinds[kind].split()[1]} was expected, got {kinds.get(type(content), 'a number')}"
+        what = f"expected a JSON {kinds[kind].split()[1]}, got {kinds.get(type(content), 'a number')}"
         raise damaged(path, what, hint)
     return content
 
@@ -421,8 +421,8 @@ def read_continuation(folder: Path) -> Continuation:
         return Continuation()
     step, changes, weights = (content.get(name) for name in ("step", "changes", "weights"))
     if not (isinstance(step, int) and isinstance(changes, list) and isinstance(weights, str | None)):
-        raise damaged(folder / CONTINUATION, "it is no continuation", "remove the file")
+        raise damaged(folder / CONTINUATION, "not a resume request", "remove the file")
     checkpoints = (folder / CHECKPOINTS).resolve()
     if weights is not None and not (folder / weights).resolve().is_relative_to(checkpoints):
-        raise RunError(f"{folder / CONTINUATION}: {weights} is none of its checkpoints", hint="remove the file")
+        raise RunError(f"{folder / CONTINUATION}: {weights} is not one of its checkpoints", hint="remove the file")
     return Continuation(step, tuple(map(str, changes)), weights)

@@ -61,7 +61,7 @@ def sweep(
     all_changes, search = _chosen(axes, random, optuna, seed)
     recipe = absolute(read_recipe(source, overrides)[0])
     if recipe.output.dir is not None or "output.dir" in axes:
-        problem = "output.dir: each run of a sweep has a folder of its own in runs/"
+        problem = "output.dir: unsupported in a sweep, whose runs have their own folders in runs/"
         raise RecipeError(problem, hint="set output.dir=null")
     begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
     num_runs = len(all_changes) or optuna or 0
@@ -81,11 +81,9 @@ def _chosen(
 ) -> tuple[list[Changes], Search]:
     """The combinations, and how they are chosen; none yet where Optuna chooses."""
     if not axes:
-        raise RecipeError(
-            "there is nothing to sweep over", hint="give a key several values: train.learning_rate=1e-5,1e-4"
-        )
+        raise RecipeError("no key has several values", hint="pass a list: train.learning_rate=1e-5,1e-4")
     if random is not None and optuna is not None:
-        raise RecipeError("--random and --optuna are both given", hint="give one of them")
+        raise RecipeError("--random and --optuna are mutually exclusive", hint="pass one of them")
     if random is not None:
         return drawn(axes, random, seed), "random"
     if optuna is None:
@@ -127,7 +125,7 @@ class _Planned:
         needed, free = sum(sizes) * num_runs // len(sizes), free_bytes(place)
         if needed > free:
             raise PlanError(
-                f"{num_runs} runs take up to {gib(needed)} on the disk of {place.absolute()}, and {gib(free)} are free",
+                f"{num_runs} runs need up to {gib(needed)} on the disk of {place.absolute()}, {gib(free)} free",
                 hint=f"free {gib(needed - free)} there, or try fewer combinations",
                 needed_bytes=needed,
                 limit_bytes=free,
@@ -155,9 +153,7 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     whole = when_served(probe_hardware())
     num = len(whole.accelerators)
     if parallel is not None and num and parallel > num:
-        raise PlanError(
-            f"--parallel {parallel}: accelerators that there are: {num}", hint="each run needs one at least"
-        )
+        raise PlanError(f"--parallel {parallel}: accelerators available: {num}", hint="each run needs at least one")
     each = num > 1 and parallel != 1
     if each:
         single = whole.model_copy(update={"accelerators": whole.freest(1)})

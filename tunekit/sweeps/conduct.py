@@ -74,7 +74,7 @@ def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callabl
     tell = on_wait or (lambda words: None)
     if existing.is_conducted():
         write_whole(existing.path / folder.STOP, json.dumps({"now": now}))
-        tell(f"{existing.name} is asked to end")
+        tell(f"stopping {existing.name}")
         while existing.is_conducted():
             time.sleep(LOOK_SECONDS)
     # Runs that have lost their conductor, or began when it ended.
@@ -94,8 +94,8 @@ def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
             (sweep.path / folder.STOP).unlink(missing_ok=True)
             _Conductor(sweep, signals, on_event).run()
     except Timeout:
-        hint = f"end it there with Ctrl-C, or with: tunekit stop {sweep.path}"
-        raise RunError(f"another process conducts {sweep.path}", hint=hint) from None
+        hint = f"stop it there with Ctrl-C, or with: tunekit stop {sweep.path}"
+        raise RunError(f"another process is running {sweep.path}", hint=hint) from None
 
 
 def stand_of(outcomes: list[Outcome]) -> str:
@@ -208,7 +208,7 @@ class _Conductor:
         busy = {uuid for run in runs for uuid in devices_of(run.plan)}
         free = [device for device in devices() if device.uuid not in busy]
         if not free:
-            raise RunError("there are fewer accelerators than when the sweep began", hint="start the sweep anew")
+            raise RunError("fewer accelerators than at the start of the sweep", hint="start the sweep over")
         return min(free, key=lambda device: (len(device.runs) + len(device.waiting), -device.free_bytes)).uuid
 
     def _prune(self, trial: Trial) -> None:
@@ -235,7 +235,7 @@ class _Conductor:
         self._look()
         raise Stopped(
             f"stopped by {WHO.get(asked, asked)}: {stand_of(self._sweep.outcomes())}",
-            hint=f"go on with: tunekit resume {self._sweep.path}",
+            hint=f"resume with: tunekit resume {self._sweep.path}",
             exit_code=EXIT_CODES.get(asked, 0),
         )
 

@@ -132,7 +132,7 @@ class Sweep:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / TRIALS).is_file():
-            raise RunError(f"{self.path} is not the folder of a sweep", hint=f"those in {SWEEPS} are")
+            raise RunError(f"{self.path} is not a sweep folder", hint=f"sweeps are in {SWEEPS}")
 
     @classmethod
     def create(cls, recipe: Recipe, spec: Spec, all_changes: Sequence[Changes]) -> "Sweep":
@@ -172,7 +172,7 @@ class Sweep:
             axes = {key: read_span(key, a) or () if isinstance(a, str) else tuple(a) for key, a in written}
             return Spec(**{**words, "axes": axes, "measure": Measure(**words["measure"])})
         except (OSError, yaml.YAMLError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep anew") from error
+            raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep over") from error
 
     @property
     def tag(self) -> str:
@@ -186,9 +186,9 @@ class Sweep:
             RunError: The file that holds them is damaged.
         """
         try:
-            return [Trial(**words) for words in read_list(self.path / TRIALS, "start the sweep anew")]
+            return [Trial(**words) for words in read_list(self.path / TRIALS, "start the sweep over")]
         except (OSError, TypeError) as error:
-            raise RunError(f"{self.path / TRIALS} is damaged: {error}", hint="start the sweep anew") from error
+            raise RunError(f"{self.path / TRIALS} is damaged: {error}", hint="start the sweep over") from error
 
     def write(self, trial: Trial) -> None:
         """Write down a combination, in the place of what was known of it; readers see the old or the new."""
@@ -325,11 +325,10 @@ def find_sweep(name: str, *, exact: bool = False) -> Sweep:
     named = matching(name, list(sweeps), noun="sweep", exact=exact) if is_name(name) else []
     if not named:
         is_folder = is_name(name) and Path(name).is_dir()
-        problem = f"{name} is not the folder of a sweep" if is_folder else f"no sweep {name!r} in {SWEEPS}"
-        there = ", ".join(list(sweeps)[:5])
-        raise RunError(
-            problem, hint=f"there are {there}" if there else "`tunekit sweep RECIPE key=value,value` makes one"
-        )
+        problem = f"{name} is not a sweep folder" if is_folder else f"no sweep {name!r} in {SWEEPS}"
+        names = ", ".join(list(sweeps)[:5])
+        hint = f"available: {names}" if names else "create one with `tunekit sweep RECIPE key=value,value`"
+        raise RunError(problem, hint=hint)
     return sweeps[named[0]]
 
 
@@ -358,9 +357,9 @@ def _new_folder(name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise RunError(f"{path} cannot be made: {error.strerror}", hint="let the folder be written") from error
+            raise RunError(f"cannot create {path}: {error.strerror}", hint="make the folder writable") from error
         return path
-    raise RunError(f"{SWEEPS / stem} and a hundred more exist", hint="try again in a second")
+    raise RunError(f"{SWEEPS / stem} and a hundred more already exist", hint="retry in a second")
 
 
 def _write_trials(path: Path, trials: Sequence[Trial]) -> None:

@@ -209,7 +209,7 @@ class Pump(threading.Thread):
     def _say_what_failed(self, error: Exception, *, is_last: bool) -> None:
         words = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         words = redacted(words)[:200].rstrip(". ")
-        what = "its last figures are missing there" if is_last else "it is tried again, and training goes on"
+        what = "its last metrics are missing" if is_last else "retrying, training continues"
         self._tell("warning", tracker=self._tracker, message=f"{TITLES[self._tracker]}: {words}; {what}")
         print(f"{self._tracker}: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -184,41 +184,39 @@ def _check_wandb() -> None:
     completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if completed.returncode:
         words = redacted(completed.stderr.strip().rpartition("\n")[2])
-        raise RunError(
-            f"output.report_to: wandb does not start: {words}", hint=f"mend it, or install it anew: {INSTALL}"
-        )
+        raise RunError(f"output.report_to: wandb failed to start: {words}", hint=f"fix or reinstall it: {INSTALL}")
     account = json.loads(completed.stdout.strip().rpartition("\n")[2])
     if "problem" in account:
-        raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="mend its WANDB_ variables")
+        raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="fix its WANDB_ variables")
     if account["mode"] != "online":
         return
     if not account["has_login"]:
         raise RunError(
-            f"output.report_to: wandb has no login for {account['server']}",
-            hint="run `wandb login`, set WANDB_API_KEY, or keep its files in the run folder with WANDB_MODE=offline",
+            f"output.report_to: wandb is not logged in to {account['server']}",
+            hint="run `wandb login`, set WANDB_API_KEY, or log to the run folder only with WANDB_MODE=offline",
         )
-    _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and send the run later with `wandb sync`")
+    _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and upload the run later with `wandb sync`")
 
 
 def _check_mlflow(uri: str) -> None:
     if uri.startswith(("http://", "https://")):
-        hint = "mend or unset MLFLOW_TRACKING_URI; unset, runs are kept locally"
+        hint = "fix MLFLOW_TRACKING_URI, or unset it to log to the run folder"
         _reach("mlflow", f"{uri.rstrip('/')}/health", hint=hint)
 
 
 def _check_trackio(environment: Mapping[str, str]) -> None:
     server, space = environment.get("TRACKIO_SERVER_URL"), environment.get("TRACKIO_SPACE_ID")
     if server:
-        _reach("trackio", server, hint="mend or unset TRACKIO_SERVER_URL; unset, runs are kept in their folders")
+        _reach("trackio", server, hint="fix TRACKIO_SERVER_URL, or unset it to log to the run folder")
     elif space:
         from huggingface_hub import constants, get_token
 
-        hint = "unset TRACKIO_SPACE_ID: then runs are kept in their folders"
+        hint = "unset TRACKIO_SPACE_ID to log to the run folder"
         where = f"output.report_to: trackio's space {space}"
         if constants.HF_HUB_OFFLINE:
             raise RunError(f"{where} cannot be reached: HF_HUB_OFFLINE is set", hint=hint)
         if get_token() is None:
-            raise RunError(f"{where} needs a login to the hub", hint=f"run `hf auth login`, or {hint}")
+            raise RunError(f"{where} needs a login to the Hub", hint=f"run `hf auth login`, or {hint}")
         _reach("trackio", constants.ENDPOINT, hint=hint)
 
 
@@ -232,7 +230,7 @@ def _reach(tracker: Tracker, url: str, *, hint: str) -> None:
     except HTTPError as error:
         if error.code < 500:
             return
-        why = f"it answers {error.code} {error.reason}"
+        why = f"HTTP {error.code} {error.reason}"
     except URLError as error:
         why = str(error.reason)
     except (OSError, HTTPException, ValueError) as error:
@@ -309,7 +307,7 @@ class Reporting:
             self._record.write(**json.loads(line))
         if not self._is_over:
             log = folder_of(self._record.run) / "log.txt"
-            self._record.write("warning", message=f"trackers get no more figures, training goes on: see {log}")
+            self._record.write("warning", message=f"trackers receive no more metrics, training continues: see {log}")
 
     def _end(self, process: "subprocess.Popen[str]", phase: str) -> None:
         self._is_over = True
@@ -321,5 +319,5 @@ class Reporting:
             process.wait(WAIT_SECONDS[phase])
         except subprocess.TimeoutExpired:
             names = ", ".join(TITLES[tracker] for tracker in self._trackers)
-            self._record.write("warning", message=f"{names}: the last figures are still on their way")
+            self._record.write("warning", message=f"{names}: the last metrics are still uploading")
         self._reader.join(1)

@@ -202,7 +202,7 @@ def check_upstream(method: str) -> None:
         libraries = ("transformers", "trl", "accelerate")
         installed = ", ".join(f"{name} {version(name)}" for name in libraries)
         raise DependencyError(
-            f"tunekit overrides names that {installed} do not have as it knows them: " + "; ".join(map(str, problems)),
+            f"{installed} lack names that tunekit overrides: " + "; ".join(map(str, problems)),
             hint="install versions that this tunekit was tested with, or a newer tunekit",
         )
 
@@ -239,7 +239,7 @@ def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed
         if name not in used_by_base:
             yield Renamed(owner, name, "is not called")
         elif not callable(inspect.getattr_static(base, name, None)):
-            yield Renamed(owner, name, "is not there")
+            yield Renamed(owner, name, "does not exist")
         else:
             took = [parameter for parameter in inspect.signature(getattr(base, name)).parameters if parameter != "self"]
             if took != parameters:
@@ -262,7 +262,7 @@ def field_problems(wanted: Mapping[str, str]) -> Iterator[Renamed]:
     for path, name in wanted.items():
         module, _, owner = path.rpartition(".")
         if name not in {field.name for field in fields(vars(import_module(module))[owner])}:
-            yield Renamed(path, name, "is no field")
+            yield Renamed(path, name, "is not a field")
 
 
 def names_used(cls: type) -> set[str]:

@@ -227,7 +227,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             rank, node = report["rank"], report["node"]
             self.record.write(
                 "warning",
-                message=f"rank {rank} on {node} is slow: in a step its rows and the forward pass take {own:.3g} s, "
+                message=f"rank {rank} on {node} is slow: its data and forward pass take {own:.3g} s per step, "
                 f"{own / peers - 1:.0%} more than the {peers:.3g} s of the other processes, which wait for it",
                 rank=rank,
                 node=node,

@@ -127,8 +127,8 @@ def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: in
     num_bytes = trainer.args.per_device_train_batch_size * plan.recipe.data.max_length * vocabulary * 4
     record.write(
         "warning",
-        message=f"{problem}; its own logits are scored: a micro-batch makes up to {num_bytes / 2**30:.2g} GiB, "
-        "several times, beyond the plan's memory estimate",
+        message=f"{problem}; using the model's own logits: up to {num_bytes / 2**30:.2g} GiB per micro-batch, several "
+        "times, beyond the plan's memory estimate",
         head="model",
     )
 
@@ -154,8 +154,7 @@ def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
             return
     if plan.recipe.method.trainer_args.get("router_aux_loss_coef"):
         raise RunError(
-            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no loss of routers",
-            hint="leave it out",
+            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no router loss", hint="unset it"
         )
     trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
     text_config.output_router_logits = False
@@ -168,7 +167,7 @@ def _why_not_trls(trainer: Any, head: "Head") -> str | None:
         return None
     if "num_experts" in text_config.to_dict() or "num_experts" in text_config.attribute_map:
         return None
-    return "has no `num_experts` in its configuration, by which TRL's head computes the loss of routers"
+    return "has no `num_experts` in its configuration, which TRL's head needs for the router loss"
 
 
 def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
@@ -194,8 +193,8 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
                 model.forward = replaced
         if why is not None:
             raise RunError(
-                f"{field}: {type(model).__name__} {why}; TRL's distillation compares such logits alone",
-                hint="distil with another family, or train on the teacher's answers with method.type=sft",
+                f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head",
+                hint="distill with another model family, or train on the teacher's answers with method.type=sft",
             )
 
 
@@ -207,12 +206,12 @@ def _check_own_logits(trainer: Any, head: "Head", problem: str) -> None:
     """
     if head.bound["cast_lm_head_to_fp32"]:
         raise RunError(
-            f"{problem}; its own logits cannot be computed in float32 alone",
-            hint="leave method.trainer_args.cast_lm_head_to_fp32 out",
+            f"{problem}; its own logits do not support a float32 head",
+            hint="unset method.trainer_args.cast_lm_head_to_fp32",
         )
     if vars(trainer).get("precompute_ref_logps"):
         raise RunError(
-            f"{problem}; the reference's log-probabilities were computed beforehand, by a fused head",
+            f"{problem}; the reference log-probabilities were precomputed with a fused head",
             hint="set method.precompute_ref_log_probs=false",
         )
 
@@ -237,7 +236,7 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         output = wrapped(**batch, **routed, use_cache=False)
         logits = output.logits
         if routed and not _are_mixtrals(output.router_logits, experts_of_layer(model, bound["text_config"])):
-            return "has routers whose loss is not that of Mixtral's, which a fused head computes"
+            return "has a router loss other than Mixtral's, which a fused head computes"
         # It gathers the weights of the head in another place, which ZeRO-3 would have fetched where it did before.
         between_checks(trainer, plan)
         try:
@@ -254,14 +253,12 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     errors = torch.tensor([[share, nats, balance]], dtype=torch.float32, device=trainer.accelerator.device)
     share, nats, balance = trainer.accelerator.gather(errors).amax(0).tolist()
     if not balance <= allowed:
-        return (
-            f"computes another loss of its routers than Mixtral's, by {balance:.2g} of it (rounding is {allowed:.2g})"
-        )
+        return f"has a router loss that differs from Mixtral's by {balance:.2g} of it (rounding: {allowed:.2g})"
     if share <= allowed:
         return None
     return (
-        "computes other logits than its head's weight gives of its last hidden states: log-probabilities differ by up "
-        f"to {nats:.2g} nats, {share:.2g} of the largest logit (rounding is {allowed:.2g})"
+        "has logits that differ from its head's weight times its last hidden states: log-probabilities by up to "
+        f"{nats:.2g} nats, {share:.2g} of the largest logit (rounding: {allowed:.2g})"
     )
 
 
@@ -300,9 +297,9 @@ def _why_unknown(model: Any) -> str | None:
     """Return why a fused head cannot be tried on a model."""
     embeddings = model.get_output_embeddings()
     if isinstance(embeddings, BaseTunerLayer):
-        return "has an adapter on its head, which the head's weight is without"
+        return "has an adapter on its head, which the head's weight does not include"
     if not isinstance(embeddings, nn.Linear | ModulesToSaveWrapper):
-        return f"has no linear layer as its head, but {type(embeddings).__name__}"
+        return f"has {type(embeddings).__name__} instead of a linear layer as its head"
     return None
 
 
@@ -325,7 +322,7 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
             raise _NotForHeadError(f"returns no last hidden states from {below}")
         width = output.last_hidden_state.shape[-1]
         if width != head_width:
-            raise _NotForHeadError(f"has last hidden states of {width} columns, and a head that takes {head_width}")
+            raise _NotForHeadError(f"has last hidden states of width {width}, but a head of width {head_width}")
 
     handle = model.base_model.register_forward_hook(check)
     try:

@@ -135,9 +135,8 @@ def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> No
     off = found.per_token([now - then for now, then in zip(found.references, earlier, strict=True)])
     if not off <= tolerance:
         raise RunError(
-            f"the reference is not the one that training began with: its log-probabilities are {off:.3g} nats per "
-            "token off",
-            hint=f"what the run started from has changed since; begin anew: {begin_anew(record.run)}",
+            f"the reference has changed since training began: its log-probabilities differ by {off:.3g} nats per token",
+            hint=f"the model that the run started from has changed; start over: {begin_anew(record.run)}",
         )
 
 
@@ -213,8 +212,8 @@ def _expected_loss(plan: Plan, trainer: Any) -> float | None:
 def _words(reference: Reference, found: _Found, off: float, expected: float | None) -> str:
     largest = max(map(abs, found.differences), default=math.inf)
     words = (
-        f"before the first step the model is not what it is held to ({reference}): log-probabilities of an answer "
-        f"differ by {largest:.3g} nats, {off:.3g} a token"
+        f"before the first step the model differs from its reference ({reference}): log-probabilities of an answer "
+        f"differ by {largest:.3g} nats, {off:.3g} per token"
     )
     if expected is not None:
         words += f", and the loss is {found.loss:.6f} instead of ln 2"
@@ -225,12 +224,12 @@ def _causes(trainer: Any, reference: Reference) -> str:
     """Describe the possible cause."""
     dropping = {module.p for module in trainer.model.modules() if isinstance(module, Dropout) and module.p > 0}
     if dropping:
-        return f"dropout of {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
+        return f"dropout {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
     if reference == "beforehand":
-        return "the log-probabilities are of other weights, rows or another template: `tunekit data cache --clear`"
+        return "the log-probabilities are of other weights, rows or another template: run `tunekit data cache --clear`"
     if reference == "second model":
-        return "the second model has other weights: those of the folder or the hub may have changed while it was loaded"
-    return "the adapter was not loaded, or is of another base model, template or quantisation than it was trained with"
+        return "the second model has other weights: the folder or Hub repository may have changed during loading"
+    return "the adapter was not loaded, or was trained with another base model, template or quantization"
 
 
 DOCUMENT_TOKENS = 8
@@ -263,11 +262,11 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
         change = _change(trainer, first, other, second)
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"{path} cannot read documents that lie in one row: {str(error).strip()}", hint=f"set {asked}=false"
+            f"{path} does not support packed documents: {str(error).strip()}", hint=f"set {asked}=false"
         ) from error
     # Written so that what is not a number does not pass.
     if not change <= _tolerance(trainer):
-        raise RunError(f"{path}'s attention lets packed documents see each other", hint=f"set {asked}=false")
+        raise RunError(f"{path}: attention leaks between packed documents", hint=f"set {asked}=false")
 
 
 def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAttention) -> str:
@@ -291,7 +290,7 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
         _change(trainer, ids[::2], ids[::2], ids[1::2])
     handed_on = {call.window for call in calls}
     if windows - {None} != handed_on - {None}:
-        raise RunError(f"layers hand on windows {handed_on} and masks would have {windows}", hint=hint)
+        raise RunError(f"layers use attention windows {handed_on}, but masks {windows}", hint=hint)
     errors = []
     for call in calls:
         for window in {None, None if call.window is None else PROBE_WINDOW}:
@@ -300,10 +299,10 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
             except (RuntimeError, ValueError, TypeError) as problem:
                 raise RunError(f"{VARLEN} ({flash}) does not run here: {problem}", hint=hint) from problem
             if not error <= (FLOAT32_TOLERANCE if call.dtype.itemsize == 4 else HALF_TOLERANCE):
-                raise RunError(f"{VARLEN} ({flash}) is wrong here, by {error:.1e} of the largest value", hint=hint)
+                raise RunError(f"{VARLEN} ({flash}) is off by {error:.1e} of the largest value here", hint=hint)
             errors.append(error)
-    by = flash if device.type == "cuda" else "sdpa for each document"
-    return f"{VARLEN} by {by}: results and gradients are right to {max(errors):.1e} of the largest value"
+    by = flash if device.type == "cuda" else "sdpa per document"
+    return f"{VARLEN} by {by}: outputs and gradients correct to {max(errors):.1e} of the largest value"
 
 
 def _error_of(call: "Call", window: int | None, device: torch.device) -> float:

@@ -113,7 +113,7 @@ def write_card(
     rows = [
         *([] if plan.origin is None else [("Comes from", plan.origin.chain)]),
         ("Base model", f"{plan.base.path} ({plan.num_params:,} parameters)"),
-        ("Licence of the base model", str(licence or "not stated on its card")),
+        ("License of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
@@ -190,7 +190,7 @@ def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str,
 def _merged(recipe: Recipe, kind: str) -> str:
     if kind != "merged" or isinstance(recipe.adapter, FullAdapter):
         return ""
-    whole = ", unquantised" if isinstance(recipe.adapter, QloraAdapter) else ""
+    whole = ", unquantized" if isinstance(recipe.adapter, QloraAdapter) else ""
     return f", merged into the base model{whole}"
 
 
@@ -198,8 +198,8 @@ def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The code that comes with the models, where it was run."""
     for key, section in models_of(recipe):
         if section.trust_remote_code:
-            at = f"commit {section.revision}" if section.revision else f"as {CODE} of the run has it"
-            yield f"Code that {dotted(key)} brings", f"run (trust_remote_code), {at}"
+            at = f"commit {section.revision}" if section.revision else f"as recorded in {CODE} of the run"
+            yield f"Code of {dotted(key)}", f"run (trust_remote_code), {at}"
 
 
 def _from_to(first: float | None, last: float | None) -> str:

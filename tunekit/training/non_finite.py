@@ -166,7 +166,7 @@ class Rows:
             for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
                 words = self._decoded(ids[start:end].tolist())
                 if words:  # an empty one fills a step
-                    yield f"a row that begins {words!r}"
+                    yield f"a row starting with {words!r}"
 
     def _decoded(self, ids: Iterable[int]) -> str:
         tokenizer = self._trainer.processing_class
@@ -312,24 +312,24 @@ class Guard:
         if policy == "stop":
             raise NonFiniteError(
                 problem,
-                hint="lower train.learning_rate, look at these rows, or leave such steps out: train.non_finite=skip",
+                hint="lower train.learning_rate, inspect these rows, or skip such steps: train.non_finite=skip",
                 changes=self._changes,
             )
         if len(self._left_out) == most:
             raise NonFiniteError(
-                f"{problem}; {most} such steps were left out before",
-                hint="lower train.learning_rate, look at these rows, or raise train.max_non_finite",
+                f"{problem}; {most} such steps were skipped before",
+                hint="lower train.learning_rate, inspect these rows, or raise train.max_non_finite",
                 changes=self._changes,
             )
         self._left_out.add(step)
         if self.record.place.is_main:
             _write(self.record.run.path, {"step": step, "problem": problem, "rows": rows})
         if policy == "rollback":
-            raise RollbackError(problem, hint="the step will be left out: `tunekit resume` goes on")
+            raise RollbackError(problem, hint="`tunekit resume` continues without this step")
         self.leaves_out = True
         self.record.write(
             "warning",
-            message=f"{problem}: the step changes nothing ({len(self._left_out)} of {most} that may)",
+            message=f"{problem}: step skipped ({len(self._left_out)} of {most} allowed)",
             left_out=step,
             rows=rows,
         )
@@ -375,8 +375,8 @@ def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:
     """Describe the fault of a step, by the losses of micro-batches that each process found to be bad."""
     bad = {rank: next(iter(own.values())) for rank, own in enumerate(losses) if own}
     if not bad:
-        return f"step {step}: the gradient norm is not finite, and the loss is"
-    descriptions = (f"{loss}{f' in rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
+        return f"step {step}: the gradient norm is not finite, but the loss is"
+    descriptions = (f"{loss}{f' on rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
     return f"step {step}: the loss is {' and '.join(descriptions)}"
 
 

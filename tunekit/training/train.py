@@ -29,15 +29,7 @@ from tunekit.training.build_trainer import (
     load_policy,
     loads_bare_reference,
 )
-from tunekit.training.callbacks import (
-    Boundary,
-    EvaluationLeft,
-    Watch,
-    evaluation_is_due,
-    follow,
-    follow_layers,
-    rates,
-)
+from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
 from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
@@ -65,7 +57,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     record, plan = watch.record, watch.plan
     run, recipe, place, schedule = record.run, plan.recipe, record.place, plan.schedule
     if schedule is None:
-        raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+        raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenized data")
     began = time.time()
     watch.enter("loading")
     trainer, tokenizer = build(watch, schedule)
@@ -177,8 +169,8 @@ def build(watch: Watch, schedule: Schedule) -> "tuple[RunTrainer, PreTrainedToke
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
             "warning",
-            message=f"{num_trained(trainer.model):,} parameters are trained, "
-            f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
+            message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "
+            "memory estimate is off by as much",
         )
     return trainer, tokenizer
 

@@ -137,7 +137,7 @@ def _work(watch: "Watch", wishes: Wishes) -> bool:
         problem = exchange_problem(error, place)
         if problem is None or data_worker_problem(error, place) is not None:
             raise
-        hint = f"what the others did last stands in {run.path / 'log*.txt'}"
+        hint = f"see the logs of the other processes: {run.path / 'log*.txt'}"
         raise ExchangeError(f"{_where(watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
 
 

@@ -220,8 +220,8 @@ def take_newest(run_folder: Path) -> Newest:
     clear_drafts(run_folder)
     newest = _newest(run_folder, contents=True)
     if newest.path is None and newest.skipped:
-        problem = f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}"
-        raise RunError(problem, hint=f"begin anew: {command_anew(run_folder)}")
+        problem = f"{run_folder} has no complete checkpoint: {'; '.join(newest.skipped)}"
+        raise RunError(problem, hint=f"start over: {command_anew(run_folder)}")
     return newest
 
 
@@ -250,7 +250,7 @@ def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[s
             renamed = folder.rename(folder.with_name(folder.name.replace("checkpoint-", ".superseded-")))
             shutil.rmtree(renamed)
         except OSError as error:
-            problems.append(f"{folder.name} is superseded and cannot be deleted: {error.strerror}")
+            problems.append(f"cannot delete superseded {folder.name}: {error.strerror}")
     return problems
 
 
@@ -263,19 +263,19 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
             READ it always is.
     """
     if folder.is_symlink():
-        return "it is a link to another folder"
+        return "is a link to another folder"
     try:
         manifest = manifest_of(folder)
     except FileNotFoundError:
-        return "not written to its end"
+        return "not fully written"
     except (ValidationError, UnicodeDecodeError):
         return f"{MANIFEST} is damaged"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"
     if manifest.format != FORMAT:
-        return f"{MANIFEST} has format {manifest.format}, of another version of tunekit"
+        return f"{MANIFEST} has format {manifest.format} of another tunekit version"
     if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
-        return f"{MANIFEST} is one of step {manifest.step}"
+        return f"{MANIFEST} is for step {manifest.step}"
     fault = next(chain(_faults_of_files(folder, manifest), _missing_state(folder, manifest)), None)
     return fault or _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
 
@@ -286,7 +286,7 @@ def _newest(run_folder: Path, *, contents: bool) -> Newest:
         fault = fault_of(folder, contents=contents)
         if fault is None:
             return Newest(step, folder, tuple(skipped), manifest_of(folder).best)
-        note = f"; kept as {_set_aside(folder).name}" if contents else ""
+        note = f"; renamed to {_set_aside(folder).name}" if contents else ""
         skipped.append(f"{folder.name}: {fault}{note}")
     return Newest(skipped=tuple(skipped))
 
@@ -314,7 +314,7 @@ def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Files that are not there as the manifest says."""
     for name, written in manifest.files.items():
         if not is_inside(folder, name):
-            yield f"{MANIFEST} names {name!r}, which is not in its folder"
+            yield f"{MANIFEST} lists {name!r}, which is outside its folder"
         file = folder / name
         if not file.is_file():
             yield f"{name} is missing"
@@ -338,7 +338,7 @@ def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -
             written = as_written(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        return None if written == manifest.files[name] else f"{name} does not hold what was written"
+        return None if written == manifest.files[name] else f"{name} has changed since it was written"
 
     with ThreadPoolExecutor(READERS) as readers:
         return next((words for words in readers.map(fault, names) if words is not None), None)
@@ -353,36 +353,36 @@ def _missing_state(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the state required to resume, and patterns of the files of which one has it."""
-    yield "the state of the trainer (trainer_state.json)", (r"trainer_state\.json",)
-    yield "the state of the scheduler (scheduler.pt)", (r"scheduler\.pt",)
+    yield "trainer state (trainer_state.json)", (r"trainer_state\.json",)
+    yield "scheduler state (scheduler.pt)", (r"scheduler\.pt",)
     num = manifest.num_processes
     for rank in range(num):
         name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
-        yield f"the state of random numbers of rank {rank} ({name})", (re.escape(name),)
-        yield f"what rank {rank} carries besides (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
+        yield f"random state of rank {rank} ({name})", (re.escape(name),)
+        yield f"additional state of rank {rank} (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
     if manifest.strategy.startswith("zero"):
         yield from _zero_state(manifest)
     elif manifest.strategy == "fsdp2":
         for what, name in (("weights", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
-            yield f"the index of the {what} ({name}/.metadata)", (rf"{name}/\.metadata",)
-            yield f"the state of the {what} ({name})", (rf"{name}/.*\.distcp",)
+            yield f"{what} index ({name}/.metadata)", (rf"{name}/\.metadata",)
+            yield f"{what} state ({name})", (rf"{name}/.*\.distcp",)
     else:
         weights = (r"model\.safetensors", r"model\.safetensors\.index\.json", r"adapter_model\.safetensors")
-        yield "the state of the weights (model.safetensors)", weights
-        yield "the state of the optimizer (optimizer.pt)", (r"optimizer\.pt",)
+        yield "weights state (model.safetensors)", weights
+        yield "optimizer state (optimizer.pt)", (r"optimizer\.pt",)
     if manifest.dtype == "float16" and not manifest.strategy.startswith("zero"):
-        yield "the state of the gradient scaler (scaler.pt)", (r"scaler\.pt",)
+        yield "gradient scaler state (scaler.pt)", (r"scaler\.pt",)
 
 
 def _zero_state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "the name of DeepSpeed's folder (latest)", ("latest",)
+    yield "name of DeepSpeed's folder (latest)", ("latest",)
     parts = range(manifest.num_processes)
     if manifest.strategy == "zero3":
         for rank in parts:
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-            yield f"the state of the weights of rank {rank} ({name})", (rf"[^/]+/{re.escape(name)}",)
+            yield f"weights state of rank {rank} ({name})", (rf"[^/]+/{re.escape(name)}",)
     else:
-        yield "the state of the weights (mp_rank_00_model_states.pt)", (r"[^/]+/mp_rank_00_model_states\.pt",)
+        yield "weights state (mp_rank_00_model_states.pt)", (r"[^/]+/mp_rank_00_model_states\.pt",)
     for rank in parts:
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        yield f"the state of the optimizer of rank {rank} ({name})", (rf"[^/]+/(bf16_)?{re.escape(name)}",)
+        yield f"optimizer state of rank {rank} ({name})", (rf"[^/]+/(bf16_)?{re.escape(name)}",)

@@ -59,7 +59,7 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
     root = (run.path / CHECKPOINTS).resolve()
     whole = [folder for folder in sorted(root.glob("checkpoint-*"), key=steps_of) if folder.suffix == ""]
     names = ", ".join(folder.name for folder in whole) or "none"
-    hint = f"there is {names}"
+    hint = f"available: {names}"
     if not is_name(name):
         raise RunError(f"--from {name!r}: {run.name} has no such checkpoint", hint=hint)
     folder = root / f"checkpoint-{name}" if name.isdigit() else root / name
@@ -72,7 +72,7 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
     if fault is None:
         return Found(steps_of(folder), run.path / CHECKPOINTS / folder.relative_to(root))
     if not weights_only and weights_fault(folder) is None:
-        hint = f"its weights are whole: --from {name} --weights-only begins with them and fresh states; {hint}"
+        hint = f"its weights are intact: --from {name} --weights-only starts from them with fresh states; {hint}"
     raise RunError(f"--from {name}: {fault}", hint=hint)
 
 
@@ -88,10 +88,10 @@ def weights_fault(folder: Path) -> str | None:
     try:
         files = manifest_of(folder).files
     except (OSError, ValueError):
-        return "it was not written to its end"
+        return "not fully written"
     weights = [name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
     if not weights:
-        return "it has no weights"
+        return "no weights"
     for name in weights:
         file = folder / name
         if not is_inside(folder, name) or not file.is_file() or as_written(file) != files[name]:
@@ -144,7 +144,7 @@ def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint
         step = steps_of(path)
         size_bytes = sum((path / file).lstat().st_size for file in files_in(path))
         is_best = best is not None and name == f"checkpoint-{best.step}"
-        fault = "set aside, because it was damaged" if path.suffix else fault_of(path, contents=False)
+        fault = "set aside as damaged" if path.suffix else fault_of(path, contents=False)
         listed.append(Checkpoint(name, path, step, size_bytes, *history.losses_at(step), is_best, fault))
     return listed
 

@@ -289,8 +289,8 @@ class Carried:
         first = states[0]
         if "answers" in first and saved.num_processes != self.place.num_processes:
             raise RunError(
-                f"{source.name} holds answers of {saved.num_processes} processes that are not used up",
-                hint=f"go on with as many: parallel.num_processes={saved.num_processes}",
+                f"{source.name} contains unused answers of {saved.num_processes} processes",
+                hint=f"resume with as many: parallel.num_processes={saved.num_processes}",
             )
         # It is what is logged next: the mean of all processes.
         first["loss"] = sum((other["loss"] for other in states[1:]), first["loss"]) / saved.num_processes
@@ -387,6 +387,6 @@ def check_whole(folder: Path, strategy: str, place: Place) -> None:
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         raise RunError(
-            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} would go on with something else",
-            hint=f"move {folder} away, so that an earlier checkpoint is taken",
+            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} cannot resume exactly",
+            hint=f"move {folder} away to resume from an earlier checkpoint",
         )

@@ -158,7 +158,7 @@ def _check_ended(run: Run) -> None:
         status = run.status()
         raise RunError(
             f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint=f"wait for its end, or stop it first: tunekit stop {run.path}",
+            hint=f"wait until it ends, or stop it first: tunekit stop {run.path}",
         )
 
 
@@ -166,14 +166,14 @@ def _check_writable(run: Run) -> None:
     for folder in (run.path, run.path / CHECKPOINTS):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise RunError(
-                f"{folder} cannot be written: it is read-only, or another user's",
-                hint=f"let it be written, or copy {run.path} to where it can be and resume it there",
+                f"cannot write to {folder}: it is read-only, or another user's",
+                hint=f"make it writable, or copy {run.path} to a writable folder and resume it there",
             )
 
 
 def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:
     """The checkpoint to go on from, and whether only its weights are taken."""
-    anew = f"begin anew: {begin_anew(run)}"
+    anew = f"start over: {begin_anew(run)}"
     why = run.plan.layout.why_not_resumed
     if why is not None:
         raise RunError(f"{run.name} has no checkpoints: {why}", hint=anew)
@@ -188,12 +188,12 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     weights = newest_weights(run)
     if weights_only:
         if weights is None:
-            raise RunError(f"{run.name} has no checkpoint whose weights are whole{skipped}", hint=anew)
+            raise RunError(f"{run.name} has no checkpoint with intact weights{skipped}", hint=anew)
         return weights, True
     if newest.path is None:
         if weights is not None:
-            anew = f"--weights-only begins with those of {weights.path.name} and fresh states; or {anew}"
-        raise RunError(f"{run.name} has no complete checkpoint to go on from{skipped}", hint=anew)
+            anew = f"--weights-only starts from the weights of {weights.path.name} with fresh states; or {anew}"
+        raise RunError(f"{run.name} has no complete checkpoint to resume from{skipped}", hint=anew)
     return Found(newest.step, newest.path, newest.skipped), False
 
 
@@ -214,7 +214,7 @@ def _another_run(run: Run, found: Found) -> str:
     is_finished = run.state == "finished"
     source = found.path if not is_finished and any(found.path.glob("*.safetensors")) else run.path
     when = "" if is_finished or source == found.path else " once it has finished"
-    return f"another run starts from its weights{when}: model: {source} in a new recipe"
+    return f"another run can start from its weights{when}: model: {source} in a new recipe"
 
 
 def _refuse_edits(
@@ -229,33 +229,30 @@ def _refuse_edits(
     if lines:
         hint = again
         if all_in_state:
-            hint = f"leave it out, or add --weights-only, which begins anew with it from the weights; {again}"
-        raise RunError("\n".join((f"{run.name} cannot go on with these edits of its recipe:", *lines)), hint=hint)
+            hint = f"revert it, or add --weights-only to start over from the weights with it; {again}"
+        raise RunError("\n".join((f"{run.name} cannot resume with these edits of its recipe:", *lines)), hint=hint)
 
 
 def _refuse_changes(run: Run, recipe: Recipe, again: str) -> None:
     changed = fingerprints.changes(run, recipe)
     if changed:
-        raise RunError(
-            "\n".join((f"{run.name} is not made of the same things any more:", *changed)),
-            hint=f"put back what it was; {again}",
-        )
+        raise RunError("\n".join((f"the inputs of {run.name} have changed:", *changed)), hint=f"restore them; {again}")
 
 
 def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only: bool) -> None:
     """Refuse a plan that a checkpoint does not fit."""
     if weights_only and plan.layout.strategy == "zero3":
         raise RunError(
-            f"{run.name}: ZeRO-3 divides weights before any of a checkpoint could be read into them",
-            hint="use parallel.strategy=fsdp2, or zero2",
+            f"{run.name}: ZeRO-3 shards weights before those of a checkpoint can be loaded into them",
+            hint="set parallel.strategy=fsdp2, or zero2",
         )
     barrier = None if weights_only else obstacle(saved.layout, plan.layout)
     if barrier is not None:
         num, name = plan.layout.num_processes, plan.layout.name
         spread = f"{name} in {num} process{'es' * (num > 1)}"
-        raise RunError(f"{run.name} cannot go on by {spread}: {barrier.why}", hint=barrier.hint)
+        raise RunError(f"{run.name} cannot resume with {spread}: {barrier.why}", hint=barrier.hint)
     if plan.reference != saved.reference:
-        raise RunError(f"{run.name} was held to {saved.reference}, and would be held to {plan.reference}", hint=again)
+        raise RunError(f"the reference of {run.name} was {saved.reference}, now {plan.reference}", hint=again)
 
 
 def _check_length(
@@ -267,11 +264,11 @@ def _check_length(
     num_steps, is_edited = plan.schedule.num_steps, any(edit.name in LENGTH for edit in edited)
     if num_steps > found.step or (num_steps == found.step and run.state != "finished" and not is_edited):
         return
-    more = f"ask for more: tunekit resume {run.path} train.max_steps={2 * found.step}"
+    more = f"train further: tunekit resume {run.path} train.max_steps={2 * found.step}"
     if not is_edited:
         raise RunError(f"{run.name} is finished, after {found.step} steps", hint=more)
     back = "" if went_back else "; or go back to an earlier checkpoint with --from"
-    raise RunError(f"{run.name} has done {found.step} steps, and is asked for {num_steps}", hint=more + back)
+    raise RunError(f"{run.name} has trained {found.step} steps, {num_steps} are requested", hint=more + back)
 
 
 def _given(edited: Sequence[Edit]) -> Iterator[str]:
@@ -287,20 +284,20 @@ def _notes(
 ) -> Iterator[str]:
     """Yield notes on the resume, a sentence each."""
     num_steps = None if plan.schedule is None else plan.schedule.num_steps
-    yield from (f"passed over {words}" for words in found.skipped)
+    yield from (f"skipped {words}" for words in found.skipped)
     if weights_only:
         yield (
-            f"begins anew with the weights of step {found.step}, for {num_steps} steps: optimizer, schedule, random "
-            "numbers and the order of the rows are fresh"
+            f"starting over from the weights of step {found.step}, for {num_steps} steps, with fresh optimizer, "
+            "schedule, random state and data order"
         )
     else:
-        yield f"goes on from step {found.step} of {num_steps}"
+        yield f"resuming from step {found.step} of {num_steps}"
     if changed:
-        yield f"takes effect: {', '.join(changed)}"
+        yield f"applied: {', '.join(changed)}"
     if weights_only:
         return
     if changed:
-        yield "kept from the checkpoint: optimizer and its peak learning rate, random numbers, and the rows seen so far"
+        yield "restored from the checkpoint: optimizer and its peak learning rate, random state and data position"
     was = None if saved.schedule is None else saved.schedule.num_steps
     scheduler = plan.recipe.train.lr_scheduler_type
     if was != num_steps and scheduler not in CONSTANT:
@@ -309,8 +306,8 @@ def _notes(
         yield f"the learning rate follows the new schedule from here ({scheduler})"
     if saved.layout.num_processes != plan.layout.num_processes:
         yield (
-            f"the checkpoint has the random numbers of {saved.layout.num_processes} processes: those of "
-            f"{plan.layout.num_processes} are drawn afresh from the seed, and sums are rounded in another order"
+            f"the checkpoint has the random state of {saved.layout.num_processes} processes: that of "
+            f"{plan.layout.num_processes} is derived from the seed, and sums round in another order"
         )
 
 
@@ -378,9 +375,9 @@ def _meant(run: Run, name: str | None) -> Found:
     if name is None:
         newest = newest_complete(run.path).path or next(iter(folders.values()), None)
         if newest is None:
-            raise RunError(f"{run.name} has no checkpoint to go on from", hint=f"begin anew: {begin_anew(run)}")
+            raise RunError(f"{run.name} has no checkpoint to resume from", hint=f"start over: {begin_anew(run)}")
         return Found(steps_of(newest), newest)
     folder = folders.get(f"checkpoint-{name}" if name.isdigit() else name)
     if folder is None:
-        raise RunError(f"{run.name} has no checkpoint {name}", hint=f"there is {', '.join(folders) or 'none'}")
+        raise RunError(f"{run.name} has no checkpoint {name}", hint=f"available: {', '.join(folders) or 'none'}")
     return Found(steps_of(folder), folder)

@@ -190,7 +190,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         if metric not in self._evaluation:
             names = ", ".join(sorted(name for name in self._evaluation if name.startswith("eval_")))
-            raise RunError(f"train.metric_for_best_model: the evaluations tell no {metric}", hint=f"they tell {names}")
+            raise RunError(f"train.metric_for_best_model: evaluations report no {metric}", hint=f"available: {names}")
         schedule = self.plan.schedule
         assert schedule is not None
         # The evaluation before the first step is of a step that has its checkpoint, or of none.
@@ -245,7 +245,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         clear_drafts(self.run.path)
         target = self._draft_of(saving)
         if self._bytes is not None and free_bytes(target) < self._bytes:
-            saving.problem = "the disk is too full"
+            saving.problem = "too little free disk space"
         else:
             # Not the run's folder again, where somebody has deleted it.
             (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)

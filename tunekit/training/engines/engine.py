@@ -203,7 +203,7 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "sync_each_batch": bool(accumulation.get("sync_each_batch")),
         **_found(trainer, plan),
     }
-    _none("not divided as planned", actual.pop("misplaced"))
+    _none("not sharded as planned", actual.pop("misplaced"))
     _none("not updated by the optimizer", actual.pop("not_updated"))
     for what, planned in _planned(plan).items():
         _same(what, planned, actual[what])
@@ -330,7 +330,7 @@ def _same(what: str, planned: object, found: object) -> None:
 
 
 def _fault(problem: str) -> RunError:
-    return RunError(problem, hint="this is a fault of the set-up: `tunekit doctor`")
+    return RunError(problem, hint="check the setup with `tunekit doctor`")
 
 
 def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
