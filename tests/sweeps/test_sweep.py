@@ -195,7 +195,7 @@ def test_stopping_a_sweep_that_is_over_changes_nothing(resumed):
 def test_a_sweep_is_conducted_by_one_process(resumed):
     made, _, _ = resumed
     assert not made.is_conducted()
-    with made.conductor(), pytest.raises(RunError, match="another process conducts"):
+    with made.conductor(), pytest.raises(RunError, match="another process is running"):
         tunekit.resume_sweep(made)
 
 

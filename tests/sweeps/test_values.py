@@ -70,7 +70,7 @@ def test_a_key_is_swept_over_once():
 def test_a_grid_has_every_combination_and_the_last_key_changes_fastest():
     found = grid({"a": (1, 2), "b": ("x", "y")})
     assert found == [{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
-    with pytest.raises(RecipeError, match=r"a: a range is not a list.*--random"):
+    with pytest.raises(RecipeError, match=r"a: a grid needs lists, not ranges.*--random"):
         grid({"a": Span(0, 1, log=False), "b": (1, 2)})
     with pytest.raises(RecipeError, match="11 x 11 = 121 runs exceed the limit of 100"):
         grid({"a": tuple(range(11)), "b": tuple(range(11))})

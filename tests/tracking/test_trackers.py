@@ -317,7 +317,7 @@ def test_a_run_whose_process_is_killed_has_failed_in_its_trackers_too(server, tm
 @pytest.mark.parametrize(
     ("tracker", "variables", "words"),
     [
-        ("wandb", {}, "wandb has no login for http://127.0.0.1:9; run `wandb login`, set WANDB_API_KEY, or keep its"),
+        ("wandb", {}, "wandb is not logged in to http://127.0.0.1:9; run `wandb login`, set WANDB_API_KEY, or log"),
         (
             "wandb",
             {"WANDB_API_KEY": 10 * "0123"},

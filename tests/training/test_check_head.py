@@ -268,7 +268,7 @@ def test_the_run_says_that_the_models_own_logits_are_scored():
     assert [head.scorer for head in fused_heads(trainer)] == ["model"]
     ((event, fields),) = told.events
     assert event == "warning"
-    assert "ModernBertDecoderForCausalLM computes other logits" in fields["message"]
+    assert "ModernBertDecoderForCausalLM has logits that differ" in fields["message"]
     assert "using the model's own logits" in fields["message"]
 
 
@@ -296,7 +296,7 @@ def test_a_teacher_whose_logits_are_others_is_refused(teacher):
     if teacher == "llama":
         check_head._check_distillation(trainer, PLAN, 71)
     else:
-        with pytest.raises(RunError, match=r"method\.teacher: ModernBertDecoderForCausalLM computes other logits"):
+        with pytest.raises(RunError, match=r"method\.teacher: ModernBertDecoderForCausalLM has logits that differ"):
             check_head._check_distillation(trainer, PLAN, 71)
     assert "forward" not in vars(student) and "forward" not in vars(teacher_model)
 

@@ -263,8 +263,8 @@ def test_a_killed_process_that_makes_rows_is_told_also_where_its_signal_comes_wi
         raise RuntimeError("DataLoader worker (pid 1355) is killed by signal: Killed. ")
 
     monkeypatch.setattr(train, "load_train_save", lose_the_others)
-    monkeypatch.setattr("tunekit.training.worker.exchange_problem", hear_of_the_child)
-    with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+    monkeypatch.setattr("tunekit.process.watchdog.exchange_problem", hear_of_the_child)
+    with pytest.raises(DataWorkerError, match="data worker 1355 of rank 0 was killed"):
         worker.work(verbs.make_run("double.yaml", ["output.name=both", "parallel={}"]))
 
 
@@ -281,7 +281,7 @@ def test_a_lost_data_worker_is_named_where_its_connection_breaks_before_its_sign
     monkeypatch.setattr(train, "load_train_save", break_the_connection)
     before = signal.getsignal(signal.SIGCHLD)
     try:
-        with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+        with pytest.raises(DataWorkerError, match="data worker 1355 of rank 0 was killed"):
             worker.work(verbs.make_run("double.yaml", ["output.name=late", "parallel={}"]))
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -298,7 +298,7 @@ def test_a_lost_data_worker_is_named_where_its_signal_comes_when_the_watchdog_en
     end = watchdog.Watchdog.__exit__
     monkeypatch.setattr(train, "load_train_save", fail)
     monkeypatch.setattr(watchdog.Watchdog, "__exit__", end_late)
-    with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+    with pytest.raises(DataWorkerError, match="data worker 1355 of rank 0 was killed"):
         worker.work(verbs.make_run("double.yaml", ["output.name=later", "parallel={}"]))
 
 

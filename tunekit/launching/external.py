@@ -30,13 +30,13 @@ import torch
 
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.local import FAULTS, raised
-from tunekit.process.processes import LAUNCHERS_OWN
+from tunekit.process.processes import LAUNCHERS_OWN, tcp_store
 from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener
 from tunekit.runs.record import Record, errors_of, forget_errors, goes_back, told_if_gone
 from tunekit.runs.run import SEEN_SECONDS, Run
-from tunekit.runs.small_files import Place, forget_request
+from tunekit.runs.small_files import Place, forget_request, wait_for
 from tunekit.training.worker import work
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
@@ -62,7 +62,9 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
         SystemExit: It went wrong in another process, which says it.
     """
     os.environ.update(meeting_point(place, os.environ))
-    agents = torch.distributed.PrefixStore("tunekit", _store(place))  # type: ignore[attr-defined]
+    # The launcher's store, or the one that the first process opens, and later the process group shares.
+    opened = tcp_store(is_master=place.is_main and not _has_agent(), multi_tenant=True)
+    agents = torch.distributed.PrefixStore("tunekit", opened)  # type: ignore[attr-defined]
     store = open_for_attempt(agents, place) if _has_agent() else agents
 
     def make_or_go_on() -> Run:
@@ -123,17 +125,6 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
     return listing.stdout.split()[0]
 
 
-def _store(place: Place) -> Any:
-    """The launcher's store, or the one that the first process opens, and later the process group shares."""
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=place.is_main and not _has_agent(),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
 def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run:
     """Make the run, tell the others and later attempts, and see that they see it."""
     try:
@@ -151,7 +142,8 @@ def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run
     except BaseException as error:
         for key in ("run", "go"):
             _say(store, key, {"code": _code(error)})
-        _leave(store, place)
+        # The others may be asking this process's store: stay until they have heard that there is no run.
+        wait_for(lambda: store.add("left", 0) >= place.num_processes - 1, LEAVE_SECONDS)
         raise
     _say(agents, OF_LAUNCH, {"path": str(path)})
     _say(store, "go", {})
@@ -172,7 +164,8 @@ def _learned(store: Any, place: Place) -> Run:
     message = hear(store, "run")
     if "code" not in message:
         if place.local_rank == 0:
-            _say(store, f"seen-{place.rank}", {"seen": _is_seen(Path(message["mark"])), "node": os.uname().nodename})
+            seen = wait_for(Path(message["mark"]).exists, SEEN_SECONDS)
+            _say(store, f"seen-{place.rank}", {"seen": seen, "node": os.uname().nodename})
         message |= hear(store, "go")
     if "code" in message:
         store.add("left", 1)
@@ -182,24 +175,8 @@ def _learned(store: Any, place: Place) -> Run:
     return Run(message["path"])
 
 
-def _is_seen(mark: Path) -> bool:
-    until = time.monotonic() + SEEN_SECONDS
-    while not mark.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(ASK_SECONDS)
-    return True
-
-
 def _say(store: Any, key: str, words: Mapping[str, Any]) -> None:
     store.set(key, json.dumps(words))
-
-
-def _leave(store: Any, place: Place) -> None:
-    """Stay until the others have heard that there is no run: they may be asking this process's store."""
-    until = time.monotonic() + LEAVE_SECONDS
-    while store.add("left", 0) < place.num_processes - 1 and time.monotonic() < until:
-        time.sleep(ASK_SECONDS)
 
 
 def _code(error: BaseException) -> int:
@@ -230,9 +207,8 @@ def open_for_attempt(agents: Any, place: Place) -> Any:
         agents: The agent's store.
         place: Which process this is.
     """
-    address = os.environ["MASTER_ADDR"]
     if place.is_main:
-        store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = tcp_store(0, is_master=True)
         os.environ["MASTER_PORT"] = str(store.port)
         _tell_all(agents, place, store.port)
         return store
@@ -241,7 +217,7 @@ def open_for_attempt(agents: Any, place: Place) -> Any:
     answer = hear(agents, f"answer-{name}")
     _say(agents, f"heard-{answer['attempt']}-{place.rank}", {})
     os.environ["MASTER_PORT"] = str(answer["port"])
-    return torch.distributed.TCPStore(address, answer["port"], is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return tcp_store(is_master=False)
 
 
 def _tell_all(agents: Any, place: Place, port: int) -> None:

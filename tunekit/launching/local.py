@@ -241,19 +241,16 @@ class _Supervisor(Follower):
         return failure
 
     def _train_once(self) -> _Failure | None:
-        failure = self._attempt()
-        while failure is not None and self.wishes.asked is None and goes_back(self.run, self.record, failure.error):
-            failure = self._attempt()
-        return failure
-
-    def _attempt(self) -> _Failure | None:
-        forget_errors(self.run)
-        forget_beats(self.run)
-        try:
-            return self._end_of_all()
-        except TunekitError as error:
-            # They did not start; or a host was lost, of which what they say themselves is the consequence.
-            return _Failure(error, is_the_users=not isinstance(error, HostLostError))
+        while True:
+            forget_errors(self.run)
+            forget_beats(self.run)
+            try:
+                failure = self._end_of_all()
+            except TunekitError as error:
+                # They did not start; or a host was lost, of which what they say themselves is the consequence.
+                failure = _Failure(error, is_the_users=not isinstance(error, HostLostError))
+            if failure is None or self.wishes.asked or not goes_back(self.run, self.record, failure.error):
+                return failure
 
     def _end_of_all(self) -> _Failure | None:
         """Return why processes ended early, once all of them are gone."""
@@ -406,8 +403,8 @@ def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
             ticket = stack.enter_context(_ticket(run, devices, waits=waits))
             if waits:
                 _wait(run, ticket, listener)
-        if not waits and listener is not None:
-            listener({"event": "begun", "run": run})
+        if not waits:
+            _tell_begun(run, listener)
         yield
 
 
@@ -420,8 +417,8 @@ def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
             while ahead := _served_or_ahead(ticket):
                 if ahead != reported:
                     _tell(record, ticket, ahead)
-                if reported is None and listener is not None:
-                    listener({"event": "begun", "run": run})
+                if reported is None:
+                    _tell_begun(run, listener)
                 reported = ahead
                 wishes.check()
                 time.sleep(LOOK_SECONDS)
@@ -432,7 +429,12 @@ def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
             record.end("interrupted", f"{words_of(run, request)}: was waiting for {', '.join(ticket.devices)}")
             raise stopped(run, request, str(run.status()["exit_reason"])) from error
     run.update_status(phase="starting", place_in_line=None)
-    if reported is None and listener is not None:
+    if reported is None:
+        _tell_begun(run, listener)
+
+
+def _tell_begun(run: Run, listener: Listener | None) -> None:
+    if listener is not None:
         listener({"event": "begun", "run": run})
 
 

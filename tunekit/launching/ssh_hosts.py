@@ -27,8 +27,7 @@ from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.estimates.facts import Hardware
 from tunekit.launching.local import supervise
 from tunekit.launching.ssh_node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
-from tunekit.process.network import name_interface
-from tunekit.process.processes import LOG
+from tunekit.process.processes import LOG, name_interface
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import is_secret, redacted

@@ -21,8 +21,7 @@ from typing import Any
 
 from tunekit.errors import PlanError
 from tunekit.probe.hardware import probe_node
-from tunekit.process.network import infiniband, way_to
-from tunekit.process.processes import Group, Share
+from tunekit.process.processes import Group, Share, infiniband, way_to
 
 BEAT_SECONDS = 2
 """Seconds between heartbeats of each side."""

@@ -25,23 +25,12 @@ import psutil
 from tunekit.errors import RunError, TunekitError
 from tunekit.process.processes import SUPERVISOR
 from tunekit.recipe.methods import has_teacher
+from tunekit.runs import small_files
 from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.reader import last_events
 from tunekit.runs.record import claimed
 from tunekit.runs.run import Run, list_runs
-from tunekit.runs.small_files import (
-    COMMAND,
-    DIED,
-    RANKS,
-    Request,
-    beats_in,
-    identity_of,
-    is_alive,
-    kill,
-    read_job,
-    request,
-)
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the processes."""
@@ -60,26 +49,26 @@ TELL_SECONDS = 5
 
 
 def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
-    """End a run, and return how it ended once no process of it is left.
+    """Stop a run, and return its end once none of its processes is left.
 
     Args:
         run: The run.
-        now: Whether it is to end at once, rather than with a checkpoint.
-        tell: Told what is waited for.
+        now: Stop at once, without another checkpoint.
+        tell: Called with descriptions of what is waited for.
 
     Raises:
-        RunError: It does not end in time, or waits in a scheduler's queue.
+        RunError: It does not stop in time, or waits in a scheduler's queue.
     """
     state = run.state
     remaining = _Left(run)
     if state == "queued" and run.status().get("place_in_line") is None:
-        job = read_job(run.path)
+        job = small_files.read_job(run.path)
         hint = f"remove it from the queue: scancel {job}" if job is not None else None
         raise RunError(f"{run.name} is queued: no process of it runs", hint=hint)
-    if (state in FINAL_PHASES or state == DIED) and not remaining.look():
+    if (state in FINAL_PHASES or state == small_files.DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
-    request(run.path, now=now)
+    small_files.request(run.path, now=now)
     seconds = NOW_SECONDS if now else _patience_seconds(run)
     tell(f"stopping {run.name} {'at once' if now else f'after its step, within {seconds:.0f} s'}")
     if not _wait(remaining, seconds, tell):
@@ -92,7 +81,7 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     status = run.status()
     if status["phase"] not in FINAL_PHASES:
         # Its processes were killed before they could say so.
-        status["exit_reason"] = words_of(run, Request(True, COMMAND, None, time.time()))
+        status["exit_reason"] = words_of(run, small_files.Request(True, small_files.COMMAND, None, time.time()))
         run.update_status(phase="interrupted", exit_reason=status["exit_reason"])
     return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
 
@@ -139,7 +128,7 @@ class _Left:
 
     def look(self) -> bool:
         """Look again; whether anything is left."""
-        status, beats = self._run.status(), beats_in(self._run.path)
+        status, beats = self._run.status(), small_files.beats_in(self._run.path)
         here, is_over = os.uname().nodename, status["phase"] in FINAL_PHASES
         if status["host"] == here:
             if not is_over:
@@ -152,20 +141,20 @@ class _Left:
                 # A program that has the run in itself may have started others before.
                 since = status["started"] if beat["pid"] == status["pid"] else 0.0
                 self._see(beat["pid"], beat["identity"], partial(_started_by, since=since))
-        self._seen = {pid: identity for pid, identity in self._seen.items() if is_alive(pid, identity)}
+        self._seen = {pid: identity for pid, identity in self._seen.items() if small_files.is_alive(pid, identity)}
         self._elsewhere = [beat for beat in beats if beat["host"] != here and self._gives_signs(beat)]
-        waits_for_word = status["host"] != here and not is_over and self._run.state != DIED
+        waits_for_word = status["host"] != here and not is_over and self._run.state != small_files.DIED
         return bool(self._seen or self._elsewhere or waits_for_word)
 
     def kill(self) -> None:
         """End what is left on this host."""
         for pid, identity in self._seen.items():
-            kill(pid, identity)
+            small_files.kill(pid, identity)
 
     def words(self) -> str:
         """Describe the remaining processes: what each one does, and since when."""
         status = self._run.status()
-        beats = sorted(beats_in(self._run.path), key=lambda beat: int(beat["rank"]))
+        beats = sorted(small_files.beats_in(self._run.path), key=lambda beat: int(beat["rank"]))
         descriptions = []
         for beat in beats:
             where = f" on {beat['host']}" if beat in self._elsewhere else ""
@@ -180,18 +169,18 @@ class _Left:
 
     def _see(self, pid: int, identity: str, others_of: Callable[[int], Iterator[psutil.Process]]) -> None:
         """Remember a process with those that it started for the run: they are nobody's when it is gone."""
-        if not is_alive(pid, identity):
+        if not small_files.is_alive(pid, identity):
             return
         self._seen[pid] = identity
         for other in others_of(pid):
-            child_identity = identity_of(other.pid)
+            child_identity = small_files.identity_of(other.pid)
             if child_identity is not None:
                 self._seen.setdefault(other.pid, child_identity)
 
     def _gives_signs(self, beat: dict[str, Any]) -> bool:
         name = f"rank-{beat['rank']}.json"
         with contextlib.suppress(FileNotFoundError):
-            written = (self._run.path / RANKS / name).stat().st_mtime
+            written = (self._run.path / small_files.RANKS / name).stat().st_mtime
             before, since = self._signs.get(name, (0.0, 0.0))
             if written != before:
                 since = time.monotonic()
@@ -227,14 +216,14 @@ GONE = ".deleted-"
 
 
 def delete_run(run: Run) -> None:
-    """Delete a run that is over, with its checkpoints and its model.
+    """Delete a run that has ended, with its checkpoints and its model.
 
     Args:
-        run: The run. It is none any more afterwards.
+        run: The run.
 
     Raises:
-        RunError: It is not over, another process is about to go on with it, another run beside it starts from its
-            model, or its folder is not a run's alone.
+        RunError: It has not ended, another process is resuming it, another run in the same folder starts from its
+            model, or its folder contains more than the run.
     """
     folder = run.path.absolute()
     doomed = folder.with_name(f"{GONE}{os.getpid()}-{folder.name}")
@@ -259,7 +248,7 @@ def delete_run(run: Run) -> None:
 
 def _check_over(run: Run) -> None:
     state = run.state
-    if state not in (*FINAL_PHASES, DIED):
+    if state not in (*FINAL_PHASES, small_files.DIED):
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
     remaining = _Left(run)
     if remaining.look():

@@ -1,4 +1,4 @@
-"""The processes of a run on a machine: how they are started, find each other, and end.
+"""Processes of a run on a machine: how they are started, reach and find each other, and end.
 
 Each is in a session of its own, so that Ctrl-C in a terminal or a notebook reaches only the process that started them,
 the supervisor, which then asks them to end. They follow it: when it is gone, whatever the reason, they end too.
@@ -8,6 +8,7 @@ the open socket on, so that no other program can take the port in between.
 """
 
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
+
+import psutil
 
 SUPERVISOR = "TUNEKIT_SUPERVISOR"
 """Variable that tells a process the pid of the one that started it."""
@@ -171,12 +174,92 @@ def open_store() -> object | None:
     """The store through which the processes find each other, in the first of several; keep it until they are done."""
     if STORE_SOCKET not in os.environ:
         return None
+    return tcp_store(is_master=True, master_listen_fd=int(os.environ[STORE_SOCKET]))
+
+
+def tcp_store(port: int | None = None, *, is_master: bool, **options: Any) -> Any:
+    """Return a store of torch's at the address of the first process, at its port or another."""
     import torch
 
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=int(os.environ[STORE_SOCKET]),
-    )
+    port = int(os.environ["MASTER_PORT"]) if port is None else port
+    store = torch.distributed.TCPStore  # type: ignore[attr-defined]
+    return store(os.environ["MASTER_ADDR"], port, is_master=is_master, wait_for_workers=False, **options)
+
+
+ANY_PORT = 9
+"""A port to name where none matters: no packet is sent to it."""
+
+INFINIBAND = Path("sys/class/infiniband")
+"""Folder where Linux lists InfiniBand and RoCE adapters, with the state of their ports."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A node's way to another.
+
+    Attributes:
+        address: The node's own address on it.
+        interface: The network interface that has this address.
+    """
+
+    address: str
+    interface: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if it leads to the node itself and nowhere else."""
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+
+def way_to(host: str) -> Way:
+    """The way to a host, as the kernel's routes have it.
+
+    Args:
+        host: Its name or address.
+
+    Raises:
+        OSError: It has no address, or there is no route to it.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket sends nothing: the kernel looks up the route and chooses the source address.
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
+            return Way(address, interface)
+    if ipaddress.ip_address(address).is_loopback:
+        # All of 127.0.0.0/8 is the loopback's, of which it lists one address.
+        return Way(address, "lo")
+    raise OSError(f"no interface has the address {address}")
+
+
+def name_interface(environment: MutableMapping[str, str], interface: str) -> None:
+    """Have gloo and NCCL use one interface, unless the environment says otherwise already.
+
+    NCCL takes the name as a beginning where no `=` stands before it.
+    """
+    environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def name_interface_to_main() -> None:
+    """Have this process use the interface by which it reaches the first node of its run, unless one is set.
+
+    A node that knows itself by a loopback address cannot tell by which one the others reach it: there the libraries
+    choose.
+    """
+    with contextlib.suppress(OSError):
+        way = way_to(os.environ["MASTER_ADDR"])
+        if not way.is_loopback:
+            name_interface(os.environ, way.interface)
+
+
+def infiniband(root: Path = Path("/")) -> list[str]:
+    """InfiniBand and RoCE adapters with a port that is up, by name.
+
+    Args:
+        root: The folder that `sys` is in.
+    """
+    states = sorted((root / INFINIBAND).glob("*/ports/*/state"))
+    return sorted({state.parents[2].name for state in states if "ACTIVE" in state.read_text(encoding="ascii")})

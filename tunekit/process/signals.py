@@ -361,7 +361,7 @@ def _follow_forks() -> None:
 
 
 class Ending:
-    """The wishes that a process of a run hears, and what it says of them, from the beginning of a `with` block on.
+    """End of a run by the stop requests that a process of it hears while its `wishes` are entered.
 
     Args:
         record: Where it says it.
@@ -379,13 +379,6 @@ class Ending:
             tell=None if supervised else self._tell,
             give_up=self._give_up if self._is_joined else None,
         )
-
-    def __enter__(self) -> Self:
-        self.wishes.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wishes.__exit__()
 
     def is_due_to_a_wish(self, error: BaseException) -> bool:
         """Return whether an error follows from a stop request: some processes end before others, who then see that."""

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -40,7 +40,7 @@ from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import SEEN_SECONDS, Run
-from tunekit.runs.small_files import RANKS, Place, identity_of, is_alive, read_object
+from tunekit.runs.small_files import RANKS, Place, beats_in, identity_of, is_alive, wait_for, write_whole
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -253,19 +253,12 @@ class Heart:
                     os.utime(self._file)
 
     def _write(self) -> None:
-        draft = self._file.with_name(f".{self._file.name}")
-        draft.write_text(json.dumps(asdict(self.now())), encoding="utf-8")
-        draft.replace(self._file)
+        write_whole(self._file, json.dumps(asdict(self.now())))
 
 
 def beats_of(run: Run) -> list[Beat]:
     """Return the last heartbeats of a run's processes, by rank; one that ended in order sends no more."""
-    beats = []
-    for file in (run.path / RANKS).glob("rank-*.json"):
-        # It may end meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            beats.append(Beat(**read_object(file)))
-    return sorted(beats, key=lambda beat: beat.rank)
+    return sorted((Beat(**fields) for fields in beats_in(run.path)), key=lambda beat: beat.rank)
 
 
 def last_signs(run: Run) -> dict[int, int]:
@@ -450,7 +443,7 @@ class Watchdog:
         error = sight.verdict(seconds, self._folder)
         if isinstance(error, ExchangeError):
             # Whom it waited for has more to say. Its supervisor would end it as soon as this one is gone.
-            _wait_for(lambda: any(words["rank"] != stood_at.rank for words in errors_of(run)), TELL_SECONDS)
+            wait_for(lambda: any(words["rank"] != stood_at.rank for words in errors_of(run)), TELL_SECONDS)
         if self._ended.is_set():
             return
         self._record.write_error(error)
@@ -585,9 +578,3 @@ def is_waiting(thread: int) -> bool:
         if "/torch/distributed/" in file or (depth == 0 and file.endswith(EXCHANGING)):
             return True
     return False
-
-
-def _wait_for(holds: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(BEAT_SECONDS / 4)

@@ -147,8 +147,12 @@ def _found(run: Run) -> Iterator[Fingerprint]:
     recipe = run.recipe
     yield from _of_hub(recipe)
     for what, section in _models(recipe):
-        yield from _of_files(what, _files_of_model(section))
-    yield from _of_files("tokenizer", _files_of_tokenizer(recipe.model))
+        folder = Path(model_folder(section))
+        patterns = MODEL_FILES if folder.is_dir() else ()
+        yield from _of_files(what, (file for pattern in patterns for file in sorted(folder.glob(pattern))))
+    folder, template = Path(model_folder(with_tokenizer(recipe.model))), recipe.model.chat_template
+    files = [folder / name for name in (*TOKENIZER, *TEMPLATES) if (folder / name).is_file()]
+    yield from _of_files("tokenizer", files if template is None else [*files, Path(template)])
     for name in FILES.values():
         if (run.path / "data" / name).is_file():
             path = f"data/{name}"
@@ -173,19 +177,6 @@ def _models(recipe: Recipe) -> Iterator[tuple[str, ModelSection]]:
         origin = origin_of(section)
         if origin is not None and origin.adapter is not None:
             yield what, origin.base
-
-
-def _files_of_model(section: ModelSection) -> Iterator[Path]:
-    folder = Path(model_folder(section))
-    for pattern in MODEL_FILES if folder.is_dir() else ():
-        yield from sorted(folder.glob(pattern))
-
-
-def _files_of_tokenizer(section: ModelSection) -> Iterator[Path]:
-    folder = Path(model_folder(with_tokenizer(section)))
-    yield from (folder / name for name in (*TOKENIZER, *TEMPLATES) if (folder / name).is_file())
-    if section.chat_template is not None:
-        yield Path(section.chat_template)
 
 
 def _of_hub(recipe: Recipe) -> Iterator[Fingerprint]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.formats.row_formats import counted
 from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
@@ -187,8 +187,13 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
     bare = [f"{rows.source}: {BARE_PROMPTS}" for rows in data.train if are_bare(rows, tokenizer)]
-    notes = (*data.notes, *bare, *_left_out(recipe, splits))
-    return PreparedRows(splits, facts, notes, data.skipped)
+    skipped = (
+        f"{source.rows.source}: {counted(source.num_dropped, 'row')} skipped: {room_of(recipe).too_long}"
+        for split in splits
+        for source in split.sources
+        if source.num_dropped
+    )
+    return PreparedRows(splits, facts, (*data.notes, *bare, *skipped), data.skipped)
 
 
 def report_on_rows(
@@ -241,12 +246,6 @@ def room_of(recipe: Recipe) -> Room:
     return Room(max_length, max_length - 1)
 
 
-def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
-    room = room_of(recipe)
-    for source in (source for split in splits for source in split.sources if source.num_dropped):
-        yield f"{source.rows.source}: {counted(source.num_dropped, 'row')} skipped: {room.too_long}"
-
-
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
     """Return the facts about rows before they are tokenized: their number, and the amount of text."""
     sources = list(_counted_sources(recipe, data)) if len(data.train) > 1 else []
@@ -279,14 +278,16 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
 
 def absolute(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths."""
-    section = recipe.data.model_copy(
-        update={
-            "train": _absolute_sources(recipe.data.train),
-            "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
-        }
-    )
-    model, method = _absolute_model(recipe.model), _absolute_method(recipe.method)
-    return recipe.model_copy(update={"model": model, "data": section, "method": method})
+    evaluated = None if recipe.data.eval is None else _absolute_sources(recipe.data.eval)
+    data = recipe.data.model_copy(update={"train": _absolute_sources(recipe.data.train), "eval": evaluated})
+    method = with_models(recipe.method, _absolute_model)
+    if is_rewarded(method):
+        rewards = [
+            item.model_copy(update={"path": _absolute(item.path)}) if isinstance(item, JsonSchemaReward) else item
+            for item in method.rewards
+        ]
+        method = method.model_copy(update={"rewards": rewards})
+    return recipe.model_copy(update={"model": _absolute_model(recipe.model), "data": data, "method": method})
 
 
 def _absolute_model(section: ModelSection) -> ModelSection:
@@ -302,17 +303,6 @@ def with_models(method: Method, change: Callable[[ModelSection], ModelSection]) 
         return method
     rewards = [
         reward.model_copy(update={"model": change(reward.model)}) if isinstance(reward, ModelReward) else reward
-        for reward in method.rewards
-    ]
-    return method.model_copy(update={"rewards": rewards})
-
-
-def _absolute_method(method: Method) -> Method:
-    method = with_models(method, _absolute_model)
-    if not is_rewarded(method):
-        return method
-    rewards = [
-        reward.model_copy(update={"path": _absolute(reward.path)}) if isinstance(reward, JsonSchemaReward) else reward
         for reward in method.rewards
     ]
     return method.model_copy(update={"rewards": rewards})
@@ -336,24 +326,17 @@ def _absolute(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _question(prompt: str | list[Row]) -> str | None:
-    """A prompt as a text; None for a conversation of more than one question."""
-    if isinstance(prompt, str):
-        return prompt
-    return prompt[0]["content"] if [turn["role"] for turn in prompt] == ["user"] else None
-
-
 def _prompts(rows: Rows) -> list[str]:
     """The first different prompts of the rows: first user turns, or prompts that are plain text."""
     prompts: dict[str, None] = {}
     for row in rows.rows:
-        prompt = None
+        prompt = row.get("prompt")
         if rows.format == "messages":
             prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
-        elif rows.format == "prompt_completion" and isinstance(row["prompt"], str):
-            prompt = row["prompt"]
-        elif rows.format in ("preference", "unpaired_preference", "prompts"):
-            prompt = _question(row["prompt"])
+        elif isinstance(prompt, list):
+            # A conversation of one question.
+            is_question = rows.format != "prompt_completion" and [turn["role"] for turn in prompt] == ["user"]
+            prompt = prompt[0]["content"] if is_question else None
         if prompt:
             prompts.setdefault(prompt)
         if len(prompts) == NUM_SAMPLE_PROMPTS:

@@ -44,7 +44,7 @@ from tunekit.runs.available_actions import next_command
 from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
 from tunekit.runs.events import EventLog, Listener
 from tunekit.runs.run import RUNS, Run, list_runs
-from tunekit.runs.small_files import Place, read_object, read_plan, write_whole
+from tunekit.runs.small_files import Place, read_object, read_plan, wait_for, write_whole
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
@@ -201,19 +201,15 @@ class Record:
 
     def write_error(self, error: BaseException) -> None:
         """Write the error of this process where whoever started it looks; the earliest is the one that is shown."""
+        words = {"rank": self.place.rank, "time": time.time(), "traceback": None}
         if isinstance(error, TunekitError):
-            record = error.to_words() | {"traceback": None}
+            words |= error.to_words()
         else:
-            record = {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
-            record["traceback"] = "".join(traceback.format_exception(error))
-        words = {"rank": self.place.rank, "time": time.time(), **record}
-        text = json.dumps(without_secrets(words), indent=2)
-        with_room(self.run, lambda: self._write_error(text))
-
-    def _write_error(self, text: str) -> None:
-        folder = self.run.path / ERRORS
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / f"rank-{self.place.rank}.json", text)
+            words |= {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
+            words["traceback"] = "".join(traceback.format_exception(error))
+        folder, text = self.run.path / ERRORS, json.dumps(without_secrets(words), indent=2)
+        with_room(self.run, lambda: folder.mkdir(exist_ok=True))
+        with_room(self.run, lambda: write_whole(folder / f"rank-{self.place.rank}.json", text))
 
 
 @contextlib.contextmanager
@@ -239,9 +235,7 @@ def forget_errors(run: Run) -> None:
 
 def first_error_of(run: Run) -> dict[str, Any]:
     """Return the first error of a run that has failed, after waiting for the others to report theirs."""
-    until = time.monotonic() + SETTLE_SECONDS
-    while errors_of(run)[0]["kind"] == ExchangeError.__name__ and time.monotonic() < until:
-        time.sleep(SETTLE_SECONDS / 20)
+    wait_for(lambda: errors_of(run)[0]["kind"] != ExchangeError.__name__, SETTLE_SECONDS)
     return errors_of(run)[0]
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,14 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def wait_for(holds: Callable[[], bool], seconds: float, *, every: float = 0.2) -> bool:
+    """Wait until something holds, at most so long, and return whether it does."""
+    until = time.monotonic() + seconds
+    while not (is_so := holds()) and time.monotonic() < until:
+        time.sleep(every)
+    return is_so
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

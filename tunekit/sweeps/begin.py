@@ -37,25 +37,25 @@ def sweep(
     parallel: int | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Sweep:
-    """Train a recipe with combinations of values, each a run of its own, and return how they stand in the end.
+    """Train a recipe with combinations of values, one run each, and return the sweep when all have ended.
 
         tunekit.sweep("mine.yaml", {"train.learning_rate": "1e-5..1e-3", "adapter.rank": [8, 32]}, random=10)
 
     Args:
         source: The recipe.
-        values: What to try by the dotted keys of the recipe: lists, or ranges such as `1e-5..1e-3`.
-        overrides: Changes to it that hold for all.
-        random: Draw so many combinations by chance; every one of the lists' is tried where left out.
-        optuna: Let Optuna choose so many, each after what those before it came to.
-        seed: For the draws.
-        by: What the runs are compared by, in TRL's name: `eval_loss`, `rewards/margins`. Left out: what their best
-            checkpoints are told by, and without rows to evaluate on the loss in training.
-        parallel: Runs at once. Left out: one, or one for each accelerator where every run fits one.
-        on_event: Told of the plans, and of each run that begins or ends.
+        values: Values to try by dotted key of the recipe: lists, or ranges such as `1e-5..1e-3`.
+        overrides: Overrides of the recipe for all runs.
+        random: Number of combinations to sample; by default every combination of the lists is tried.
+        optuna: Number of combinations for Optuna to choose, each from the results of those before.
+        seed: Seed of the sampling.
+        by: Metric to compare runs by, in TRL's name: `eval_loss`, `rewards/margins`. By default the metric of their
+            best checkpoints, or the training loss without evaluation data.
+        parallel: Runs at a time. By default one, or one per accelerator if every run fits one.
+        on_event: Called with the plans, and whenever a run starts or ends.
 
     Raises:
-        TunekitError: A value, the recipe, the model or the data has a fault. Nothing was started then.
-        Stopped: It was asked to end. `tunekit.resume_sweep` goes on.
+        TunekitError: A value, the recipe, the model or the data is invalid. No run was started.
+        Stopped: The sweep was stopped. `tunekit.resume_sweep` resumes it.
     """
     axes = axes_of(values)
     all_changes, search = _chosen(axes, random, optuna, seed)

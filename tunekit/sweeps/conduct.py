@@ -42,15 +42,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None] | None = None) -> Sweep:
-    """Go on with a sweep: runs that have finished or failed stay as they are, and all others are seen to their end.
+    """Resume a sweep: train all runs that have not finished or failed.
 
     Args:
         sweep: The sweep, its folder, or its name in `sweeps/`.
-        on_event: Told of each run that begins or ends.
+        on_event: Called whenever a run starts or ends.
 
     Raises:
-        RunError: There is no such sweep, or another process conducts it.
-        Stopped: It was asked to end again.
+        RunError: There is no such sweep, or another process is running it.
+        Stopped: The sweep was stopped again.
     """
     existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     if existing.spec.search == "optuna":
@@ -60,15 +60,15 @@ def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None]
 
 
 def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
-    """End a sweep from anywhere that sees its folder: its runs end, and it is over when this comes back.
+    """Stop a sweep from any machine that sees its folder, and return when its runs have stopped.
 
     Args:
         sweep: The sweep, its folder, or its name in `sweeps/`.
-        now: Whether its runs are to end at once, without another checkpoint.
-        on_wait: Told what is waited for, in words.
+        now: Stop its runs at once, without another checkpoint.
+        on_wait: Called with descriptions of what is waited for.
 
     Returns:
-        How it stands, in words.
+        A description of the states of its runs.
     """
     existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     tell = on_wait or (lambda words: None)

@@ -14,7 +14,6 @@ How a run stands is read from its own folder whenever somebody asks: nothing her
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +28,7 @@ from tunekit.recipe.reading.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import ENDED_EARLY
-from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run, matching
+from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run, matching, new_folder
 from tunekit.runs.small_files import read_list, read_text, write_whole
 from tunekit.sweeps.measure import Measure
 from tunekit.sweeps.values import Axis, Changes, Span, read_span
@@ -120,13 +119,13 @@ class Spec:
 
 
 class Sweep:
-    """A sweep, by its folder; a notebook shows it as a table.
+    """A sweep, by its folder; notebooks show it as a table.
 
     Args:
         path: The folder.
 
     Raises:
-        RunError: It is not the folder of a sweep.
+        RunError: It is not a sweep folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -141,7 +140,7 @@ class Sweep:
         Raises:
             RunError: It cannot be made.
         """
-        path = _new_folder(str(recipe.output.name))
+        path = new_folder(SWEEPS, recipe.output.name, hint="make the folder writable")
         (path / RECIPE).write_text(short_recipe(recipe), encoding="utf-8")
         axes = {key: str(axis) if isinstance(axis, Span) else list(axis) for key, axis in spec.axes.items()}
         words = {**asdict(replace(spec, axes={})), "axes": axes, "measure": asdict(spec.measure)}
@@ -176,11 +175,11 @@ class Sweep:
 
     @property
     def tag(self) -> str:
-        """Tag of its runs; of a long name the end, which is its time."""
+        """Tag of its runs: the end of a long name, which is its time."""
         return f"sweep:{self.name[-(MAX_TAG_LETTERS - len('sweep:')) :]}"
 
     def trials(self) -> list[Trial]:
-        """The combinations so far.
+        """Return the combinations so far.
 
         Raises:
             RunError: The file that holds them is damaged.
@@ -241,7 +240,7 @@ class Sweep:
         )
 
     def best(self, outcomes: Sequence[Outcome] | None = None) -> Outcome | None:
-        """The best of those that have finished; None while there is none."""
+        """Return the best finished combination; None if there is none."""
         ended = [one for one in outcomes or self.outcomes() if one.state == FINISHED and one.value is not None]
         choose = max if self.spec.measure.greater_is_better else min
         return choose(ended, key=lambda one: one.value or 0.0, default=None)
@@ -279,7 +278,7 @@ class Sweep:
         }
 
     def to_frame(self) -> "pandas.DataFrame":
-        """One row for each combination: its values, then how it stands."""
+        """Return one row per combination: its values, then its state."""
         import pandas
 
         runs = self.to_dict()["runs"]
@@ -301,7 +300,7 @@ def runs_of(sweep: Sweep) -> Iterator[tuple[Trial, Run]]:
 
 
 def list_sweeps() -> list[Sweep]:
-    """The sweeps of this folder, the newest first."""
+    """List the sweeps in `sweeps/`, newest first."""
     if not SWEEPS.is_dir():
         return []
     folders = [path for path in SWEEPS.iterdir() if (path / TRIALS).is_file() and is_inside(path, SWEEPS)]
@@ -309,14 +308,14 @@ def list_sweeps() -> list[Sweep]:
 
 
 def find_sweep(name: str, *, exact: bool = False) -> Sweep:
-    """A sweep by its folder or its name in `sweeps/`: the newest of that name, else the only one whose name starts so.
+    """Find a sweep by its folder or its name in `sweeps/`: the newest of that name, else the only one with that prefix.
 
     Args:
-        name: Its folder, its name with or without the time behind it, or the beginning of that.
-        exact: Whether the beginning of a name is not enough, as for what changes a sweep.
+        name: Its folder, its name with or without the time, or a prefix of it.
+        exact: Whether a prefix is refused, as for commands that change a sweep.
 
     Raises:
-        RunError: There is none, or the name is the beginning of several.
+        RunError: There is none, or the prefix is ambiguous.
     """
     existing = known_sweep(name)
     if existing is not None:
@@ -346,20 +345,6 @@ def heading(key: str) -> str:
 def short_words(changes: Changes) -> str:
     """Changes in a line, their keys in short."""
     return " ".join(f"{heading(key)}={to_inline_yaml(value)}" for key, value in changes.items())
-
-
-def _new_folder(name: str) -> Path:
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    for attempt in range(1, 100):
-        path = SWEEPS / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(f"cannot create {path}: {error.strerror}", hint="make the folder writable") from error
-        return path
-    raise RunError(f"{SWEEPS / stem} and a hundred more already exist", hint="retry in a second")
 
 
 def _write_trials(path: Path, trials: Sequence[Trial]) -> None:

@@ -24,37 +24,33 @@ from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import Self, assert_never
+from typing import Any, Self
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from tunekit.errors import DependencyError, RunError, Stopped
+from tunekit.files import read_table
 from tunekit.process.processes import LAUNCHERS_OWN
 from tunekit.recipe.sections.section import Tracker
 from tunekit.redact import redacted
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import damaged, read_object
+from tunekit.runs.small_files import damaged, read_object, write_whole
 
 TRACKERS = "trackers"
 """Folder of a run folder with the files of its trackers, and `log.txt`, what their libraries said."""
-
-PROJECT = "tunekit"
-"""Project of runs for which the environment names none."""
 
 REACH_SECONDS = 10
 """Seconds for a server to answer before a run begins."""
 
 INSTALL = "pip install 'tunekit[tracking]'"
 
-TITLES: dict[Tracker, str] = {
-    "tensorboard": "TensorBoard",
-    "wandb": "Weights & Biases",
-    "mlflow": "MLflow",
-    "trackio": "trackio",
-}
-"""Display names of trackers."""
+
+def facts_of(tracker: Tracker) -> dict[str, Any]:
+    """Return the facts about a tracker: `trackers.yaml`, beside this file."""
+    facts: dict[str, Any] = read_table(Path(__file__).with_suffix(".yaml"))[tracker]
+    return facts
 
 
 def folder_of(run: Run) -> Path:
@@ -70,44 +66,12 @@ def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = 
         tracker: The tracker.
         environment: What is set.
     """
-    folder = folder_of(run).resolve()
-    match tracker:
-        case "tensorboard":
-            elsewhere = environment.get("TENSORBOARD_LOGGING_DIR")
-            return {"TENSORBOARD_LOGGING_DIR": str(Path(elsewhere, run.name) if elsewhere else folder / "tensorboard")}
-        case "wandb":
-            defaults = {
-                "WANDB_PROJECT": PROJECT,
-                "WANDB_RUN_ID": secrets.token_hex(4),
-                "WANDB_RESUME": "allow",
-                "WANDB_DIR": str(folder),
-                "WANDB_CONSOLE": "off",
-                "WANDB_DISABLE_CODE": "true",
-                "WANDB_SILENT": "true",
-            }
-        case "mlflow":
-            defaults = {
-                "MLFLOW_EXPERIMENT_NAME": PROJECT,
-                "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
-                # What fails is tried again by the reporter itself.
-                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-                "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-            }
-        case "trackio":
-            defaults = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
-        case _:
-            assert_never(tracker)
+    texts, folder = facts_of(tracker)["defaults"], folder_of(run).resolve()
+    defaults = {name: text.format(folder=folder, id=secrets.token_hex(4)) for name, text in texts.items()}
     explicit = {name: environment[name] for name in defaults.keys() & environment.keys()}
+    if tracker == "tensorboard":
+        explicit = {name: str(Path(elsewhere, run.name)) for name, elsewhere in explicit.items() if elsewhere}
     return {**defaults, **explicit, **kept_of(run, tracker).names}
-
-
-NAMES: dict[Tracker, tuple[str, ...]] = {
-    "tensorboard": (),
-    "wandb": ("WANDB_PROJECT", "WANDB_RUN_ID"),
-    "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
-    "trackio": ("TRACKIO_PROJECT",),
-}
-"""Variables that name a run for its tracker."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +88,7 @@ class Kept:
 
     def save(self, run: Run, tracker: Tracker) -> None:
         """Put it into the run folder."""
-        path = _path_of(run, tracker)
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-        draft.replace(path)
+        write_whole(_path_of(run, tracker), json.dumps(asdict(self), indent=2))
 
 
 def kept_of(run: Run, tracker: Tracker) -> Kept:
@@ -147,7 +108,7 @@ def _path_of(run: Run, tracker: Tracker) -> Path:
 
 def names_of(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that name a run for a tracker, as they are set."""
-    return {name: environment[name] for name in NAMES[tracker] if name in environment}
+    return {name: environment[name] for name in facts_of(tracker)["names"] if name in environment}
 
 
 def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] = os.environ) -> None:
@@ -165,17 +126,12 @@ def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] =
         if importlib.util.find_spec(tracker) is None:
             raise DependencyError(f"output.report_to: {tracker} is not installed", hint=INSTALL)
     for tracker in trackers:
-        match tracker:
-            case "wandb":
-                _check_wandb()
-            case "mlflow":
-                _check_mlflow(environment.get("MLFLOW_TRACKING_URI", ""))
-            case "trackio":
-                _check_trackio(environment)
-            case "tensorboard":
-                pass
-            case _:
-                assert_never(tracker)
+        if tracker == "wandb":
+            _check_wandb()
+        elif tracker == "mlflow":
+            _check_mlflow(environment.get("MLFLOW_TRACKING_URI", ""))
+        elif tracker == "trackio":
+            _check_trackio(environment)
 
 
 def _check_wandb() -> None:
@@ -318,6 +274,6 @@ class Reporting:
         try:
             process.wait(WAIT_SECONDS[phase])
         except subprocess.TimeoutExpired:
-            names = ", ".join(TITLES[tracker] for tracker in self._trackers)
+            names = ", ".join(facts_of(tracker)["title"] for tracker in self._trackers)
             self._record.write("warning", message=f"{names}: the last metrics are still uploading")
         self._reader.join(1)

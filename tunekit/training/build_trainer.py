@@ -97,16 +97,13 @@ def fuse_as_planned(model: "Module", plan: Plan) -> "Report | None":
     return fuse(model, dtype=getattr(torch, plan.dtype))
 
 
-def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
-    """The model that another one learns from, whole on each device."""
-    model = load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
-    fuse_as_planned(model, plan)
-    return model
-
-
-def load_reference(plan: Plan) -> "PreTrainedModel":
-    """The model as it was before training, whole on each device."""
-    model = load_policy(plan, device=plan.device.kind)
+def load_frozen(plan: Plan, teacher: ModelSection | None = None) -> "PreTrainedModel":
+    """A teacher, or else the reference: the model as it was before training. It is whole on each device."""
+    device, attention = plan.device.kind, plan.attn_implementation
+    if teacher is None:
+        model = load_policy(plan, device=device)
+    else:
+        model = load_model(teacher, dtype=plan.dtype, attn_implementation=attention, device=device)
     fuse_as_planned(model, plan)
     return model
 
@@ -145,8 +142,8 @@ def build_trainer(
         checkpoints=run.path / "checkpoints",
         callbacks=callbacks,
         engine=trainer_args(plan),
-        load_reference=partial(load_reference, plan),
-        load_teacher=partial(load_teacher, plan=plan),
+        load_reference=partial(load_frozen, plan),
+        load_teacher=partial(load_frozen, plan),
     )
     trainer: RunTrainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
     return trainer

@@ -15,18 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
@@ -45,11 +46,6 @@ from tunekit.training.measured_memory import held_bytes, resident_bytes, tensors
 from tunekit.training.non_finite import Guard
 from tunekit.training.timing import WINDOW_STEPS, Ranks, Timing, Trace
 
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
-
-    from tunekit.methods.run_trainer import RunTrainer
-
 LONG_SECONDS = 1e9
 """Stand-in for an end that is not in sight, where infinity could not be told from NaN."""
 
@@ -67,7 +63,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         heart: Where the process says at what it is.
     """
 
-    trainer: "RunTrainer"
+    trainer: RunTrainer
     """The trainer, once there is one."""
     before_training: Callable[[], None]
     """Hook that runs on the model before the first step, when it is on its device."""
@@ -156,7 +152,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
 
-    def on_step_end(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
         self.heart.mark("logging")
@@ -165,7 +161,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
 
-    def on_log(self, args: object, state: "TrainerState", control: object, logs: dict[str, float], **_: object) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: dict[str, float], **_: object) -> None:
         """Write what the trainer logged."""
         # Steps behind the last ones that were logged come with the trainer's own summary.
         self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
@@ -204,7 +200,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Stop the clock of an evaluation."""
         self.timing.evaluation_seconds += self.timing.mark()
 
-    def on_save(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
+    def on_save(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
         """Stop the clock of saving, and say how the processes do."""
         self.timing.saving_seconds += self.timing.mark()
         self.compare_ranks()
@@ -270,7 +266,7 @@ def follow_layers(model: Module, heart: Heart) -> list[RemovableHandle]:
     return [layer.register_forward_hook(on_layer) for layer in layers]
 
 
-def follow(trainer: "RunTrainer", heart: Heart, layers: list[RemovableHandle]) -> None:
+def follow(trainer: RunTrainer, heart: Heart, layers: list[RemovableHandle]) -> None:
     """Have a trainer tell what it is at, from here on.
 
     Args:
@@ -344,7 +340,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         self._step_seconds = 0.0
         self._planned_save_seconds = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
 
-    def attach(self, trainer: "RunTrainer") -> None:
+    def attach(self, trainer: RunTrainer) -> None:
         """Mind this trainer, whose checkpoints are those of the saver."""
 
         def evaluate_aside(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -388,14 +384,14 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         """End here if the run is to end at once: what Python raised for it may have been dropped."""
         self._wishes.check()
 
-    def on_step_end(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """End the training if that is wished of any process."""
         self._step_seconds = time.monotonic() - self._step_began
         if self._saver.seconds:
             self._wishes.save_seconds = fmean(self._saver.seconds)
         self._decide(state, control)
 
-    def on_prediction_step(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
+    def on_prediction_step(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Leave the evaluation if the run is to end.
 
         Raises:
@@ -404,7 +400,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         if self._decide(state, control):
             raise EvaluationLeft
 
-    def on_save(self, args: object, state: object, control: "TrainerControl", **_: object) -> None:
+    def on_save(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
         """End the training with the checkpoint that is just written if that was wished meanwhile."""
         if not self.has_stopped and (source := self._told()[0]):
             self._stop(source, control, saves=False)
@@ -416,7 +412,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
             self._wishes.learn(WHO[round(source)])
         return self.has_stopped
 
-    def _decide(self, state: "TrainerState", control: "TrainerControl") -> bool:
+    def _decide(self, state: TrainerState, control: TrainerControl) -> bool:
         """End the training here if it is to end; whether it is."""
         source, hurry, step_seconds, save_seconds = self._told()
         if not source:
@@ -434,7 +430,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         self._stop(source, control, saves=can_save and fits)
         return True
 
-    def _stop(self, asked: float, control: "TrainerControl", *, saves: bool) -> None:
+    def _stop(self, asked: float, control: TrainerControl, *, saves: bool) -> None:
         self.has_stopped = True
         self._wishes.learn(WHO[round(asked)])
         control.should_training_stop = True

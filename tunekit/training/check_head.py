@@ -19,7 +19,7 @@ The few rows that a model is checked with, before the first step and after the l
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -27,21 +27,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.nn import Module
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
-from tunekit.methods.head import experts_of_layer, fused_heads
+from tunekit.methods.head import Head, experts_of_layer, fused_heads
 from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record
 from tunekit.training.engines.engine import between_checks
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from tunekit.methods.head import Head
-
 
 NUM_ROWS, ROW_TOKENS = 2, 32
 """Rows, and the largest number of tokens of each."""
@@ -93,7 +87,7 @@ SUM_SHARE = 4
 """A root of the sum of squares is held to a fourth of what a single token is allowed: it is no outlier."""
 
 
-def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: int) -> None:
+def check_head(trainer: Trainer, plan: Plan, record: Record, *, vocabulary: int) -> None:
     """Compare a trainer's fused head with the model's logits, and use these where they differ.
 
     Called by all processes together, which come to the same decision.
@@ -160,7 +154,7 @@ def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
     text_config.output_router_logits = False
 
 
-def _why_not_trls(trainer: Any, head: "Head") -> str | None:
+def _why_not_trls(trainer: Any, head: Head) -> str | None:
     """Return why TRL's head cannot compute the loss of a model's routers; None where it can, or need not."""
     text_config = head.bound["text_config"]
     if head.scorer != "trl" or not vars(trainer).get("aux_loss_enabled"):
@@ -198,7 +192,7 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
             )
 
 
-def _check_own_logits(trainer: Any, head: "Head", problem: str) -> None:
+def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
     """See that nothing asks for what the model's own logits are not.
 
     Raises:
@@ -235,8 +229,11 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         batch, labels = _rows(trainer, vocabulary)
         output = wrapped(**batch, **routed, use_cache=False)
         logits = output.logits
-        if routed and not _are_mixtrals(output.router_logits, experts_of_layer(model, bound["text_config"])):
-            return "has a router loss other than Mixtral's, which a fused head computes"
+        if routed:
+            # Mixtral's are `(tokens, experts)` for each layer.
+            num_experts, routers = experts_of_layer(model, bound["text_config"]), output.router_logits
+            if not routers or any(logit.dim() != 2 or logit.shape[-1] != num_experts for logit in routers):
+                return "has a router loss other than Mixtral's, which a fused head computes"
         # It gathers the weights of the head in another place, which ZeRO-3 would have fetched where it did before.
         between_checks(trainer, plan)
         try:
@@ -259,13 +256,6 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     return (
         "has logits that differ from its head's weight times its last hidden states: log-probabilities by up to "
         f"{nats:.2g} nats, {share:.2g} of the largest logit (rounding: {allowed:.2g})"
-    )
-
-
-def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
-    """Return whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
-    return bool(router_logits) and all(
-        layer_logits.dim() == 2 and layer_logits.shape[-1] == num_experts for layer_logits in router_logits
     )
 
 

@@ -114,8 +114,10 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
     if goes_on:
         _compare_with_earlier(result, record, tolerance)
         return
-    off = result.per_token(result.differences)
-    expected = _expected_loss(plan, trainer)
+    off, method = result.per_token(result.differences), plan.recipe.method
+    # The loss of a model that is its reference, where it is made of their difference alone.
+    is_plain = compares_with_reference(method) and method.has_plain_loss and not trainer.aux_loss_enabled
+    expected = math.log(2) if is_plain else None
     # As far as differences of the answers' log-probabilities can move it.
     far = 1e-6 + tolerance * 2 * max(result.num_tokens)
     is_off = expected is not None and result.loss is not None and not abs(result.loss - expected) <= far
@@ -202,13 +204,6 @@ def _scores(trainer: Any, model: Module, ids: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def _expected_loss(plan: Plan, trainer: Any) -> float | None:
-    """The loss of a model that is its reference, where it is made of their difference alone."""
-    method = plan.recipe.method
-    plain = compares_with_reference(method) and method.has_plain_loss
-    return math.log(2) if plain and not trainer.aux_loss_enabled else None
-
-
 def _words(reference: Reference, found: _Found, off: float, expected: float | None) -> str:
     largest = max(map(abs, found.differences), default=math.inf)
     words = (
@@ -264,8 +259,9 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
         raise RunError(
             f"{path} does not support packed documents: {str(error).strip()}", hint=f"set {asked}=false"
         ) from error
+    half = trainer.args.bf16 or trainer.args.fp16 or trainer.model.dtype.itemsize < 4
     # Written so that what is not a number does not pass.
-    if not change <= _tolerance(trainer):
+    if not change <= (HALF_TOLERANCE if half else FLOAT32_TOLERANCE):
         raise RunError(f"{path}: attention leaks between packed documents", hint=f"set {asked}=false")
 
 
@@ -367,9 +363,3 @@ def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> torch.Tensor:
     del batch["labels"]
     logits: torch.Tensor = trainer.model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits
     return logits[0].float()
-
-
-def _tolerance(trainer: "SFTTrainer") -> float:
-    """Return the rounding error of the dtype in which the trainer's model computes."""
-    half = trainer.args.bf16 or trainer.args.fp16 or trainer.model.dtype.itemsize < 4
-    return HALF_TOLERANCE if half else FLOAT32_TOLERANCE

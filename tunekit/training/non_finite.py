@@ -26,30 +26,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
+from datasets import Dataset
 from torch import Tensor
+from transformers import Trainer
 
 from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.rows import Places
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import NonFiniteError, RollbackError
-from tunekit.methods.run_trainer import Order, num_missing
+from tunekit.methods.run_trainer import Order, RunTrainer, num_missing
 from tunekit.planner.plan import Plan
 from tunekit.process.watchdog import any_of, of_all, same_everywhere
 from tunekit.runs.prepared_data import FILES, PLACES
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place, read_list
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import Trainer
-
-    from tunekit.methods.run_trainer import Order, RunTrainer
-
+from tunekit.runs.small_files import Place, read_list, write_whole
 
 NUM_TOKENS = 64
 """Tokens of a sequence that are shown."""
@@ -68,7 +63,7 @@ class Rows:
         place: Which process this is.
     """
 
-    def __init__(self, trainer: "Trainer", run: Run, plan: Plan, place: Place) -> None:
+    def __init__(self, trainer: Trainer, run: Run, plan: Plan, place: Place) -> None:
         self._trainer = trainer
         self._folder = run.path / "data"
         self._plan = plan
@@ -124,7 +119,7 @@ class Rows:
         return order_callback
 
     @cached_property
-    def _rows(self) -> "Dataset":
+    def _rows(self) -> Dataset:
         read = read_dataset if self._plan.recipe.method.spec.trains_on == "tokens" else read_rows
         return read(self._folder / FILES["train"])
 
@@ -203,7 +198,7 @@ class Guard:
         record: Where it is told.
     """
 
-    def __init__(self, trainer: "RunTrainer", plan: Plan, record: Record) -> None:
+    def __init__(self, trainer: RunTrainer, plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
         usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter.type)
@@ -323,7 +318,9 @@ class Guard:
             )
         self._left_out.add(step)
         if self.record.place.is_main:
-            _write(self.record.run.path, {"step": step, "problem": problem, "rows": rows})
+            file = self.record.run.path / LEFT_OUT
+            steps = [*_read(file), {"step": step, "problem": problem, "rows": rows}]
+            write_whole(file, json.dumps(steps, ensure_ascii=False, indent=2))
         if policy == "rollback":
             raise RollbackError(problem, hint="`tunekit resume` continues without this step")
         self.leaves_out = True
@@ -357,18 +354,11 @@ class Guard:
 
 def left_out(run_folder: Path) -> set[int]:
     """The steps of a run that are left out."""
-    return {record["step"] for record in _read(run_folder)}
+    return {record["step"] for record in _read(run_folder / LEFT_OUT)}
 
 
-def _read(run_folder: Path) -> list[dict[str, Any]]:
-    file = run_folder / LEFT_OUT
+def _read(file: Path) -> list[dict[str, Any]]:
     return read_list(file) if file.exists() else []
-
-
-def _write(run_folder: Path, one: dict[str, Any]) -> None:
-    draft = run_folder / f".{LEFT_OUT}"
-    draft.write_text(json.dumps([*_read(run_folder), one], ensure_ascii=False, indent=2), encoding="utf-8")
-    draft.replace(run_folder / LEFT_OUT)
 
 
 def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:

@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.planner.decisions.shortage import change_that_fits
 from tunekit.probe.model import probe_model
+from tunekit.process import watchdog
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
 from tunekit.process.signals import Ending, Wishes
-from tunekit.process.watchdog import (
-    DATA_WORKER_HINT,
-    Heart,
-    Watchdog,
-    data_worker_problem,
-    exchange_problem,
-    gone_words,
-)
 from tunekit.recipe.methods import has_teacher
 from tunekit.redact import Redacting
 from tunekit.runs.events import Listener
@@ -61,9 +54,11 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / ("log.txt" if place.is_main else f"log-{place.rank}.txt")
-    with Ending(record, supervised=supervised) as ending, Reporting(record, run.recipe.output.report_to):
+    ending = Ending(record, supervised=supervised)
+    with ending.wishes, Reporting(record, run.recipe.output.report_to):
         try:
-            with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
+            heart = watchdog.Heart(run, place)
+            with log.open("a", encoding="utf-8") as stream, library_words_to(stream), heart:
                 has_stopped = _train(record, heart, ending.wishes, supervised=supervised)
         except BaseException as error:
             if ending.is_due_to_a_wish(error):
@@ -91,7 +86,7 @@ def _why(run: Run, error: BaseException) -> str:
     return str(error) if isinstance(error, TunekitError) else f"{type(error).__name__}: {error}"
 
 
-def _train(record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
+def _train(record: Record, heart: watchdog.Heart, wishes: Wishes, *, supervised: bool) -> bool:
     plan = record.run.plan
     os.environ.update(plan.environment)
     set_allocator(plan.environment)
@@ -99,14 +94,14 @@ def _train(record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) ->
 
     watch = Watch(record, plan, heart)
     try:
-        with Watchdog(record, heart, plan, supervised=supervised):
+        with watchdog.Watchdog(record, heart, plan, supervised=supervised):
             return _work(watch, wishes)
     except RuntimeError as error:
         # torch raises it wherever the signal of the child reaches this process, also while another error is told.
-        lost = data_worker_problem(error, record.place)
+        lost = watchdog.data_worker_problem(error, record.place)
         if lost is None:
             raise
-        raise DataWorkerError(f"{_where(watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
+        raise DataWorkerError(f"{_where(watch, 'after')}: {lost}", hint=watchdog.DATA_WORKER_HINT) from error
 
 
 def _work(watch: "Watch", wishes: Wishes) -> bool:
@@ -134,11 +129,11 @@ def _work(watch: "Watch", wishes: Wishes) -> bool:
         del reserve
         if is_out_of_memory(error):
             raise _memory_error(watch, error) from error
-        problem = exchange_problem(error, place)
-        if problem is None or data_worker_problem(error, place) is not None:
+        problem = watchdog.exchange_problem(error, place)
+        if problem is None or watchdog.data_worker_problem(error, place) is not None:
             raise
         hint = f"see the logs of the other processes: {run.path / 'log*.txt'}"
-        raise ExchangeError(f"{_where(watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
+        raise ExchangeError(f"{_where(watch, 'after')}: {problem}{watchdog.gone_words(run)}", hint=hint) from error
 
 
 def _memory_error(watch: "Watch", error: BaseException) -> RunError:

@@ -276,7 +276,7 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
         return f"{MANIFEST} has format {manifest.format} of another tunekit version"
     if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
         return f"{MANIFEST} is for step {manifest.step}"
-    fault = next(chain(_faults_of_files(folder, manifest), _missing_state(folder, manifest)), None)
+    fault = next(chain(_faults_of_files(folder, manifest), _missing_state(manifest)), None)
     return fault or _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
 
 
@@ -293,13 +293,9 @@ def _newest(run_folder: Path, *, contents: bool) -> Newest:
 
 def _found(run_folder: Path) -> list[tuple[int, Path]]:
     """Checkpoints by their names, the newest first."""
-    folders = ((_step_of(folder), folder) for folder in (run_folder / CHECKPOINTS).glob("checkpoint-*"))
-    return sorted(((step, folder) for step, folder in folders if step is not None), reverse=True)
-
-
-def _step_of(folder: Path) -> int | None:
-    match = re.fullmatch(r"checkpoint-(0|[1-9]\d*)", folder.name)
-    return int(match[1]) if match else None
+    folders = (run_folder / CHECKPOINTS).glob("checkpoint-*")
+    matches = ((re.fullmatch(r"checkpoint-(0|[1-9]\d*)", folder.name), folder) for folder in folders)
+    return sorted(((int(match[1]), folder) for match, folder in matches if match), reverse=True)
 
 
 def _set_aside(folder: Path) -> Path:
@@ -344,45 +340,37 @@ def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -
         return next((words for words in readers.map(fault, names) if words is not None), None)
 
 
-def _missing_state(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _missing_state(manifest: Manifest) -> Iterator[str]:
     """Yield the state required to resume that the manifest does not list, by the engines' names."""
-    for what, patterns in _state(manifest):
-        if not any(re.fullmatch(pattern, name) for pattern in patterns for name in manifest.files):
-            yield f"{what} is missing"
+    for state, name, pattern in _state(manifest):
+        if not any(re.fullmatch(pattern.format(re.escape(name)), file) for file in manifest.files):
+            yield f"{state} ({name}) is missing"
 
 
-def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the state required to resume, and patterns of the files of which one has it."""
-    yield "trainer state (trainer_state.json)", (r"trainer_state\.json",)
-    yield "scheduler state (scheduler.pt)", (r"scheduler\.pt",)
-    num = manifest.num_processes
+def _state(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """Yield the state required to resume, its file, and a pattern of files that have it, with braces for the former."""
+    num, strategy = manifest.num_processes, manifest.strategy
+    yield "trainer state", "trainer_state.json", "{}"
+    yield "scheduler state", "scheduler.pt", "{}"
     for rank in range(num):
-        name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
-        yield f"random state of rank {rank} ({name})", (re.escape(name),)
-        yield f"additional state of rank {rank} (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
-    if manifest.strategy.startswith("zero"):
-        yield from _zero_state(manifest)
-    elif manifest.strategy == "fsdp2":
-        for what, name in (("weights", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
-            yield f"{what} index ({name}/.metadata)", (rf"{name}/\.metadata",)
-            yield f"{what} state ({name})", (rf"{name}/.*\.distcp",)
+        yield f"random state of rank {rank}", "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth", "{}"
+        yield f"additional state of rank {rank}", f"carried-{rank}.pt", "{}"
+        if strategy.startswith("zero"):
+            part = f"zero_pp_rank_{rank}_mp_rank_00"
+            if strategy == "zero3":
+                yield f"weights state of rank {rank}", f"{part}_model_states.pt", "[^/]+/{}"
+            yield f"optimizer state of rank {rank}", f"{part}_optim_states.pt", "[^/]+/(bf16_)?{}"
+    if strategy.startswith("zero"):
+        yield "name of DeepSpeed's folder", "latest", "{}"
+        if strategy != "zero3":
+            yield "weights state", "mp_rank_00_model_states.pt", "[^/]+/{}"
+        return
+    if strategy == "fsdp2":
+        for what, folder in (("weights", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
+            yield f"{what} index", f"{folder}/.metadata", "{}"
+            yield f"{what} state", folder, r"{}/.*\.distcp"
     else:
-        weights = (r"model\.safetensors", r"model\.safetensors\.index\.json", r"adapter_model\.safetensors")
-        yield "weights state (model.safetensors)", weights
-        yield "optimizer state (optimizer.pt)", (r"optimizer\.pt",)
-    if manifest.dtype == "float16" and not manifest.strategy.startswith("zero"):
-        yield "gradient scaler state (scaler.pt)", (r"scaler\.pt",)
-
-
-def _zero_state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "name of DeepSpeed's folder (latest)", ("latest",)
-    parts = range(manifest.num_processes)
-    if manifest.strategy == "zero3":
-        for rank in parts:
-            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-            yield f"weights state of rank {rank} ({name})", (rf"[^/]+/{re.escape(name)}",)
-    else:
-        yield "weights state (mp_rank_00_model_states.pt)", (r"[^/]+/mp_rank_00_model_states\.pt",)
-    for rank in parts:
-        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        yield f"optimizer state of rank {rank} ({name})", (rf"[^/]+/(bf16_)?{re.escape(name)}",)
+        yield "weights state", "model.safetensors", r"(adapter_)?{0}|{0}\.index\.json"
+        yield "optimizer state", "optimizer.pt", "{}"
+    if manifest.dtype == "float16":
+        yield "gradient scaler state", "scaler.pt", "{}"

@@ -21,13 +21,12 @@ from tunekit.planner.resume import differences, obstacle, rescheduled
 from tunekit.recipe.edits import Edit, Effect, edits, ruling
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
-from tunekit.runs import fingerprints
+from tunekit.runs import fingerprints, small_files
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.checkpoints.listing import Found, folders_of, named, newest_weights, steps_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Continuation, read_continuation, read_plan, read_text, write_continuation
 
 LENGTH = ("train.max_steps", "train.num_epochs")
 """Fields that say how long to train."""
@@ -87,12 +86,10 @@ def decide(
     Raises:
         TunekitError: It cannot, or not so.
     """
-    _check_ended(run)
-    _check_writable(run)
+    _check_free(run)
     went_back = checkpoint is not None
     chosen, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
-    before = recipe_of(run, chosen)
-    saved = plan_of(run, chosen, before)
+    before, saved = made_by(run, chosen)
     recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
     edited = edits(before, recipe)
     again = _another_run(run, chosen)
@@ -128,7 +125,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
         checkpoint_path = checkpoint_path.rename(checkpoints / checkpoint_path.name)
     weights = checkpoint_path.relative_to(run.path).as_posix() if decision.weights_only else None
     # First what does no harm where the recipe and the plan are still the earlier ones.
-    write_continuation(run.path, Continuation(checkpoint.step, decision.changes, weights))
+    small_files.write_continuation(run.path, small_files.Continuation(checkpoint.step, decision.changes, weights))
     _replace(run, decision)
     num_steps = decision.plan.schedule.num_steps if decision.plan.schedule is not None else None
     run.update_status(num_steps=num_steps, step=0 if weights is not None else checkpoint.step)
@@ -138,7 +135,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
 def _replace(run: Run, decision: Decision) -> None:
     """Put the recipe and the plan in the place of the earlier ones, which are kept by a number."""
     texts = {"plan.yaml": decision.plan.to_yaml(), "recipe.yaml": dump_recipe(decision.recipe)}
-    earlier = {"plan.yaml": read_text(run.path / "plan.yaml")}
+    earlier = {"plan.yaml": small_files.read_text(run.path / "plan.yaml")}
     # Not by the text of the recipe: 32, where nobody asked for a number, is 32.0 when it is read.
     if run.recipe == decision.recipe == decision.before and earlier["plan.yaml"] == texts["plan.yaml"]:
         return
@@ -147,12 +144,11 @@ def _replace(run: Run, decision: Decision) -> None:
     number = next(number for number in count(1) if not (run.path / f"recipe-{number}.yaml").exists())
     for name, text in texts.items():
         (run.path / name.replace(".yaml", f"-{number}.yaml")).write_text(earlier[name], encoding="utf-8")
-        draft = run.path / f".{name}"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(run.path / name)
+        small_files.write_whole(run.path / name, text)
 
 
-def _check_ended(run: Run) -> None:
+def _check_free(run: Run) -> None:
+    """Refuse a run that has not ended, or whose folder is read-only."""
     state = run.state
     if state not in FINAL_PHASES and state != "died":
         status = run.status()
@@ -160,9 +156,6 @@ def _check_ended(run: Run) -> None:
             f"{run.name} is {state} in process {status['pid']} of {status['host']}",
             hint=f"wait until it ends, or stop it first: tunekit stop {run.path}",
         )
-
-
-def _check_writable(run: Run) -> None:
     for folder in (run.path, run.path / CHECKPOINTS):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise RunError(
@@ -180,7 +173,7 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     if name is not None:
         return named(run, name, weights_only=weights_only), weights_only
     newest = newest_complete(run.path)
-    begun = read_continuation(run.path).weights
+    begun = small_files.read_continuation(run.path).weights
     if newest.path is None and begun is not None and (run.path / begun).is_dir():
         # It began with the weights of a checkpoint, and ended before the first one of its own.
         return Found(steps_of(run.path / begun), run.path / begun), True
@@ -197,16 +190,12 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     return Found(newest.step, newest.path, newest.skipped), False
 
 
-def recipe_of(run: Run, found: Found) -> Recipe:
-    """The recipe that a checkpoint was made by: it may hold a copy, as the run's own may be edited by now."""
-    copy = found.path / "recipe.yaml"
-    return reload_recipe(copy if copy.is_file() else run.path / "recipe.yaml")
-
-
-def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
-    """The plan that a checkpoint was made by."""
-    copy = found.path / "plan.yaml"
-    return read_plan(copy if copy.is_file() else run.path / "plan.yaml", recipe)
+def made_by(run: Run, found: Found) -> tuple[Recipe, Plan]:
+    """The recipe and the plan that a checkpoint was made by: it may hold copies, as the run's own may be edited."""
+    copies = {name: found.path / name for name in ("recipe.yaml", "plan.yaml")}
+    files = {name: copy if copy.is_file() else run.path / name for name, copy in copies.items()}
+    recipe = reload_recipe(files["recipe.yaml"])
+    return recipe, small_files.read_plan(files["plan.yaml"], recipe)
 
 
 def _another_run(run: Run, found: Found) -> str:
@@ -329,10 +318,10 @@ class EditEffect:
         key: Its dotted key.
         before: Its value in the checkpoint's recipe, as YAML.
         now: The edited one.
-        effect: `takes effect`; `saved state`, where the checkpoint holds the earlier value, so that the edit takes
-            effect only where nothing but its weights are taken; or `refused`.
-        why: Why it does not take effect; empty where it does.
-        replans: Whether it takes effect by a new plan for the machine.
+        effect: `takes effect`; `saved state` if the checkpoint holds the earlier value, so that the edit takes effect
+            only with `weights_only`; or `refused`.
+        why: Why it does not take effect; empty if it does.
+        replans: Whether it needs a new plan.
     """
 
     key: str
@@ -346,23 +335,21 @@ class EditEffect:
 def effects_of(
     run: Run, overrides: Sequence[str] = (), *, from_: str | None = None, weights_only: bool = False
 ) -> list[EditEffect]:
-    """Return the effects of the edits with which a run is to resume; empty where there are none.
+    """Return the effects of recipe edits on a resume; empty if there are none.
 
     Args:
         run: The run.
-        overrides: Edits, as for `resume`; those in its `recipe.yaml` count too.
-        from_: The checkpoint to go on from, by its step or its name. Whether it is whole is not looked at.
-        weights_only: Whether only its weights are taken: then what its state holds takes effect.
+        overrides: Edits, as for `resume`, besides those in its `recipe.yaml`.
+        from_: The checkpoint to resume from, by its step or its name. It is not checked for completeness.
+        weights_only: Start from its weights alone: then edits of what its state holds take effect.
 
     Raises:
-        TunekitError: There is no such checkpoint, or the edits are no valid ones.
+        TunekitError: There is no such checkpoint, or the edits are invalid.
     """
-    checkpoint = _meant(run, from_)
-    before = recipe_of(run, checkpoint)
-    strategy = plan_of(run, checkpoint, before).layout.strategy
+    before, saved = made_by(run, _meant(run, from_))
     effects = []
     for edit in edits(before, reload_recipe(run.path / "recipe.yaml", overrides)):
-        effect, why, replans = ruling(edit, before, strategy)
+        effect, why, replans = ruling(edit, before, saved.layout.strategy)
         if effect == "saved state" and weights_only:
             effect, why = "takes effect", ""
         effects.append(EditEffect(edit.name, edit.shown_before, edit.shown_now, effect, why, replans))

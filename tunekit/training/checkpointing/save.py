@@ -22,42 +22,23 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunekit.errors import DiskError, RunError
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.plan import Plan
 from tunekit.process.watchdog import Heart, any_of, exchange_problem, of_all, same_everywhere
-from tunekit.runs.checkpoints.complete import (
-    CHECKPOINTS,
-    COPIES,
-    FORMAT,
-    Best,
-    Manifest,
-    Written,
-    as_written,
-    checkpoint_of,
-    clear_drafts,
-    delete_superseded,
-    draft_of,
-    files_in,
-    publish,
-    to_disk,
-)
+from tunekit.runs.checkpoints import complete
 from tunekit.runs.fingerprints import versions
 from tunekit.runs.record import Record, free_bytes, not_saved, tokenizers_errors, words_of
 from tunekit.training.engines import deepspeed, fsdp2
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from tunekit.methods.run_trainer import RunTrainer
 
 T = TypeVar("T")
 
@@ -95,7 +76,7 @@ class _Save:
     """
 
     step: int
-    best: Best | None
+    best: complete.Best | None
     began: float
     writes: list[Callable[[], None]] = field(default_factory=list)
     wait_seconds: float = 0.0
@@ -117,7 +98,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         best: The best evaluation before, where the run goes on.
     """
 
-    def __init__(self, record: Record, plan: Plan, heart: Heart, best: Best | None) -> None:
+    def __init__(self, record: Record, plan: Plan, heart: Heart, best: complete.Best | None) -> None:
         self.record, self.run = record, record.run
         self.plan = plan
         self.heart = heart
@@ -133,7 +114,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._saving: _Save | None = None
         self._num_steps = 0
 
-    def attach(self, trainer: "RunTrainer") -> None:
+    def attach(self, trainer: RunTrainer) -> None:
         """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
         self.trainer = trainer
         self._group: distributed.ProcessGroup | None = None
@@ -179,7 +160,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if "eval_loss" in logs:
             self._evaluation = dict(logs)
 
-    def on_evaluate(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Have a checkpoint made where an evaluation is better than all before, if one can be made there.
 
         Raises:
@@ -198,12 +179,10 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         value = same_everywhere(float(self._evaluation[metric]), self.record.place)
         if is_better(value, self.best, greater=self.plan.saving.greater_is_better):
-            self.best = Best(metric=metric, value=value, step=state.global_step)
+            self.best = complete.Best(metric=metric, value=value, step=state.global_step)
             control.should_save = True
 
-    def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
         self._num_steps += 1
         if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
@@ -228,7 +207,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.record.place.is_main:
             self._keep(saving, lambda: self._begin(saving))
         self._agree(saving)
-        self._target = draft_of(self.run.path, step)
+        self._target = complete.draft_of(self.run.path, step)
         self._keep(saving, lambda: save_pieces(model, trial))
         if self.record.place.is_main:
             self._keep(saving, lambda: self._add_own(saving))
@@ -242,24 +221,24 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             self._finish()
 
     def _begin(self, saving: _Save) -> None:
-        clear_drafts(self.run.path)
+        complete.clear_drafts(self.run.path)
         target = self._draft_of(saving)
         if self._bytes is not None and free_bytes(target) < self._bytes:
             saving.problem = "too little free disk space"
         else:
             # Not the run's folder again, where somebody has deleted it.
-            (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
+            (self.run.path / complete.CHECKPOINTS).mkdir(exist_ok=True)
             target.mkdir(parents=True)
 
     def _draft_of(self, saving: _Save) -> Path:
         """Return the folder of a checkpoint that is not visible yet."""
-        return draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        return complete.draft_of(self.run.path, saving.step) / complete.checkpoint_of(self.run.path, saving.step).name
 
     def _add_own(self, saving: _Save) -> None:
         target = self._draft_of(saving)
         # A pickle, which nobody reads.
         (target / "training_args.bin").unlink(missing_ok=True)
-        for name in COPIES:
+        for name in complete.COPIES:
             if (self.run.path / name).is_file():
                 shutil.copyfile(self.run.path / name, target / name)
         if self.plan.layout.strategy.startswith("zero"):
@@ -317,10 +296,10 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self._hear_problem(saving):
             return
         problems: list[str] = []
-        self._keep(saving, lambda: problems.extend(files_in(target)))
+        self._keep(saving, lambda: problems.extend(complete.files_in(target)))
         self._keep(saving, lambda: self._bring_to_disk(target, problems))
         gathered = of_all(problems, self.record.place, self._group)
-        files: dict[str, Written] = {}
+        files: dict[str, complete.Written] = {}
         self._keep(saving, lambda: files.update(_read_back(target, _share(gathered, self.record.place.rank))))
         if self._hear_problem(saving):
             return
@@ -336,11 +315,11 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Bring files to the disk: on each node its processes share all that were written there."""
         place = self.record.place
         for name in names[place.local_rank :: place.num_local]:
-            to_disk(folder / name)
+            complete.to_disk(folder / name)
 
-    def _publish(self, saving: _Save, files: dict[str, Written]) -> None:
-        manifest = Manifest(
-            format=FORMAT,
+    def _publish(self, saving: _Save, files: dict[str, complete.Written]) -> None:
+        manifest = complete.Manifest(
+            format=complete.FORMAT,
             step=saving.step,
             num_processes=self.plan.layout.num_processes,
             strategy=self.plan.layout.strategy,
@@ -351,8 +330,9 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             best=saving.best,
             files=files,
         )
-        publish(self.run.path, manifest)
-        saving.warnings += delete_superseded(self.run.path, self.plan.recipe.train.save_total_limit, saving.best)
+        complete.publish(self.run.path, manifest)
+        limit = self.plan.recipe.train.save_total_limit
+        saving.warnings += complete.delete_superseded(self.run.path, limit, saving.best)
 
     def _finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and tell of it.
@@ -379,7 +359,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self.record.write(
             "checkpoint",
             step=saving.step,
-            path=str(checkpoint_of(self.run.path, saving.step)),
+            path=str(complete.checkpoint_of(self.run.path, saving.step)),
             bytes=saving.total_bytes,
             wait_seconds=saving.wait_seconds,
             seconds=saving.seconds,
@@ -427,7 +407,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         saving.problem = next((problem for problem in gathered if problem is not None), None)
         if saving.problem is not None and self.record.place.is_main:
             # Nobody writes any more: what was written makes room for the words about it.
-            shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
+            shutil.rmtree(complete.draft_of(self.run.path, saving.step), ignore_errors=True)
         return saving.problem is not None
 
     def _raise(self, saving: _Save) -> None:
@@ -463,7 +443,7 @@ def result_saved(record: Record, draft: Path) -> Iterator[None]:
         raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
 
 
-def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
+def is_better(value: float, best: complete.Best | None, *, greater: bool) -> bool:
     """Return whether an evaluation is better than the best before; one that is not a number is not."""
     if value != value:
         return False
@@ -477,6 +457,6 @@ def _share(seen: list[list[str]], rank: int) -> list[str]:
     return [name for number, name in enumerate(names) if readers[number][number % len(readers[number])] == rank]
 
 
-def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:
+def _read_back(folder: Path, names: list[str]) -> dict[str, complete.Written]:
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
-        return dict(zip(names, readers.map(lambda name: as_written(folder / name), names), strict=True))
+        return dict(zip(names, readers.map(lambda name: complete.as_written(folder / name), names), strict=True))
