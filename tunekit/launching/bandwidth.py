@@ -1,9 +1,9 @@
 """Bandwidth between the ranks of a run: an all-reduce and an all-gather, as in training, in a few sizes.
 
 The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md there): bytes of the whole tensor over the time of one
-call, times 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for an all-gather. That is what each rank has to send, so
-it can be held against the speed of its link. Every rank says each second that it is there, and what it is doing: the
-one that does not is named.
+call, times 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for an all-gather. That is what each rank sends, so it
+compares with the speed of its link. Every rank sends a heartbeat with its activity each second; one that does not is
+reported.
 """
 
 import json
@@ -86,15 +86,15 @@ class Exchange:
 
 
 def measure(names: Sequence[str | None], *, of_a_node: int | None, environment: Mapping[str, str]) -> Exchange:
-    """Exchange data across ranks on hosts.
+    """Measure collectives across the ranks on hosts.
 
     Args:
         names: The hosts; None stands for this machine without ssh.
-        of_a_node: Ranks on each; None for one an accelerator, or without any one a host, and two on a single one.
+        of_a_node: Ranks per host; None for one per accelerator, or without any one per host, and two on a single host.
         environment: Variables of the ranks.
 
     Raises:
-        RunError: There is only one rank; or a host or a rank does not answer, which is named.
+        RunError: There is only one rank, or a host or rank does not answer.
     """
     with Hosts(names) as hosts:
         hardware = hosts.hardware

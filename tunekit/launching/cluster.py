@@ -1,13 +1,12 @@
-"""Runs on clusters: jobs of Slurm and tasks of SkyPilot, for nodes that look like this machine or like a named one.
+"""Runs on clusters: Slurm jobs and SkyPilot tasks, for nodes like this machine or like a named one.
 
-Slurm sends SIGUSR1 to a job's script some time before the limit. The script hands it on to the processes, which save
-a checkpoint after the step and end well; the run's status then says `queued`, and the script puts the job into the
-queue again. Started again, the processes resume from the newest checkpoint.
+Slurm sends SIGUSR1 to a job's script some time before the limit. The script passes it to the processes, which save a
+checkpoint after the step and exit; the run's status is then `queued`, and the script requeues the job. Restarted, the
+processes resume from the newest checkpoint.
 
-A task of SkyPilot runs on nodes of a cloud that do not share this disk. The run is planned and its rows are prepared
-here; each node gets a copy of the run folder, under the same path, and of local files that the run still reads. The
-folder on the first node is the one that fills. Nodes that share no disk have no checkpoint in common, so that several
-of them cannot start again by themselves.
+A SkyPilot task runs on cloud nodes that do not share this disk. The run is planned and its rows are prepared here; each
+node gets a copy of the run folder, under the same path, and of local files that the run still reads. Results are in the
+folder of the first node. Nodes without a shared disk have no common checkpoint, so several of them cannot restart.
 """
 
 import re
@@ -39,11 +38,11 @@ from tunekit.runs.small_files import write_job
 
 
 def nodes_of(on: str | None, num_nodes: int | None) -> Hardware:
-    """The nodes that a run is to have.
+    """Return the nodes of a run.
 
     Args:
-        on: A machine as `tunekit plan --on` takes it; nodes like this machine where left out.
-        num_nodes: How many; one, or as many as `on` names, where left out.
+        on: A machine as for `tunekit plan --on`; by default nodes like this machine.
+        num_nodes: Number of nodes; by default one, or as many as `on` has.
 
     Raises:
         PlanError: There is no such machine, or its number of nodes is another one.
@@ -100,7 +99,7 @@ SCRIPT = "job.sbatch"
 """Name of the job's script in the run folder."""
 
 FIRST_PORT, NUM_PORTS = 15000, 15000
-"""Rendezvous of nodes: ports that programs are not given by chance, by the number of the job."""
+"""Ports of the rendezvous, below the ephemeral ones, by the number of the job."""
 
 NOTICE_SECONDS = 60
 """Between the signal and the limit, besides a step and a save."""
@@ -148,10 +147,10 @@ def write_script(run: Run, hardware: Hardware, wishes: Wishes) -> Path:
 
 
 def _one_line(option: str) -> str:
-    """An option of sbatch as a line of a script has it.
+    """Check an sbatch option for a line of the script.
 
     Raises:
-        RunError: It would be more than that, or it holds a secret: the script stays in the run folder.
+        RunError: It does not fit on a line, or it contains a secret: the script stays in the run folder.
     """
     if has_controls(option):
         raise RunError(f"sbatch: {option!r} does not fit on one line of the job script", hint="change its value")
@@ -165,11 +164,11 @@ def _one_line(option: str) -> str:
 
 
 def submit(run: Run, script: Path) -> str:
-    """Give a job to Slurm and return its number.
+    """Submit a job to Slurm and return its number.
 
     Raises:
-        DependencyError: There is no Slurm here.
-        RunError: Slurm does not take it.
+        DependencyError: Slurm is not installed.
+        RunError: Slurm rejects it.
     """
     try:
         answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
@@ -187,7 +186,7 @@ def submit(run: Run, script: Path) -> str:
 
 
 def notice_seconds(plan: Plan) -> int:
-    """Time for the step at hand and a checkpoint, before a limit: twice what they are expected to take, and more."""
+    """Return the seconds for a step and a checkpoint before a limit: twice their expected time, and a margin."""
     speed, schedule = plan.speed, plan.schedule
     save = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
     step = 0.0
@@ -223,10 +222,10 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
 
 
 def seconds_of(time: str) -> int | None:
-    """Seconds of a limit as sbatch has it; None for one without an end.
+    """Return the seconds of a limit in sbatch's format; None if unlimited.
 
     Raises:
-        RunError: It is none.
+        RunError: It is invalid.
     """
     if time.lower() in ("infinite", "unlimited"):
         return None
@@ -272,7 +271,7 @@ TASK = "task.sky.yaml"
 """Name of the task's file in the run folder."""
 
 NAMES = {"a100-40gb": "A100", "h100-pcie": "H100"}
-"""SkyPilot's names of accelerators, where they are others than ours. Capitals do not count."""
+"""SkyPilot's names of accelerators, where they differ from ours. Case does not matter."""
 
 MEETING = (
     '--node-rank="$SKYPILOT_NODE_RANK" --master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port=29511'
@@ -313,7 +312,7 @@ def write_task(run: Run, on: str) -> Path:
 
 
 def launch_task(run: Run, task: Path) -> str:
-    """Have SkyPilot find nodes and start the task on them, and return how its results are fetched.
+    """Launch a task with SkyPilot, and return the command that fetches its results.
 
     Raises:
         DependencyError: SkyPilot is not installed.

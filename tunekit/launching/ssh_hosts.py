@@ -1,9 +1,9 @@
-"""A run on several hosts that see its folder, reached by ssh: checked before the start, watched, ended together.
+"""A run on several hosts that share its folder, over ssh: checked before the start, watched, and stopped together.
 
-On each host runs `tunekit.launching.ssh_node`, from the same interpreter and in the same working directory as here, and
-it starts the host's processes. The two sides say every `BEAT_SECONDS` that they are there. A host that is silent for
-`LOST_SECONDS` ends the run on the others, and by itself what runs on it: `BOUND_SECONDS` after it was cut off, nothing
-runs anywhere. How a host is reached, and with which key, is OpenSSH's configuration to say.
+Each host runs `tunekit.launching.ssh_node`, with the same interpreter and working directory as here, which starts the
+host's processes. Both sides send heartbeats every `BEAT_SECONDS`. A host that is silent for `LOST_SECONDS` ends the run
+on the others, and stops its own processes: `BOUND_SECONDS` after it was cut off, nothing runs anywhere. Routes and keys
+are up to OpenSSH's configuration.
 """
 
 import contextlib
@@ -424,15 +424,15 @@ def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
 
 
 def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) -> None:
-    """Train as a run folder says on hosts that see it, and come back when nothing runs on any of them.
+    """Train a run on hosts that share its folder, and return when nothing runs on any of them.
 
     Args:
-        run: The run; it goes on from its newest complete checkpoint, if it has one.
+        run: The run; it resumes from its newest complete checkpoint, if there is one.
         names: The hosts, as many as its plan has nodes.
         listener: Called with every event.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong, on any of the hosts.
+        TunekitError: An error that the user can fix, on any of the hosts.
     """
     if run.plan.num_nodes != len(names):
         raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="pass as many")

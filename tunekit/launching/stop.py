@@ -1,14 +1,10 @@
-"""End and delete runs from outside.
+"""Stop and delete runs from outside.
 
-Ending a run from outside: it is asked to, and waited for until no process of it is left.
+A run to stop is sent a request, and waited for until none of its processes is left: the one that trains or supervises,
+its children, and theirs, each known by its identity. Processes of other hosts count by their heartbeats.
 
-What counts are the processes themselves, each known by what no other has: the one that trains or supervises, those
-that it started, and theirs. Of other hosts only what they say counts, and that they say nothing more.
-
-Deleting a run: of one that is over, from the disk, and of nothing else.
-
-Its folder first gets a name that no list shows, in one step, so that nobody sees a part of a run; then its files go.
-What an earlier deletion has left, because it was cut off, goes with the next one beside it.
+A run to delete must have ended. Its folder first gets a hidden name, atomically, so that nobody sees a part of a run;
+then its files are deleted. Remains of an interrupted deletion are removed by the next one in the same folder.
 """
 
 import contextlib

@@ -1,20 +1,18 @@
-"""Collectives, heartbeats and watchdog of a run's processes: what they tell each other besides training.
+"""Collectives, heartbeats and watchdog of a run's processes.
 
-Collectives are those besides training's, with errors for a process that does not answer.
+Collectives: those besides training's, with errors for a process that does not answer.
 
 Watchdog: ends a run that makes no progress, names the responsible process, and writes the stacks of all.
 
-Each process watches itself, from a thread of its own, so that it needs no supervisor: whatever started it, a process
-that has not moved for as long as the plan allows writes its stacks to `RUN/stacks/rank-N.txt` and its error to
-`RUN/errors`, and ends. When one process hangs, all of them stand still, since they wait for it. So each looks at what
-the others say of themselves (`tunekit.process.watchdog`) before it says anything: who is behind the others is the one
-that hangs, and so is who gives no sign of life at all. While one that is behind moves, the others go on waiting.
+Each process watches itself, from a thread of its own, so that it needs no supervisor: a process without progress for
+longer than the plan's limit writes its stacks to `RUN/stacks/rank-N.txt` and its error to `RUN/errors`, and exits. When
+one process hangs, all of them wait for it. So each compares the heartbeats of all first: the one that hangs is behind
+the others, or sends no heartbeats. While one that is behind makes progress, the others wait on.
 
-The supervisor sees besides who gives no sign of life where nobody else is left to see it.
+The supervisor also sees who sends no heartbeats where no other process is left to see it.
 
-Signs of life: what each process of a run says of itself while it lives, for whoever asks from outside.
-
-Each writes `ranks/rank-N.json` once a second, from a thread of its own: who it is, at what it is, and since when.
+Heartbeats: each process writes `ranks/rank-N.json` once a second, from a thread of its own: its identity, its activity,
+and since when.
 """
 
 import contextlib
@@ -91,7 +89,7 @@ def data_worker_problem(error: BaseException, place: Place) -> str | None:
 
 
 def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
-    """Of each flag whether it is set in any process; all call it together. They go over the processors' network."""
+    """Return of each flag whether any process sets it, exchanged over the CPU network; all call it together."""
     return [bool(vote) for vote in largest(flags, place)]
 
 
@@ -118,7 +116,7 @@ def of_all(value: T, place: Place, group: "ProcessGroup | None" = None) -> list[
 
 
 def exchange_problem(error: BaseException, place: Place) -> str | None:
-    """Describe what a process waited for in vain; None where the error is not another process's end or silence.
+    """Describe a failed collective; None where the error is not due to another process's end or silence.
 
     Args:
         error: What was raised.
@@ -192,7 +190,7 @@ class Beat:
 
 
 class Heart:
-    """Says where this process is, from the beginning of a `with` block to its end.
+    """Sends the heartbeats of this process during a `with` block.
 
     Args:
         run: The run.
@@ -214,7 +212,7 @@ class Heart:
         return self._beat.at
 
     def mark(self, at: str, step: int | None = None) -> None:
-        """Say what the process does from here on. It is kept in memory, and costs nothing."""
+        """Set the current activity. It is kept in memory, and costs nothing."""
         beat = self._beat
         if step is not None and step != beat.step:
             # Before the first of an attempt it has step 0.
@@ -225,7 +223,7 @@ class Heart:
         beat.moves = 0
 
     def move(self) -> None:
-        """Say that it moved on in this."""
+        """Count progress within the current activity."""
         self._beat.moves += 1
 
     def now(self) -> Beat:
@@ -271,15 +269,15 @@ def last_signs(run: Run) -> dict[int, int]:
 
 
 def forget_beats(run: Run) -> None:
-    """Take away what the processes of an earlier attempt said last."""
+    """Delete the heartbeats of an earlier attempt."""
     shutil.rmtree(run.path / RANKS, ignore_errors=True)
 
 
 STACKS = "stacks"
-"""Folder of a run folder with what every process was doing when one stood still."""
+"""Folder of a run folder with the stacks of all processes when one made no progress."""
 
 HUNG_CODE = 124
-"""Exit code of a process that stood still, as that of `timeout`."""
+"""Exit code of a process without progress, as that of `timeout`."""
 
 ASK = signal.SIGUSR2
 """The signal on which a process writes its stacks, whatever it is at."""
@@ -379,13 +377,13 @@ def gone_words(run: Run) -> str:
 
 
 class Watchdog:
-    """Ends this process once it has stood still for too long, from the beginning of a `with` block to its end.
+    """Ends this process once it has made no progress for too long, during a `with` block.
 
     Args:
-        record: Where it says why.
-        heart: Which tells how far the process is.
-        plan: How long it may.
-        supervised: Whether another process says how the run ended.
+        record: Record for the error.
+        heart: Heartbeats of the process.
+        plan: The plan, with the limits.
+        supervised: Whether a supervisor records the end of the run.
     """
 
     def __init__(self, record: Record, heart: Heart, plan: Plan, *, supervised: bool) -> None:
@@ -432,7 +430,7 @@ class Watchdog:
                 still_seconds, looked_at = 0.0, time.monotonic()
 
     def _on_standstill(self, stood_at: Beat, seconds: float) -> None:
-        """End this process, unless it waits for one that moves or moves itself after all."""
+        """End this process, unless it waits for one that makes progress, or makes progress after all."""
         run = self._record.run
         sight = self._look(stood_at)
         if self._ended.is_set() or sight.is_patient or self._heart.now().has_moved_since(stood_at):
@@ -478,7 +476,7 @@ class Watchdog:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _tell(self, error: RunError, *, main_is_silent: bool) -> None:
-        """Say how the run ended where no supervisor does, in the first process that has something to say."""
+        """Record the end of the run where no supervisor does, in the first process with an error."""
         run, place = self._record.run, self._record.place
         first = errors_of(run)[0]
         if place.is_main or main_is_silent:
@@ -505,9 +503,9 @@ class Pulse:
         self._looked = time.monotonic()
 
     def silent(self, ranks: Collection[int]) -> list[Beat]:
-        """Those of some ranks that have given no sign of life for longer than they may stand still.
+        """Return those of some ranks that have sent no heartbeat for longer than their limit.
 
-        It costs nothing but once in a while, and counts no time in which this process was stopped itself.
+        It is cheap, and counts no time in which this process was suspended itself.
         """
         passed = time.monotonic() - self._looked
         if passed < BEAT_SECONDS:
@@ -539,14 +537,14 @@ class Pulse:
 
 
 def ask_for_stacks(beats: Sequence[Beat]) -> None:
-    """Have those processes of this host write their stacks that listen for it."""
+    """Have the processes of this host that listen for it write their stacks."""
     for beat in beats:
         if beat.host == os.uname().nodename and is_alive(beat.pid, beat.identity):
             _ask(beat.pid)
 
 
 def ask_children() -> None:
-    """Have the processes write their stacks that this one forked, such as those that make its rows: to its own file."""
+    """Have forked processes, such as data workers, write their stacks to the file of this one."""
     for child in psutil.Process().children(recursive=True):
         _ask(child.pid)
 
@@ -561,7 +559,7 @@ def _ask(pid: int) -> None:
 
 
 def end_children(since: float) -> None:
-    """End the processes that this one started since a time, in seconds since the epoch: nobody else would."""
+    """Kill the processes that this one started since a time, in seconds since the epoch."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.create_time() >= since - 1:

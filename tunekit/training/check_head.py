@@ -1,19 +1,15 @@
-"""Last check before training that the fused head scores as the model does, and the rows for it.
-
-A last look before training: does the fused head give the log-probabilities that the model gives itself?
+"""Check before training that the fused head scores as the model does, and the rows of such checks.
 
 A fused head scores tokens by the last hidden states and the head's weight, with a scale and soft cap that TRL knows by
-name (trl 1.16, `add_fused_lm_head`). A model that does anything else between the two would be trained on another loss,
-without a word. So a few rows are scored by both, in the model as it is trained, and where they differ by more than
-rounding the model's own logits are scored instead.
+name (trl 1.16, `add_fused_lm_head`). A model that does anything else between the two would silently be trained on
+another loss. So a few rows are scored by both, in the model as it is trained, and if they differ by more than rounding,
+the model's own logits are used instead.
 
-What rounding explains: both sides multiply the same hidden states with the same weight, sum in different orders and, in
-16 bits, round logits to steps of the type, the model after each of its operations. An error of a log-probability is
-that of one logit and of the logarithm of their sum, both below some steps of the token's largest logit (`ROUNDING` of
+Rounding: both sides multiply the same hidden states with the same weight, sum in different orders and, in 16 bits,
+round logits to steps of the dtype, the model after each of its operations. An error of a log-probability is that of one
+logit and of the logarithm of their sum, both below some steps of the token's largest logit (`ROUNDING` of
 `tunekit.models.fusion.proof`). Such errors are independent, and their sum over n tokens grows with the root of n alone:
 what is systematic, such as a scale, adds up, and is seen in the sum long before it is seen in a token.
-
-The few rows that a model is checked with, before the first step and after the last.
 """
 
 import inspect
@@ -165,12 +161,12 @@ def _why_not_trls(trainer: Any, head: Head) -> str | None:
 
 
 def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
-    """See that both models of a distillation have the logits that TRL's divergence makes of their last hidden states.
+    """Check that both models of a distillation have the logits that TRL's divergence computes.
 
-    Its formula is that of TRL's fused head, which each model is given for as long as it is looked at.
+    Its formula is that of TRL's fused head, which each model has during the check.
 
     Raises:
-        RunError: One of them has not.
+        RunError: One of them differs.
     """
     from trl.trainer.utils import add_fused_lm_head
 
@@ -193,10 +189,10 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
 
 
 def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
-    """See that nothing asks for what the model's own logits are not.
+    """Check that no setting requires a fused head.
 
     Raises:
-        RunError: Something does.
+        RunError: One does.
     """
     if head.bound["cast_lm_head_to_fp32"]:
         raise RunError(

@@ -1,23 +1,19 @@
-"""Last checks before training: the reference model, and packed documents kept apart.
+"""Checks before training: the model equals its reference, and packed documents are isolated.
 
-A last look before training: is the model that is trained the one that it is held to?
+Before the first step the model and its reference are the same, whatever keeps the reference: the model without a new
+adapter, a copy of an adapter, a second model, or precomputed log-probabilities. So the same tokens have the same
+log-probabilities in both, the loss of DPO is ln 2 and the divergence of GRPO 0. If not, the reference or the trained
+model is not the recipe's, and nothing that is logged later would show it.
 
-Before the first step both are the same, whatever keeps the reference: the model without a new adapter, a copy of an
-adapter, a second model, or log-probabilities that were computed beforehand. So the same tokens have the same
-log-probabilities in both, the loss of DPO is ln 2 and the divergence of GRPO 0. Where they are not, something else is
-held to than the recipe says, or something else is trained, and nothing that is logged later would tell.
+The log-probabilities of the reference are stored in the run folder. On resume the model has changed, and the reference
+is compared with these.
 
-What the reference gave is kept in the folder of the run. A run that goes on from a checkpoint has another model by
-then, and its reference is compared with that.
+The plan knows by the model's type whether packed documents are isolated. Here that is checked on the model itself, with
+its adapter, its attention and the trainer's own batches, so that no new architecture or library version can leak
+between documents unnoticed.
 
-A last look before training: does the loaded model keep documents apart that lie in one row, and is that right?
-
-The plan knows it of the model's type. Here it is seen at the model itself, with its adapter, its attention and the
-trainer's own batches, so that no new architecture and no change in a library can let documents see each other unsaid.
-
-tunekit's attention for packed rows is proved besides: as each layer calls for it, its results and gradients are those
-of attention as it is defined, in float64, and the windows that the model's masks would have are those that its layers
-hand on.
+tunekit's attention for packed rows is proved as well: as each layer calls it, its outputs and gradients are those of
+attention as it is defined, in float64, and the windows of the model's masks are those that its layers pass on.
 """
 
 import json
@@ -95,17 +91,17 @@ class _Found:
 
 
 def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int, goes_on: bool) -> None:
-    """Compare the model with what it is held to, and write down what was found. Called by all processes together.
+    """Compare the model with its reference, and record the result. Called by all processes together.
 
     Args:
-        trainer: The trainer, once its model is where it is trained.
-        plan: What the model is held to.
-        record: Where the finding goes.
+        trainer: The trainer, once its model is placed.
+        plan: The plan, with the kind of reference.
+        record: Record of the run.
         vocabulary: Number of tokens to make probes of.
-        goes_on: Whether the model comes from a checkpoint: then the reference is compared with what it was.
+        goes_on: Whether the model comes from a checkpoint: then the reference is compared with its earlier values.
 
     Raises:
-        RunError: They are not the same, or the reference is not the one that it was.
+        RunError: They differ, or the reference has changed.
     """
     rewarded = is_rewarded(plan.recipe.method)
     with _as_it_was(trainer):
@@ -238,15 +234,15 @@ PROBE_WINDOW = 4
 
 
 def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked: str) -> None:
-    """Take two documents in one row through the trainer's model, and again with another first one.
+    """Check that the logits of a document do not depend on the one before it in a packed row.
 
-    The model is as it was afterwards, and no random number is drawn.
+    The model is unchanged afterwards, and no random number is drawn.
 
     Args:
         trainer: The trainer, before training.
         vocabulary: Number of tokens to make documents of.
         path: The model as the recipe names it.
-        asked: The field of the recipe to set to false where documents are not kept apart.
+        asked: The recipe's field to set to false if documents are not isolated.
 
     Raises:
         RunError: The second document changes with the first.
@@ -266,18 +262,18 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
 
 
 def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAttention) -> str:
-    """Take tunekit's packed attention through a tiny forward and backward pass, as the trainer's model calls for it.
+    """Check tunekit's packed attention in a tiny forward and backward pass, as the trainer's model calls it.
 
     Args:
         trainer: The trainer, before training.
         vocabulary: Number of tokens to make documents of.
-        flash: What it goes to on CUDA.
+        flash: Its implementation on CUDA.
 
     Returns:
-        What was seen, in words.
+        A description of the result.
 
     Raises:
-        RunError: It does not run, or is not what it should be.
+        RunError: It does not run, or is inaccurate.
     """
     device = trainer.accelerator.device
     hint = "set model.attn_implementation=sdpa"

@@ -1,8 +1,8 @@
-"""Check at the end of a run that the model in its folder is the model that was trained.
+"""Check at the end of a run that the saved model equals the trained one.
 
-The last rows of a run are scored twice: by the model as it was trained, on every device that it is divided over, and by
-what was saved, loaded as anybody would load it: weights by Transformers, an adapter by PEFT on its base. Weights that
-were not saved, saved under another name, tied on loading or tied only in training differ here, and nowhere else.
+A few rows are scored twice: by the trained model, on every device that it is sharded over, and by the saved one, loaded
+as users load it: weights by Transformers, an adapter by PEFT on its base. Weights that were not saved, saved under
+another name, tied on loading or tied only in training show here, and nowhere else.
 """
 
 from collections.abc import Iterator

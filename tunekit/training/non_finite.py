@@ -1,24 +1,23 @@
-"""Losses and gradients that are not numbers, or infinite, seen by all processes before a step changes anything.
+"""Non-finite losses and gradients, detected by all processes before a step changes anything.
 
-One such step makes all weights so, and what was trained is lost. So every step is looked at, whether it is logged or
-not: each process looks at the losses of its micro-batches and at the norm of the gradients of all, and tells the others
-in one small exchange over the processors' network, because a loss may be bad where no other process sees it. All decide
-alike then: to end the run, to leave the step out, or to go back.
+One such step makes all weights NaN. So every step is checked, logged or not: each process checks the losses of its
+micro-batches and the gradient norm, and they exchange the results over the CPU network, because a loss may be bad in
+one process alone. All then decide alike: to stop the run, to skip the step, or to roll back.
 
-A step that is left out changes neither weights nor optimizer states; the schedule counts it. It is written down, and
-left out again whenever it comes again, so that a run that is resumed is the run that was not interrupted.
+A skipped step changes neither weights nor optimizer states; the schedule counts it. It is recorded, and skipped again
+whenever it comes again, so that a resumed run equals one that was not interrupted.
 
-With fp16 gradients overflow now and then, and the scaler leaves the step out and lowers the scale: that is no fault,
-as long as there is a scale to lower.
+With fp16 gradients overflow now and then, and the scaler skips the step and lowers the scale: that is no fault, as long
+as there is a scale to lower.
 
 On an accelerator this waits once a step until the backward pass is done, for losses and norm together; with DeepSpeed,
 which has the norm on the processor by then, for the losses alone.
 
 Rows of a process in a step, by name, for reports of failures.
 
-Nothing is carried along with the micro-batches: which rows are in one follows from the seed, the epoch, the step and
-the process alone (see `tunekit.methods.run_trainer`), and is worked out when somebody asks. Prompts that a model
-answers are found again by what they say. Of a stream nothing is known but its tokens.
+The rows of a micro-batch follow from the seed, the epoch, the step and the process alone (see
+`tunekit.methods.run_trainer`), and are worked out on demand. Prompts are found by their text. Of a stream only the
+tokens are known.
 """
 
 import json
@@ -183,19 +182,19 @@ def _cut(text: str) -> str:
 
 
 LEFT_OUT = "left_out.json"
-"""File of a run folder with the steps that are left out: of each its number, what was wrong, and its rows."""
+"""File of a run folder with the skipped steps: of each its number, its problem, and its rows."""
 
 NUM_NAMED = 8
 """Rows that are named in a message; the file has all of them."""
 
 
 class Guard:
-    """Looks at every step of a trainer whose model is wrapped.
+    """Detector of non-finite steps of a trainer whose model is wrapped.
 
     Args:
         trainer: The trainer.
-        plan: What is done with a step that is not finite.
-        record: Where it is told.
+        plan: The plan, with the policy for such steps.
+        record: Record of the run.
     """
 
     def __init__(self, trainer: RunTrainer, plan: Plan, record: Record) -> None:
@@ -267,7 +266,7 @@ class Guard:
         optimizer._update_scale = look_and_adjust
 
     def _look(self, norm: Tensor | float) -> None:
-        """Tell the others of this process's losses and norm, and decide with them. Called by all together."""
+        """Exchange losses and norm with the other processes, and decide alike. Called by all together."""
         place, step = self.record.place, self.trainer.state.global_step + 1
         losses, norm = self._numbers(norm)
         bad = {number: loss for number, loss in enumerate(losses) if not math.isfinite(loss)}
@@ -302,7 +301,7 @@ class Guard:
         return bool(self.trainer.accelerator.scaler.get_scale() > 1)
 
     def _decide(self, step: int, problem: str, rows: list[str]) -> None:
-        """Do what the recipe says, in all processes alike."""
+        """Apply the recipe's policy, in all processes alike."""
         policy, most = self.train.non_finite, self.train.max_non_finite
         if policy == "stop":
             raise NonFiniteError(
@@ -353,7 +352,7 @@ class Guard:
 
 
 def left_out(run_folder: Path) -> set[int]:
-    """The steps of a run that are left out."""
+    """Return the skipped steps of a run."""
     return {record["step"] for record in _read(run_folder / LEFT_OUT)}
 
 

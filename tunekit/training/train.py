@@ -38,10 +38,10 @@ SAMPLE_TOKENS = 64
 
 
 def load_train_save(watch: Watch, wishes: Wishes) -> bool:
-    """Do all of it, and return whether it was left before its end.
+    """Load, train and save, and return whether the run was stopped before its end.
 
     Raises:
-        RunError: The plan cannot be trained by, or what runs is not what it says.
+        RunError: The plan has no schedule, or a check fails.
     """
     record, plan = watch.record, watch.plan
     run, recipe, place, schedule = record.run, plan.recipe, record.place, plan.schedule

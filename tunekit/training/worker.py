@@ -1,8 +1,8 @@
-"""Worker process of a run: reads the folder, loads, trains and saves. It decides nothing: the plan did.
+"""Worker process of a run: reads the folder, loads, trains and saves. All decisions are in the plan.
 
-The libraries' own words go to the run's log; what matters goes to the events. One of several processes is started as
-`python -m tunekit.training.worker FOLDER`, by tunekit or by another launcher, and finds its place in its environment.
-Libraries read theirs when they are imported, so that nothing here imports one before the plan's variables are set.
+Library output goes to the run's log, and what matters to the events. One of several processes is started as
+`python -m tunekit.training.worker FOLDER`, by tunekit or by another launcher, and has its ranks in its environment.
+Libraries read their variables on import, so nothing here imports one before the plan's variables are set.
 """
 
 import os
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from tunekit.training.callbacks import Watch
 
 RESERVE_BYTES = 16 * 2**20
-"""Address space that is held back for saying that memory ran out; it is not written, and takes no memory."""
+"""Address space reserved to report exhausted memory; it is not written, and takes no memory."""
 
 DATA_WORKER_SECONDS = 5
 """Time between a broken connection to a data worker and the signal of its end, at most, in seconds."""
 
 
 def work(run: Run, listener: Listener | None = None, place: Place | None = None, *, supervised: bool = False) -> None:
-    """Train as the run folder says, in this process, from its newest complete checkpoint if it has one.
+    """Train a run in this process, from its newest complete checkpoint if there is one.
 
     Args:
         run: The run.
         listener: Called with every event.
-        place: Which of its processes this is; its only one where left out.
-        supervised: Whether another process says how the run ended. Otherwise the status does, whatever happens.
+        place: Place of this process; by default the only one.
+        supervised: Whether a supervisor records the end of the run. Otherwise this process does, whatever happens.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong.
-        Stopped: It was asked to end before it was done, and no supervisor says so.
+        TunekitError: An error that the user can fix.
+        Stopped: The run was stopped, and no supervisor reports it.
     """
     send_nothing_at_all()
     place = place or Place()

@@ -1,18 +1,14 @@
-"""Restore the state of a trainer on resume.
+"""Restore of a trainer on resume, in every process, of state that the trainer does not restore itself.
 
-Restore on resume, in every process, of state that the trainer does not restore itself.
+The trainer takes from a checkpoint the steps to log, evaluate and save at, and the learning rate of the next step, even
+if the recipe has others now. It only loads checkpoints of FSDP2 in another number of processes, and does not convert
+between FSDP2 and unsharded ones. And it loads all of a checkpoint, or nothing.
 
-It takes from a checkpoint at which steps to log, to evaluate and to save, and the learning rate of the next step, even
-where the recipe asks for others by now. It knows no checkpoint of another number of processes but those of FSDP2, and
-none of FSDP2 in processes that hold everything, nor the other way round. And it takes all of one, or nothing.
-
-State of a trainer between steps besides the one that transformers saves: without it a resume is not exact.
-
-A checkpoint of transformers has weights, optimizer, schedule and the random numbers of each process. It takes a file of
-these that is missing for one that is not needed, and says so in its log at most. It does not have the answers that
-several steps learn from, the tokens that were counted, what was measured since something was logged last, in which
-passage through a stream a run is, and a reference that follows the model (transformers 5.23, trl 1.16). That is written
-here, by each process into its own file, and looked for before anything is loaded.
+A checkpoint of transformers has weights, optimizer, schedule and the random state of each process; a missing file of
+these is skipped, at most with a line in the log. It lacks the answers that several steps learn from, token counts,
+metrics since the last log, the epoch of a stream, and a reference that follows the model (transformers 5.23, trl 1.16).
+Without these a resume is not exact. They are written here, by each process into its own file, and checked for before
+anything is loaded.
 """
 
 import math

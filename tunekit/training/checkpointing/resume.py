@@ -1,12 +1,8 @@
-"""Resume a run: its checkpoint, and edits of its recipe.
+"""Resume of a run: its checkpoint, edits of its recipe, and notes for the user.
 
-Going on with a run: from which checkpoint, with which edits of its recipe, and what is said of it.
-
-`decide` looks at everything and changes nothing. `carry_out` then sets aside the checkpoints that are no part of what
-follows, replaces the recipe and the plan and keeps the earlier ones. The processes go on as they do after any end, from
-the newest checkpoint; what else they are to know stands in `resume.json`.
-
-Classify edits of a run's recipe on resume, one by one and before anything is done.
+`decide` checks everything and changes nothing; it classifies edits of the recipe one by one. `carry_out` then sets
+aside the checkpoints that are superseded, and replaces the recipe and the plan, of which the earlier ones are kept. The
+processes then resume from the newest checkpoint; `resume.json` has the rest of their instructions.
 """
 
 import os
@@ -41,14 +37,14 @@ class Decision:
 
     Attributes:
         run: The run.
-        checkpoint: What it goes on from.
+        checkpoint: The checkpoint to resume from.
         before: The recipe of the checkpoint.
         recipe: The recipe from here on.
         plan: Its plan.
-        changes: What is otherwise than before, a phrase each.
-        notes: What the user should know, a sentence each.
-        weights_only: Whether only the weights are taken.
-        aside: Checkpoints that are no part of what follows.
+        changes: Differences from before, a phrase each.
+        notes: Notes for the user, a sentence each.
+        weights_only: Whether only the weights are used.
+        aside: Superseded checkpoints.
     """
 
     run: Run
@@ -78,10 +74,10 @@ def decide(
         run: The run.
         overrides: Edits of its recipe, besides those in its `recipe.yaml`.
         recipe: A recipe in the place of that one.
-        make_plan: Plans a recipe for the processes that are to go on with it, on the rows of an earlier plan.
-        is_here: Whether a plan is one for the devices that there are.
-        checkpoint: The checkpoint to go on from; the newest whole one where left out.
-        weights_only: Take nothing of it but the weights.
+        make_plan: Plans a recipe for the processes that resume it, on the rows of an earlier plan.
+        is_here: Whether a plan is for the available devices.
+        checkpoint: The checkpoint to resume from; by default the newest complete one.
+        weights_only: Use only its weights.
 
     Raises:
         TunekitError: It cannot, or not so.
@@ -109,7 +105,7 @@ def decide(
 
 
 def carry_out(decision: Decision) -> tuple[str, ...]:
-    """Make the folder of a run ready to go on, and return what the user should know."""
+    """Prepare the folder of a run for the resume, and return notes for the user."""
     run, checkpoint, notes = decision.run, decision.checkpoint, decision.notes
     checkpoints, checkpoint_path = run.path / CHECKPOINTS, checkpoint.path
     if decision.aside:

@@ -47,10 +47,10 @@ _TABLE_CLASSES = {
 
 
 def check_states(checkpoint: Path) -> None:
-    """See that every state of a checkpoint can be opened without running anything.
+    """Check that every state of a checkpoint can be loaded without running code.
 
     Raises:
-        RunError: One cannot. It is named.
+        RunError: One cannot.
     """
     if checkpoint.is_symlink():
         raise _refused(checkpoint, "is a link out of the run")

@@ -1,14 +1,13 @@
-"""Checkpoints of a run that trains: written by all of its processes, and there for others only once they are whole.
+"""Checkpoints of a running training: written by all of its processes, and visible only once they are complete.
 
-The Trainer's own pieces write them, as it loads them, into a folder that nobody looks at. What can fail in one process
-alone, its files, raises nothing there: what went wrong is kept until all processes tell each other, so that none waits
-for another that has failed. Then every file is brought to the disk and read back for its checksum, each process
-reading its share; the main one writes the manifest and gives the folder its name.
+The Trainer's own methods write them, as it loads them, into a hidden folder. A failed write in one process raises
+nothing there: the error is kept until all processes exchange theirs, so that none waits for another that has failed.
+Then every file is synced to disk and read back for its checksum, each process reading its share; the main one writes
+the manifest and renames the folder.
 
-Where the plan says so (FSDP2 and DeepSpeed, whose processes write as many files), training waits only until the states
-are copied to main memory. What follows goes on in a thread of each process, with exchanges in a process group of its
-own. That it is done, or what went wrong, all hear at the end of the same later step, before the next checkpoint, or at
-the end of the training.
+If the plan says so (FSDP2 and DeepSpeed, whose processes write as many files), training waits only until the states are
+copied to host memory. The rest runs in a thread of each process, with collectives in a process group of its own. All
+learn of its end or failure at the end of the same later step, before the next checkpoint, or at the end of training.
 """
 
 import contextlib
@@ -89,13 +88,13 @@ class _Save:
 
 
 class Saver(TrainerCallback):  # type: ignore[misc]
-    """Writes the checkpoints of a trainer, keeps the newest and the best, and says what each took.
+    """Writes the checkpoints of a trainer, keeps the newest and the best, and records the time of each.
 
     Args:
-        record: The run, and where events go.
+        record: Record of the run.
         plan: The plan of the run.
-        heart: Where the process says at what it is.
-        best: The best evaluation before, where the run goes on.
+        heart: Heartbeats of the process.
+        best: The best evaluation before, on resume.
     """
 
     def __init__(self, record: Record, plan: Plan, heart: Heart, best: complete.Best | None) -> None:
