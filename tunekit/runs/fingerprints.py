@@ -1,24 +1,19 @@
 """Fingerprints, versions and lineage of a run: the inputs that it was made from.
 
-Fingerprints of a run's inputs besides recipe and plan, as they were when it was made.
+Fingerprints: of the files of the model and its tokenizer, the prepared rows, and the files that they came from. A run
+that resumes with other inputs would be another run, which no checkpoint shows.
 
-The files of the model and of its tokenizer, the rows that were prepared, and the files that they came from. A run that
-goes on with others of these would be another run, which no checkpoint tells.
+A file of up to 64 MiB is read completely, so that any change is seen. Of a larger one the size, the start, where
+safetensors have all names and shapes, and 32 evenly spaced pieces of 64 KiB are read: weights that were trained since
+differ in each of these. Smaller changes of the same size are missed; so are rows at a URL or in a Hub dataset, which
+are not checked again.
 
-A file of up to 64 MiB is read wholly, so that any change of it is seen. Of a larger one its size, its beginning, where
-safetensors have all names and shapes, and 32 pieces of 64 KiB evenly spread over it are: weights that were trained
-since differ in each of these. Missed is a smaller change in such a file that leaves its size; and rows at a URL or in a
-dataset of the hub, which are not looked at again.
+Versions: Python, the libraries, tunekit's commit, and the machine's threads, written when the folder is made, so that a
+rerun can report differences. The digests of recipe and plan show whether they were edited in the folder.
 
-Versions that a run was made with: Python, the libraries, tunekit's commit, and the machine's threads.
-
-It is written beside the fingerprints when the folder is made, so that whoever repeats the run can say what is
-otherwise. The digests of recipe and plan tell whether somebody has changed them in the folder since.
-
-A recipe that starts from a run: which run is meant, whether it may be, and what the recipe takes from it.
-
-`read_recipe` is how the verbs load recipes: it also finds what contradicts the run that is named. `continued` fills in
-what the recipe leaves to the run; it comes before a plan, and changes nothing the second time.
+Lineage: a recipe that starts from a run, checks of it, and what the recipe inherits. `read_recipe` is how the verbs
+load recipes: it also finds contradictions with that run. `continued` fills in what the recipe inherits; it comes before
+a plan, and is idempotent.
 """
 
 import contextlib
@@ -302,10 +297,10 @@ CODE = "code.json"
 def read_recipe(
     source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, list[str]]:
-    """The checked recipe, which contradicts no run that it starts from, and notes of its overrides.
+    """Return the recipe, checked also against the run that it starts from, and notes of its overrides.
 
     Raises:
-        RecipeError: It is not valid; the message has a line for every mistake, each with its place.
+        RecipeError: It is invalid; the message has a line per fault, each with its place.
     """
     return load_recipe_with_notes(source, overrides, conflicts_of=_conflicts)
 
@@ -313,12 +308,12 @@ def read_recipe(
 def check_text(
     text: str, overrides: Sequence[str] = (), *, find_functions: bool = True
 ) -> tuple[Recipe | None, list[Fault]]:
-    """The recipe of a YAML text, or all that is wrong with it: what the command line would say of a file that holds it.
+    """Check a recipe's YAML text, as the command line checks a file.
 
     Args:
         text: The text, such as a draft in an editor.
-        overrides: `dotted.key=value` words to lay over it.
-        find_functions: Whether the user's own functions are looked up, for which their modules are imported here.
+        overrides: `dotted.key=value` overrides.
+        find_functions: Whether the user's own functions are looked up, which imports their modules.
 
     Returns:
         The recipe and no faults, or None and at least one fault, in the order of the text.
@@ -438,11 +433,11 @@ def _trusted(run: Run) -> Iterator[tuple[str, ModelSection]]:
 
 
 def continued(recipe: Recipe) -> Recipe:
-    """The recipe with the run that it starts from found, and with what it leaves to it.
+    """Return the recipe with the run that it starts from resolved, and with what it inherits from it.
 
     Raises:
         PlanError: It contradicts the run.
-        TunekitError: The run cannot be started from.
+        TunekitError: A recipe cannot start from this run.
     """
     recipe = recipe.model_copy(update={"method": with_models(recipe.method, settled)})
     section = settled(recipe.model)

@@ -1,4 +1,4 @@
-"""Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
+"""Prepared data of a run: token ids and labels of its rows, with their counts, and the completed recipe."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +72,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """The rows of a run that TRL tokenises itself, and what was counted in them."""
+    """Rows of a run that TRL tokenizes itself, with their counts."""
 
     splits: tuple[AlignmentSplit, ...]
     facts: DataFacts
@@ -99,7 +99,7 @@ def _save_skipped(folder: Path, skipped: Sequence[Skipped]) -> None:
 def prepare(
     recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
 ) -> PreparedData:
-    """Tokenise, mask, mix and pack the rows, or find them in the cache, and look at what came out.
+    """Tokenize, mask, mix and pack the rows, or find them in the cache, and report on them.
 
     Args:
         recipe: The recipe.
@@ -149,7 +149,7 @@ def _sources_of(shares: Iterable[SourceShare]) -> tuple[SourceFacts, ...]:
 
 
 def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:
-    """Measure the rows of a method whose trainer tokenises them, and leave out those that are too long.
+    """Measure the rows of a method whose trainer tokenizes them, and skip those that are too long.
 
     Args:
         recipe: The recipe.
@@ -199,7 +199,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
 def report_on_rows(
     recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
 ) -> DataReport:
-    """Measure the rows of a method whose trainer tokenises them, and look at what came out.
+    """Measure the rows of a method whose trainer tokenizes them, and report on them.
 
     Args:
         recipe: The recipe.

@@ -1,20 +1,17 @@
-"""Record of a run: its events and status, its lock, the room on its disk, and records of finished runs.
+"""Record of a run: its events and status, its lock, the space on its disk, and records of finished runs.
 
-Record of a run: events and status, written by one of its processes for all.
+Events and status are written by one of its processes for all.
 
-Free space on the disk of a run, and the errors where it is too little.
+Disk: free space, and the errors if there is too little.
 
-Lock of a run against a second resume or deletion: one process at a time.
+Lock against a second resume or deletion: both read the state of the run, then decide, which may take seconds, and then
+act. Without the lock, two could train in one folder, or one in a folder that is being deleted.
 
-Both look at what the run is at, then decide, which may take seconds, and then act. Of two that look before either has
-acted, the second would act on what is no longer so: two would train in one folder, or one in a folder that is deleted.
+Rollback: failures after which a run returns to its newest checkpoint by itself, whatever `parallel.max_restarts` is. A
+non-finite step is skipped when it comes again (see `tunekit.training.non_finite`, which also counts them). After
+exhausted memory, each process uses half the micro-batch, and accumulates twice as often: once, and never again.
 
-Failures after which a run goes back to its newest checkpoint by itself, whatever `parallel.max_restarts` says.
-
-A step that was not finite is left out when it comes again (see `tunekit.training.non_finite`, which also counts them).
-Where memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
-
-Records of finished runs: how fast this machine was, and how much memory they took.
+Records of finished runs: the speed of this machine, and their memory.
 """
 
 import contextlib
@@ -201,7 +198,7 @@ class Record:
 
     def write_error(self, error: BaseException) -> None:
         """Write the error of this process where whoever started it looks; the earliest is the one that is shown."""
-        words = {"rank": self.place.rank, "time": time.time(), "traceback": None}
+        words: dict[str, Any] = {"rank": self.place.rank, "time": time.time(), "traceback": None}
         if isinstance(error, TunekitError):
             words |= error.to_words()
         else:
@@ -214,7 +211,7 @@ class Record:
 
 @contextlib.contextmanager
 def told_if_gone(run: Run) -> Iterator[None]:
-    """Within it, files that cannot be read or written as the run's folder is gone are an error that says so.
+    """Within it, failures to read or write files of a missing run folder raise an error that reports it.
 
     Raises:
         RunError: The folder is gone.
@@ -252,10 +249,10 @@ CLAIM = ".claim.lock"
 
 @contextlib.contextmanager
 def claimed(run: Run) -> Iterator[None]:
-    """Within it no other process begins to go on with a run, or deletes it.
+    """Within it no other process resumes or deletes a run.
 
     Raises:
-        RunError: Another process does so just now, or the folder cannot be written.
+        RunError: Another process does so now, or the folder cannot be written.
     """
     claim = FileLock(run.path / CLAIM, timeout=0)
     try:

@@ -1,14 +1,10 @@
-"""Trackers of a run, and the start of the process that reports to them.
+"""Trackers of a run: their settings and checks, and the process that reports to them.
 
-Trackers, which show figures of many runs: how a run is called there, where its files are, and what has to be there.
+The names of a run in a tracker (its project, its id) are decided once and stored in the folder `trackers` of the run
+folder, so that a resumed run continues there. Addresses and secrets are not stored: the environment has them.
 
-What names the run for a tracker (its project, its id) is decided once and kept in the folder `trackers` of the run
-folder, so that a run that is gone on with goes on there. Addresses and secrets are not kept: the environment has them.
-
-Start of the process that reports to trackers, by the main process of a run, and its release.
-
-See `tunekit.tracking.process`. That process outlives this one for as long as it needs to hand on the last figures, and
-sees by its pipe when this one is gone, whatever has ended it.
+The main process of a run starts `tunekit.tracking.process`, which outlives it until the last metrics are sent, and
+notices by its pipe when the main process is gone, whatever has ended it.
 """
 
 import contextlib
@@ -59,12 +55,12 @@ def folder_of(run: Run) -> Path:
 
 
 def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables by which a tracker knows a run: as it is known already, else as they are set, else tunekit's own.
+    """Return the variables of a tracker for a run: those stored with it, else as they are set, else the defaults.
 
     Args:
         run: The run.
         tracker: The tracker.
-        environment: What is set.
+        environment: The user's variables.
     """
     texts, folder = facts_of(tracker)["defaults"], folder_of(run).resolve()
     defaults = {name: text.format(folder=folder, id=secrets.token_hex(4)) for name, text in texts.items()}
@@ -112,7 +108,7 @@ def names_of(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str]
 
 
 def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse trackers that could not be reported to, before anything expensive.
+    """Refuse trackers that are not available, before anything expensive.
 
     Args:
         trackers: Which.
@@ -177,7 +173,7 @@ def _check_trackio(environment: Mapping[str, str]) -> None:
 
 
 def _reach(tracker: Tracker, url: str, *, hint: str) -> None:
-    """Refuse a server that does not answer. That it asks for a login is an answer."""
+    """Refuse a server that does not answer; a request to log in is an answer."""
     parts = urlsplit(url)
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
     try:
@@ -202,11 +198,11 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 class Reporting:
-    """Reports on a run to trackers, from the beginning of a `with` block on; nothing where there are none.
+    """Reports on a run to trackers during a `with` block; does nothing without trackers.
 
     Args:
-        record: The run, and where the words of trackers go.
-        trackers: Which.
+        record: Record of the run, for messages of trackers.
+        trackers: The trackers.
     """
 
     def __init__(self, record: Record, trackers: Sequence[Tracker]) -> None:

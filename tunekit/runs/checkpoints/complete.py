@@ -1,11 +1,11 @@
 """Complete checkpoints of a run, and which of them are kept.
 
-The libraries write many files, from several processes, one after another, into a folder `.saving-N`. Behind them all
-comes a manifest with the size and the SHA-256 of each, and then the folder gets its name, `checkpoint-N`, in one step.
-So a checkpoint that is there was written to its end, and one that has changed since does not agree with its manifest.
-Such a one is set aside as `checkpoint-N.bad`: it is never gone on from and never deleted.
+The libraries write many files, from several processes, into a folder `.saving-N`. The last file is a manifest with the
+size and the SHA-256 of each, and then the folder is renamed to `checkpoint-N`, atomically. So a visible checkpoint was
+written completely, and one that has changed since does not match its manifest: it is renamed to `checkpoint-N.bad`, and
+neither resumed from nor deleted.
 
-The command that trains a run's recipe from its beginning, where there is no checkpoint to go on from.
+Also the command that starts a run over, for runs without a checkpoint.
 """
 
 import hashlib
@@ -143,7 +143,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def to_disk(path: Path) -> None:
-    """Have a file or a folder written to its disk, and not only given to the system."""
+    """Sync a file or a folder to its disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,9 +159,9 @@ def as_written(file: Path) -> Written:
 
 
 def publish(run_folder: Path, manifest: Manifest) -> Path:
-    """Write the manifest of a checkpoint whose files are on the disk, and make it visible: in the main process only.
+    """Write the manifest of a checkpoint whose files are on disk, and make it visible: in the main process only.
 
-    One of the same step that is there already is taken away only then.
+    An existing checkpoint of the same step is only removed then.
     """
     draft, to = draft_of(run_folder, manifest.step), checkpoint_of(run_folder, manifest.step)
     target = draft / to.name
@@ -177,14 +177,14 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
 
 
 def publish_result(draft: Path, to: Path) -> None:
-    """Make the result of a run visible, once all of it is on the disk: in the main process only."""
+    """Make the result of a run visible, once all of it is on disk: in the main process only."""
     for path in (*draft.rglob("*"), draft):
         to_disk(path)
     _take_name(draft, to, to.with_name(f".replaced-{to.name}"))
 
 
 def _take_name(draft: Path, to: Path, before: Path) -> None:
-    """Give a folder its name. One that has it is called `before` meanwhile, and is deleted then."""
+    """Rename a folder. An existing one of that name is renamed to `before` first, and deleted afterwards."""
     if to.exists():
         # One that was cut off here may have left a part of what it replaced.
         shutil.rmtree(before, ignore_errors=True)
@@ -195,7 +195,7 @@ def _take_name(draft: Path, to: Path, before: Path) -> None:
 
 
 def clear_drafts(run_folder: Path) -> None:
-    """Take away what a save that was cut off has left, and bring back what it was about to replace."""
+    """Delete the remains of interrupted saves, and restore checkpoints that they were about to replace."""
     checkpoints = run_folder / CHECKPOINTS
     for folder in checkpoints.glob(".replaced-*"):
         newer = checkpoints / folder.name.replace(".replaced-", "checkpoint-")
@@ -207,15 +207,15 @@ def clear_drafts(run_folder: Path) -> None:
 
 
 def newest_complete(run_folder: Path) -> Newest:
-    """The newest checkpoint of a run whose files are there in their sizes. What they hold is not read, but for READ."""
+    """Return the newest checkpoint of a run whose files exist with their sizes; of READ the contents are checked."""
     return _newest(run_folder, contents=False)
 
 
 def take_newest(run_folder: Path) -> Newest:
-    """The newest checkpoint of a run that holds what was written, after those that do not were set aside.
+    """Return the newest checkpoint of a run with intact contents, and rename damaged ones.
 
     Raises:
-        RunError: There are checkpoints, but none is whole.
+        RunError: There are checkpoints, but none is complete.
     """
     clear_drafts(run_folder)
     newest = _newest(run_folder, contents=True)
@@ -242,7 +242,7 @@ def superseded(run_folder: Path, limit: int, best: Best | None) -> list[Path]:
 
 
 def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[str]:
-    """Delete what is not kept, and return what went wrong, in words."""
+    """Delete superseded checkpoints, and return messages of failures."""
     problems = []
     for folder in superseded(run_folder, limit, best):
         try:

@@ -1,7 +1,4 @@
-"""The checkpoints that a run has kept, as whoever wants to go on from one of them looks at them.
-
-A checkpoint that is asked for by its name, or for its weights alone.
-"""
+"""List of a run's checkpoints, and lookup of one by its name or for its weights alone."""
 
 import re
 from dataclasses import dataclass
@@ -43,10 +40,10 @@ def steps_of(folder: Path) -> int:
 
 
 def named(run: Run, name: str, *, weights_only: bool) -> Found:
-    """The checkpoint of a run that a user names by its step, its name or its path.
+    """Find a checkpoint of a run by its step, its name or its path.
 
     Raises:
-        RunError: There is none, it is not this run's, or it is damaged.
+        RunError: It does not exist, is not this run's, or is damaged.
     """
     root = (run.path / complete.CHECKPOINTS).resolve()
     whole = [folder for folder in sorted(root.glob("checkpoint-*"), key=steps_of) if folder.suffix == ""]
@@ -69,7 +66,7 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
 
 
 def newest_weights(run: Run) -> Found | None:
-    """The newest checkpoint of a run whose weights are whole, whatever else of it is missing."""
+    """Return the newest checkpoint of a run with intact weights, whatever else of it is missing."""
     folders = sorted((run.path / complete.CHECKPOINTS).glob("checkpoint-*"), key=steps_of, reverse=True)
     whole = (folder for folder in folders if steps_of(folder) >= 0 and weights_fault(folder) is None)
     return next((Found(steps_of(folder), folder) for folder in whole), None)
