@@ -1,31 +1,31 @@
-"""A run folder: what was asked, how it was to be done, what happened, and what came out.
+"""A run folder: recipe, plan, events and result of a run.
 
     recipe.yaml    the complete recipe, defaults filled in and paths absolute
     plan.yaml      the plan with its reasons
-    recipe-1.yaml  the earlier ones, with plan-1.yaml, where the run was gone on with otherwise; resume.json says how
-    status.json    phase, step, process, and why it ended
-    tags.json      words that the user has given it
-    job.json       which job of a cluster it is, where it is one
-    events.jsonl   everything that happened (see `tunekit.runs.events`)
-    log.txt        what the libraries said
-    log-1.txt ...  the same from the other processes, where there are several
-    console.log    what a detached run printed
-    launcher.log   what else these wrote; errors/ has the words of those that failed
-    data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
-    ranks/         what each process is at, while it lives
-    stacks/        what every process was doing when one stood still
+    recipe-1.yaml  earlier versions, with plan-1.yaml, if the run was resumed with edits; resume.json has these
+    status.json    phase, step, process, and exit reason
+    tags.json      tags by the user
+    job.json       its cluster job, if it is one
+    events.jsonl   all events (see `tunekit.runs.events`)
+    log.txt        output of the libraries
+    log-1.txt ...  the same of the other processes
+    console.log    output of a detached run
+    launcher.log   other output of the processes; errors/ has the errors of those that failed
+    data/          the token ids and labels that are trained on, and skipped.jsonl if rows were skipped
+    ranks/         heartbeats of the processes
+    stacks/        stacks of all processes when one made no progress
     made_with.json versions, commit and threads that it was made with
-    code.json      the code that comes with its models, where the recipe allows it, by SHA-256
-    trackers/      what belongs to trackers that it is reported to: their files, the run's names there, log.txt
-    left_out.json  steps that were not finite, and are left out whenever they come again
-    checkpoints/   the last two, each with a manifest once it is whole
+    code.json      custom code of its models, if the recipe allows it, by SHA-256
+    trackers/      files of its trackers, the run's names there, log.txt
+    left_out.json  non-finite steps, which are skipped whenever they come again
+    checkpoints/   the last two, each with a manifest once it is complete
     model/         the result with tokenizer, chat template and model card
 
-A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
+A `Run` only reads and writes this folder: it is the same from the training process and from any other.
 
-A folder is called NAME-YYYYMMDD-HHMMSS, and -2, -3, ... where several began at once; so are those of sweeps. A text
-names, in this order: the folder that is wholly so called; the folders whose NAME it is; and, for commands that
-only look, the one folder that begins with it.
+A folder is named NAME-YYYYMMDD-HHMMSS, with -2, -3, ... if several started at once; so are those of sweeps. A name
+matches, in this order: the folder of exactly that name; the folders with that NAME; and, for commands that only read,
+the one folder with that prefix.
 """
 
 import contextlib

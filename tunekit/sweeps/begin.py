@@ -1,4 +1,4 @@
-"""Start of a sweep: every combination is checked and planned before the first is trained, all faults at once."""
+"""Start of a sweep: every combination is checked and planned before the first is trained, with all faults reported."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,8 +1,8 @@
-"""Conducting a sweep: its runs are started one after another, or as many at once as it has, until none is left.
+"""Conductor of a sweep: starts its runs, one after another or several at a time, until none is left.
 
-Each run is a process of its own that outlives this one. What is to be done next is read from the folders of the runs
-whenever it is asked, so a conductor that was killed is succeeded by another one: it finds runs that still train and
-waits for them, goes on with those that ended early, and starts those that have not begun.
+Each run is a process of its own that outlives this one. The next action is always derived from the run folders, so
+another conductor can replace one that was killed: it waits for runs that still train, resumes those that ended early,
+and starts those that have not begun.
 """
 
 import contextlib

@@ -1,14 +1,14 @@
-"""A sweep's folder: what is tried, which runs there are, and how they stand. Its runs lie among the others, in `runs/`.
+"""A sweep's folder: its values, its runs, and their states. Its runs are among the others, in `runs/`.
 
     recipe.yaml   the recipe of which each run changes some values
-    sweep.yaml    what is tried, how many runs there are at once, and what they are compared by
-    trials.json   the combinations, each with its number; a run's name is the sweep's with that number behind it
-    conductor     locked by the process that starts the runs, for as long as it lives
-    stop.json     somebody asks it to end
-    study.db      of Optuna, where it chooses the combinations: `optuna-dashboard sqlite:///study.db` shows it
-    sweep.png, sweep.html   what came of it
+    sweep.yaml    the values, the number of runs at a time, and the metric to compare them by
+    trials.json   the combinations, each with its number; a run's name is the sweep's with that number
+    conductor     locked by the process that starts the runs, while it lives
+    stop.json     stop request
+    study.db      Optuna's study, if it chooses the combinations: `optuna-dashboard sqlite:///study.db` shows it
+    sweep.png, sweep.html   the results
 
-How a run stands is read from its own folder whenever somebody asks: nothing here can contradict it.
+The state of a run is always read from its own folder: nothing here can contradict it.
 """
 
 import json
