@@ -60,7 +60,7 @@ def test_what_changes_a_run_needs_its_whole_name(runs, verb):
 
 
 def test_only_a_whole_folder_name_is_deleted(runs):
-    for name, why in (("zz", "no run is called 'zz'"), ("zz-x-", "no run is called 'zz-x-'")):
+    for name, why in (("zz", "no run is called 'zz'"), ("zz-x-", "no run named 'zz-x-'")):
         told = CliRunner().invoke(app, ["runs", "delete", name, "--yes"])
         assert why in str(told.exception)
     assert all(run.path.is_dir() for run in runs.values())
@@ -94,7 +94,7 @@ def test_a_sweep_is_found_as_a_run_is(tmp_path, monkeypatch):
         (folder / SPEC).write_text("{}")
     assert find_sweep("s").name == f"s-{OLD}" and find_sweep("s2-").name == f"s2-{NEW}"
     (tmp_path / "sweeps" / f"s-{OLD}").rename(tmp_path / "sweeps" / f"s1-{OLD}")
-    with pytest.raises(RunError, match="'s' is the beginning of 2 sweeps"):
+    with pytest.raises(RunError, match="'s' matches 2 sweeps"):
         find_sweep("s")
     for verb in (stop_sweep, resume_sweep):
         with pytest.raises(RunError, match=f"no sweep named 's2-'; use the full name: s2-{NEW}"):

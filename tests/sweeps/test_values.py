@@ -63,7 +63,7 @@ def test_words_that_say_nothing_to_try_are_refused(word, said):
 def test_a_key_is_swept_over_once():
     with pytest.raises(RecipeError, match="is set twice"):
         read_words(["adapter.rank=8,16", "adapter.rank=32,64"])
-    with pytest.raises(RecipeError, match="nothing to try"):
+    with pytest.raises(RecipeError, match="no values to try"):
         axes_of({"adapter.rank": []})
 
 

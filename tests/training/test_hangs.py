@@ -29,7 +29,7 @@ from tunekit.process.watchdog import Beat, Pulse, Sight, limit_of
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import place_of
-from tunekit.training import train, worker
+from tunekit.training import build_trainer, train, worker
 
 TIMEOUT_SECONDS = 5
 
@@ -133,7 +133,7 @@ FAULTS = {
 def work_with(fault, folder, environment):
     """What each process does."""
     os.environ.update({name: str(value) for name, value in environment.items()})
-    build = train.build_trainer
+    build = build_trainer.build_trainer
 
     def build_faulty(*args, **kwargs):
         trainer = build(*args, **kwargs)
@@ -142,7 +142,7 @@ def work_with(fault, folder, environment):
 
     limit = watchdog.limit_of
     watchdog.limit_of = lambda *args: limit(*args) if (Path(folder) / WRONG).exists() else LIMIT_SECONDS
-    train.build_trainer = build_faulty
+    build_trainer.build_trainer = build_faulty
     # As in a process of a user's: this one was forked by a server, from which its own would be too.
     multiprocessing.set_start_method("fork", force=True)
     os.setsid()

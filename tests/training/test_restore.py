@@ -331,7 +331,7 @@ def test_a_changed_model_is_refused_by_its_name(full, tmp_path, folder):
     (run.path / fingerprints.FINGERPRINTS).write_text(kept.replace(digest, "0" * 64))
     with pytest.raises(RunError, match=f"model: {model} has changed") as refused:
         verbs.resume(run, ["train.max_steps=8"])
-    assert "put back what it was" in refused.value.hint
+    assert "restore them" in refused.value.hint
 
 
 def test_rows_that_were_prepared_do_without_their_source_and_patterns_notice_more_files(folder, tmp_path):
@@ -396,7 +396,7 @@ def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapte
             run, f"parallel.strategy={strategy}", f"parallel.num_processes={num}", f"train.max_steps={2 * part}"
         )
         assert (run.plan.layout.strategy, run.plan.layout.num_processes) == (strategy, num)
-        assert any("random numbers" in note and "derived from the seed" in note for note in notes)
+        assert any("random state" in note and "derived from the seed" in note for note in notes)
         work_on(run)
     wanted, found = losses(calm), losses(run)
     assert list(found) == list(wanted)

@@ -70,7 +70,7 @@ def test_a_method_that_nobody_defines_or_that_takes_other_arguments_is_named():
         def _get_output_dir(self, trial, more): ...
 
     problems = {problem.name: problem.problem for problem in trainer_problems(Without, trainer_class("sft"), "sft")}
-    assert problems["_save"] == "is not there"
+    assert problems["_save"] == "does not exist"
     assert problems["_get_output_dir"] == "takes (trial, more), not (trial)"
 
 
