@@ -145,7 +145,7 @@ def test_rows_that_were_changed_since_are_named(run):
 def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "status.json").write_text(json.dumps({**run.status(), "phase": "interrupted"}))
-    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` goes on from step"):
+    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` resumes from step"):
         tunekit.rerun(other)
 
 

@@ -13,7 +13,7 @@ class Watched(Run):
     """A run that another process tries to have at the moment when it says that it begins."""
 
     def begin(self):
-        with pytest.raises(RunError, match="another process is about to go on with"), claimed(self):
+        with pytest.raises(RunError, match="another process is resuming or deleting"), claimed(self):
             pass
         super().begin()
 

@@ -27,7 +27,7 @@ DPO = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "entropy": 1.5}
 @pytest.mark.parametrize(
     ("method", "row", "values", "begins", "of_training"),
     [
-        ("grpo", {"prompt": "a"}, GRPO, "reward 0.500  tokens 1234.5  cut off 25%", "  no signal 12%"),
+        ("grpo", {"prompt": "a"}, GRPO, "reward 0.500  tokens 1234.5  truncated 25%", "  no signal 12%"),
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, DPO, "loss 0.0000  accuracy 75%  margin 0.500", ""),
     ],
 )

@@ -449,5 +449,5 @@ def test_a_damaged_evaluation_is_named(sft, tmp_path):
     folder = shutil.copytree(sft.path, tmp_path / "copy")
     (folder / "evaluations").mkdir(exist_ok=True)
     (folder / "evaluations" / "x.json").write_text('{"model": 1}')
-    with pytest.raises(tunekit.TunekitError, match=r"x\.json is no evaluation"):
+    with pytest.raises(tunekit.TunekitError, match=r"x\.json is not an evaluation"):
         tunekit.evaluations_of(folder)

@@ -172,7 +172,7 @@ def test_a_checked_export_is_sent_as_one_commit_to_a_repository_made_for_it(hub,
     assert "adapter_model.safetensors" in written and WRITES not in done.stdout + done.stderr
     data = metadata_load(tmp_path / "out" / "README.md")
     assert {key: data.get(key) for key in CARD} == CARD
-    licence = "| Licence of the base model | tiny-1 (https://example.org/tiny) |"
+    licence = "| License of the base model | tiny-1 (https://example.org/tiny) |"
     assert licence in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -169,8 +169,8 @@ def test_a_process_that_dies_is_told_of(runs):
     ("name", "options", "words"),
     [
         ("nothing", {}, "no run 'nothing'"),
-        ("", {}, "is no name of a run"),
-        ("a\0b", {}, "is no name of a run"),
+        ("", {}, "invalid run name"),
+        ("a\0b", {}, "invalid run name"),
         ("/", {}, "holds no config.json"),
         ("pico", {"compare": True}, "nothing was before it"),
         ("pico", {"checkpoint": "2"}, "is a model and no run"),

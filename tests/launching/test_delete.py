@@ -67,7 +67,7 @@ def test_a_run_that_another_starts_from_is_kept_and_the_other_is_named(tmp_path)
     recipe = (second.path / "recipe.yaml").read_text()
     (first.path / "model").mkdir()
     (second.path / "recipe.yaml").write_text(recipe.replace("path: pico", f"path: {first.path / 'model'}", 1))
-    with pytest.raises(RunError, match="first cannot be deleted: second starts from its model"):
+    with pytest.raises(RunError, match="cannot delete first: second starts from its model"):
         tunekit.delete_run(first)
     tunekit.delete_run(second)
     tunekit.delete_run(first)
@@ -77,7 +77,7 @@ def test_a_run_that_another_starts_from_is_kept_and_the_other_is_named(tmp_path)
 def test_a_folder_with_more_than_a_run_is_kept(tmp_path, monkeypatch):
     outer = made_run(tmp_path / "outer")
     inner = made_run(outer.path / "mine" / "inner")
-    with pytest.raises(RunError, match="has another run in it: inner"):
+    with pytest.raises(RunError, match="contains another run: inner"):
         tunekit.delete_run(outer)
     (tmp_path / "link").symlink_to(inner.path)
     with pytest.raises(RunError, match="is a link"):
@@ -100,7 +100,7 @@ def test_what_an_earlier_deletion_left_is_no_run_and_goes_with_the_next(tmp_path
 def test_the_command_deletes_only_what_is_named_wholly_and_with_a_word(tmp_path):
     made_run(tmp_path / "runs" / "mine-1")
     begun = tunekit_runs(tmp_path, "delete", "mine", "--yes")
-    assert begun.returncode == 2 and "no run is called 'mine'; name the run wholly" in begun.stderr
+    assert begun.returncode == 2 and "no run named 'mine'; use the full name" in begun.stderr
     unsaid = tunekit_runs(tmp_path, "delete", "mine-1")
     assert unsaid.returncode == 2 and unsaid.stderr == "runs/mine-1 is not deleted without a word; add --yes\n"
     deleted = tunekit_runs(tmp_path, "delete", "mine-1", "--yes")

@@ -98,7 +98,7 @@ def test_runs_are_served_in_their_order_and_a_killed_one_gives_back_what_it_had(
 def test_a_run_that_waits_is_stopped_and_leaves_the_line(begin):
     first, second, third = begin("first", 100_000), begin("second", 2), begin("third", 2)
     said = tunekit.stop(second)
-    assert second.state == "interrupted" and "waited for cpu" in said
+    assert second.state == "interrupted" and "was waiting for cpu" in said
     assert not any(event["event"] == "log" for event in second.events())
     until(lambda: place(third) == 1)
     # A signal does the same, and one that cannot be heard leaves nothing behind either.

@@ -172,8 +172,8 @@ def test_a_node_that_does_not_see_the_folder_is_named(workspace):
     first, second = in_processes(2, join_as_two_nodes, workspace)
     node = os.uname().nodename
     assert first == (
-        f"/proc/self/cwd/run is not seen on {node}: every node reads and writes the run folder; "
-        "set output.dir to a place that all nodes share"
+        f"/proc/self/cwd/run is not visible on {node}: every node reads and writes the run folder; "
+        "set output.dir to a folder that all nodes share"
     )
     assert second == "code 2"
 
@@ -308,7 +308,7 @@ def test_an_attempt_after_a_fault_of_the_users_says_it_again_and_does_not_train(
     Record(run, Place(rank=1, num_processes=2)).write_error(DataError("no such column", hint="rename it"))
     with pytest.raises(DataError, match="no such column; rename it"):
         go_on_with(run, None)
-    Record(run, Place(rank=1, num_processes=2)).write_error(StandstillError("rank 1 stood still"))
+    Record(run, Place(rank=1, num_processes=2)).write_error(StandstillError("rank 1 made no progress"))
     assert go_on_with(run, None) is run
     (restart,) = [event for event in run.events() if event["event"] == "restart"]
-    assert (restart["attempt"], restart["step"], restart["reason"]) == (1, 0, "rank 1 stood still")
+    assert (restart["attempt"], restart["step"], restart["reason"]) == (1, 0, "rank 1 made no progress")

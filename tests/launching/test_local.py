@@ -149,7 +149,7 @@ def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_
     terminal.press(CTRL_C)
     assert terminal.code() == 130
     assert are_gone(workers.values())
-    next_words = "go on with: tunekit resume" if name == "late" else "begin anew: tunekit train"
+    next_words = "resume with: tunekit resume" if name == "late" else "start over: tunekit train"
     assert "Traceback" not in terminal.seen and next_words in terminal.seen
     run = newest(workspace, name)
     step = run.status()["step"]
@@ -228,10 +228,10 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(here):
     kill_worker(1)
     with pytest.raises(RunError) as caught:
         launch(run)
-    assert caught.value.problem == "rank 1 was ended by SIGKILL"
+    assert caught.value.problem == "rank 1 was killed by SIGKILL"
     assert str(run.path / "launcher.log") in caught.value.hint
     assert workers_of(os.getpid()) == {}
-    assert run.state == "failed" and "rank 1 was ended by SIGKILL" in run.status()["exit_reason"]
+    assert run.state == "failed" and "rank 1 was killed by SIGKILL" in run.status()["exit_reason"]
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited(here):
     with pytest.raises(StandstillError) as caught:
         launch(run, stop)
     told = caught.value.problem
-    assert told.startswith("rank 1 (process ") and "gives no sign of life" in told and "rank 0 waited for it" in told
+    assert told.startswith("rank 1 (process ") and "sends no heartbeats" in told and "rank 0 waited " in told
     assert workers_of(os.getpid()) == {}
 
 
@@ -297,15 +297,15 @@ class Ended:
         pass
 
 
-NO_WORD = "ended with exit code {} and no word of why"
+NO_WORD = "exited with code {} without an error message"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "told", "shown"),
     [
-        ((-signal.SIGSEGV, None), ExchangeError("rank 0 waited"), "rank 0 waited; no word from rank 1"),
-        ((-signal.SIGSEGV, None), None, "rank 0 was ended by SIGSEGV"),
+        ((-signal.SIGSEGV, None), ExchangeError("rank 0 waited"), "rank 0 waited; no report from rank 1"),
+        ((-signal.SIGSEGV, None), None, "rank 0 was killed by SIGSEGV"),
         ((2, 7), ExchangeError("rank 0 waited"), f"rank 1 {NO_WORD.format(7)}"),
         ((2, 0), ExchangeError("rank 0 waited"), f"rank 1 {NO_WORD.format(0)}"),
         ((-signal.SIGABRT, 7), None, f"rank 1 {NO_WORD.format(7)}"),
@@ -364,7 +364,7 @@ def test_a_killed_rank_is_made_up_for_by_a_restart_from_the_last_checkpoint(here
     assert run.state == "finished"
     assert losses(run) == uninterrupted
     (restart,) = [event for event in run.events() if event["event"] == "restart"]
-    assert restart["attempt"] == 1 and "rank 1 was ended by SIGKILL" in restart["reason"]
+    assert restart["attempt"] == 1 and "rank 1 was killed by SIGKILL" in restart["reason"]
     (resumed,) = [event for event in run.events() if event["event"] == "resume"]
     assert resumed["step"] == restart["step"] >= 2
     assert list(run.metrics().index) == [1, 2, 3, 4, 5, 6]
@@ -372,7 +372,7 @@ def test_a_killed_rank_is_made_up_for_by_a_restart_from_the_last_checkpoint(here
 
 @pytest.mark.slow
 def test_a_run_that_failed_is_resumed_in_its_folder(here, uninterrupted, kill_once):
-    with pytest.raises(RunError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL"):
         tunekit.train("double.yaml", ["parallel.num_processes=2", "output.name=failed"], on_event=kill_once)
     run = newest(here, "failed")
     command = [sys.executable, "-m", "tunekit", "resume", run.name]
@@ -404,7 +404,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_and_named(here):
     (resumed,) = [event for event in run.events() if event["event"] == "resume"]
     assert resumed["step"] == 2
     fault = f"model.safetensors has {size - 1:,} bytes instead of {size:,}"
-    assert resumed["skipped"] == [f"checkpoint-4: {fault}; kept as checkpoint-4.bad"]
+    assert resumed["skipped"] == [f"checkpoint-4: {fault}; renamed to checkpoint-4.bad"]
     assert losses(run) == losses(whole)
 
 
@@ -414,12 +414,12 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
     alive = verbs.make_run("double.yaml", ["output.name=alive"])
     empty.update_status(phase="failed")
     for run, words in (
-        (finished, f"is finished, after 6 steps; ask for more: tunekit resume {finished.path} train.max_steps=12"),
-        (empty, f"has no complete checkpoint to go on from; begin anew: tunekit train {empty.path / 'recipe.yaml'}"),
+        (finished, f"is finished, after 6 steps; train further: tunekit resume {finished.path} train.max_steps=12"),
+        (empty, f"has no complete checkpoint to resume from; start over: tunekit train {empty.path / 'recipe.yaml'}"),
         (
             alive,
             f"is starting in process {os.getpid()} of {os.uname().nodename}; "
-            f"wait for its end, or stop it first: tunekit stop {alive.path}",
+            f"wait until it ends, or stop it first: tunekit stop {alive.path}",
         ),
     ):
         with pytest.raises(RunError) as caught:

@@ -217,7 +217,7 @@ def test_the_printed_script_asks_for_the_nodes_of_the_plan(recipe, tmp_path):
 def test_a_limit_that_leaves_no_time_before_the_save_is_refused(recipe, tmp_path):
     run, nodes = _run(recipe, tmp_path / "run")
     assert notice_seconds(run.plan) == 60
-    with pytest.raises(RunError, match="--time 2: Slurm may ask for a checkpoint 120 s before the limit"):
+    with pytest.raises(RunError, match="--time 2: too short: Slurm may request a checkpoint 120 s before the limit"):
         write_script(run, nodes, Wishes(time="2"))
     write_script(run, nodes, Wishes(time="2:01"))
 

@@ -199,7 +199,7 @@ def test_a_run_proves_it_before_the_first_step(model_type, dtype):
     trainer = trainer_of(small_model(model_type, VARLEN).to(dtype))
     before = torch.get_rng_state()
     said = prove_attention(trainer, vocabulary=256, flash="FA2")
-    assert said.startswith("tunekit_varlen by sdpa for each document: results and gradients are right to ")
+    assert said.startswith("tunekit_varlen by sdpa per document: outputs and gradients correct to ")
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -208,7 +208,7 @@ def test_an_attention_that_is_wrong_is_not_trained_with(monkeypatch):
     monkeypatch.setattr(
         attention, "sdpa_by_document", lambda q, k, v, bounds, **how: right(q, k, v, bounds[[0, -1]], **how)
     )
-    with pytest.raises(RunError, match=r"is wrong here, by .* set model\.attn_implementation=sdpa"):
+    with pytest.raises(RunError, match=r"is off by .* set model\.attn_implementation=sdpa"):
         prove_attention(trainer_of(small_model("llama", VARLEN)), vocabulary=256, flash="FA2")
 
 
@@ -227,5 +227,5 @@ def test_layers_that_forget_their_window_are_not_trained(monkeypatch):
 
     model = small_model("mistral", VARLEN, sliding_window=8)
     monkeypatch.setattr(MistralAttention, "forward", forgetful)
-    with pytest.raises(RunError, match=r"layers hand on windows \{None\} and masks would have \{8\}"):
+    with pytest.raises(RunError, match=r"layers use attention windows \{None\}, but masks \{8\}"):
         prove_attention(trainer_of(model), vocabulary=256, flash="FA2")

@@ -8,7 +8,7 @@ import pytest
 
 from tunekit.estimates.facts import Device, Figures, Hardware
 from tunekit.launching.bandwidth import Measured, expected
-from tunekit.process.network import infiniband, name_interface, way_to
+from tunekit.process.processes import infiniband, name_interface, way_to
 
 
 def gpus(num: int, num_nodes: int, **figures: float) -> Hardware:

@@ -85,7 +85,7 @@ def test_a_damaged_folder_is_told_of_in_a_line_and_the_others_are_listed(file, w
 @pytest.mark.parametrize("what", ["deep", "a list", "an empty object", "no text"])
 def test_a_status_that_is_none_is_told_by_its_file(what, damage):
     damage("status.json", what)
-    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; put it back from a copy$"):
+    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; restore it from a copy$"):
         Run("runs/bad").status()
 
 
@@ -93,15 +93,15 @@ def test_a_status_that_is_none_is_told_by_its_file(what, damage):
     ("line", "why"),
     [
         (DEEP, "nested too deep"),
-        ("[1, 2, 3]", "it is no event"),
-        ('{"event": "log", "time": 1}', "it is no event"),
-        ('{"event": "sample", "time": 1, "prompt": 7, "when": "x", "answer": ""}', "it is no event"),
+        ("[1, 2, 3]", "not an event"),
+        ('{"event": "log", "time": 1}', "not an event"),
+        ('{"event": "sample", "time": 1, "prompt": 7, "when": "x", "answer": ""}', "not an event"),
     ],
 )
 def test_a_line_that_is_no_event_is_told_by_its_number_and_passed_over_by_a_reader(line, why, tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text(f"{LOG}{line}\n{LOG}")
-    with pytest.raises(RunError, match=rf"events\.jsonl:2: the line is damaged: {why}"):
+    with pytest.raises(RunError, match=rf"events\.jsonl:2: damaged line: {why}"):
         read_events(path)
     reader = EventReader(path)
     reader.read()
@@ -123,7 +123,7 @@ def test_a_line_without_an_end_is_not_kept(tmp_path):
 @pytest.mark.parametrize("what", ["deep", "a list"])
 def test_a_plan_that_is_none_is_told_by_its_file(what, damage):
     damage("plan.yaml", what)
-    with pytest.raises(RunError, match=r"bad/plan\.yaml is damaged: (nested too deep|not a YAML mapping); put it"):
+    with pytest.raises(RunError, match=r"bad/plan\.yaml is damaged: (nested too deep|not a YAML mapping); restore it"):
         _ = Run("runs/bad").plan
 
 
@@ -141,6 +141,6 @@ def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_pa
         if event["event"] == "log":
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
-    with pytest.raises(RunError, match="run is gone: it was deleted or moved while the run went on; train it again"):
+    with pytest.raises(RunError, match="run is gone: it was deleted or moved during the run; train again"):
         verbs.train(recipe, on_event=delete)
     assert not (tmp_path / "run").exists()

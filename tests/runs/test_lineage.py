@@ -135,13 +135,13 @@ def test_what_contradicts_the_adapter_is_refused_with_its_place(here, sft):
     with pytest.raises(RecipeError) as error:
         verbs.plan("next.yaml")
     first, second = str(error.value).splitlines()
-    assert first.startswith("next.yaml:6:3: adapter.rank: 16 here, and 4 in the adapter of my-sft-")
-    assert second.startswith("next.yaml:7:3: adapter.alpha: 32.0 here, and 12.0 in")
-    with pytest.raises(RecipeError, match=r"command line: adapter.use_dora: true here, and false in the adapter"):
+    assert first.startswith("next.yaml:6:3: adapter.rank: 16 here, but 4 in the adapter of my-sft-")
+    assert second.startswith("next.yaml:7:3: adapter.alpha: 32.0 here, but 12.0 in")
+    with pytest.raises(RecipeError, match=r"command line: adapter.use_dora: true here, but false in the adapter"):
         verbs.plan("next.yaml", ["adapter.rank=4", "adapter.alpha=12", "adapter.use_dora=true"])
     plans = verbs.sweep_plans(recipe("dpo", "my-sft"), {"adapter.rank": [4, 16]}).variants
     assert plans[0].plan.recipe.adapter.rank == 4
-    assert isinstance(plans[1].plan, PlanError) and "adapter.rank: 16 here, and 4 in" in str(plans[1].plan)
+    assert isinstance(plans[1].plan, PlanError) and "adapter.rank: 16 here, but 4 in" in str(plans[1].plan)
     assert verbs.plan("next.yaml", ["adapter=full"]).reference == "second model"
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_has_no_model_or_one_that_judges_is_refused(here, sft):
     unfinished = here / "runs" / "unfinished"
     shutil.copytree(sft.path, unfinished)
     for changes, match in (
-        ({"phase": "failed", "step": 1}, r"is failed, after step 1 of 2: it has no model yet; `tunekit resume"),
+        ({"phase": "failed", "step": 1}, r"is failed, after step 1 of 2: no model yet; `tunekit resume"),
         ({"phase": "training", "pid": 2**22, "step": 1}, r"is died, after step 1 of 2.*`tunekit resume"),
     ):
         Run(unfinished).update_status(**changes)
@@ -159,7 +159,7 @@ def test_a_run_that_has_no_model_or_one_that_judges_is_refused(here, sft):
     Run(unfinished).update_status(phase="finished")
     start, end = text.index("method:"), text.index("adapter:")
     (unfinished / "recipe.yaml").write_text(f"{text[:start]}method: reward\n{text[end:]}")
-    with pytest.raises(RecipeError, match="unfinished is a reward model: it judges answers, and gives none"):
+    with pytest.raises(RecipeError, match="unfinished is a reward model: it scores answers and generates none"):
         verbs.plan(recipe("dpo", "unfinished"))
     shutil.rmtree(unfinished)
 

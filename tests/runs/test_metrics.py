@@ -32,7 +32,7 @@ def test_the_held_out_ones_are_told_where_there_are_any():
     ]
     found = first_and_last(events)
     assert found["rewards/margins"] == [0.0, 0.4]
-    assert ("pairs told apart", "none yet → 75%") in rows_of(found)
+    assert ("preference accuracy", "none yet → 75%") in rows_of(found)
     assert first_and_last([log("log", UNTRAINED), log("log", DPO)])["rewards/margins"] == [0.0, 0.5]
 
 
@@ -52,9 +52,9 @@ def test_rewards_are_told_by_function_with_their_spread():
 def test_what_is_told_while_a_run_goes_on_has_few_words():
     assert brief(DPO) == ["accuracy 75%", "margin 0.500"]
     assert brief(UNTRAINED) == ["accuracy none yet", "margin 0.000"]
-    assert brief(GRPO) == ["reward 0.500", "tokens 12.0", "cut off 25%", "no signal 12%"]
+    assert brief(GRPO) == ["reward 0.500", "tokens 12.0", "truncated 25%", "no signal 12%"]
     held_out = {f"eval_{name}": value for name, value in GRPO.items()}
-    assert brief(held_out, "eval_") == ["reward 0.500", "tokens 12.0", "cut off 25%"]
+    assert brief(held_out, "eval_") == ["reward 0.500", "tokens 12.0", "truncated 25%"]
     assert brief(log("eval", GRPO), "eval_")[0] == "reward 0.500"
     assert [judged_by(list(one)) for one in (GRPO, DPO, {"loss": 1.0})] == ["reward", "rewards/margins", "loss"]
 

@@ -40,11 +40,11 @@ def test_the_beginning_of_a_name_is_enough_where_one_run_begins_so(runs):
     with pytest.raises(RunError) as caught:
         find_run("z")
     listed = ", ".join(reversed(runs))
-    assert str(caught.value) == f"'z' is the beginning of 4 runs; name one: {listed}"
+    assert str(caught.value) == f"'z' matches 4 runs; use one of: {listed}"
 
 
 def test_an_error_lists_no_more_names_than_can_be_read():
-    with pytest.raises(RunError, match=r"beginning of 9 runs; name one: a0, a1, a2, a3, a4 and 4 more$"):
+    with pytest.raises(RunError, match=r"matches 9 runs; use one of: a0, a1, a2, a3, a4 and 4 more$"):
         matching("a", [f"a{number}" for number in range(9)], noun="run", exact=False)
 
 
@@ -53,14 +53,14 @@ def test_an_error_lists_no_more_names_than_can_be_read():
     [verbs.stop, verbs.resume, start_resume, lambda name: CliRunner().invoke(app, ["runs", "tag", name, "mine"])],
 )
 def test_what_changes_a_run_needs_its_whole_name(runs, verb):
-    with pytest.raises(TunekitError, match=rf"no run is called 'zz-x-'; name the run wholly: zz-x-{NEW}"):
+    with pytest.raises(TunekitError, match=rf"no run named 'zz-x-'; use the full name: zz-x-{NEW}"):
         told = verb("zz-x-")
         raise told.exception
     assert not any((run.path / "stop.json").exists() or run.tags for run in runs.values())
 
 
 def test_only_a_whole_folder_name_is_deleted(runs):
-    for name, why in (("zz", "no run is called 'zz'"), ("zz-x-", "no run is called 'zz-x-'")):
+    for name, why in (("zz", "no run is called 'zz'"), ("zz-x-", "no run named 'zz-x-'")):
         told = CliRunner().invoke(app, ["runs", "delete", name, "--yes"])
         assert why in str(told.exception)
     assert all(run.path.is_dir() for run in runs.values())
@@ -68,7 +68,7 @@ def test_only_a_whole_folder_name_is_deleted(runs):
 
 def test_stop_means_the_run_of_a_name_that_is_under_way(runs):
     runs[f"zz-{OLD}"].update_status(phase="queued")
-    with pytest.raises(RunError, match=f"^zz-{OLD} waits to be started: nothing of it runs"):
+    with pytest.raises(RunError, match=f"^zz-{OLD} is queued: no process of it runs"):
         verbs.stop("zz")
     runs[f"zz-{OLD}-2"].update_status(phase="queued")
     with pytest.raises(RunError, match=rf"2 runs called 'zz' are under way; name one: zz-{OLD}-2, zz-{OLD}$"):
@@ -94,8 +94,8 @@ def test_a_sweep_is_found_as_a_run_is(tmp_path, monkeypatch):
         (folder / SPEC).write_text("{}")
     assert find_sweep("s").name == f"s-{OLD}" and find_sweep("s2-").name == f"s2-{NEW}"
     (tmp_path / "sweeps" / f"s-{OLD}").rename(tmp_path / "sweeps" / f"s1-{OLD}")
-    with pytest.raises(RunError, match="'s' is the beginning of 2 sweeps"):
+    with pytest.raises(RunError, match="'s' matches 2 sweeps"):
         find_sweep("s")
     for verb in (stop_sweep, resume_sweep):
-        with pytest.raises(RunError, match=f"no sweep is called 's2-'; name the sweep wholly: s2-{NEW}"):
+        with pytest.raises(RunError, match=f"no sweep named 's2-'; use the full name: s2-{NEW}"):
             verb("s2-")

@@ -56,10 +56,10 @@ def test_a_run_that_saved_nothing_is_begun_again_by_the_command_that_is_named(ph
 
 def test_a_folder_that_is_taken_by_a_run_without_a_checkpoint_names_no_resumption(here):
     run = ended(here, "failed", folder=here / "taken")
-    with pytest.raises(RunError, match=r"--resume here begins it again; or name a new folder$"):
+    with pytest.raises(RunError, match=r"--resume here starts it over; or set a new folder$"):
         check_free(run.recipe)
     run.update_status(phase="starting")
-    with pytest.raises(RunError, match=rf"tunekit stop {run.path}; or name a new folder$"):
+    with pytest.raises(RunError, match=rf"tunekit stop {run.path}; or set a new folder$"):
         check_free(run.recipe)
 
 
@@ -69,7 +69,7 @@ def test_what_is_left_of_damaged_checkpoints_is_not_begun_over(here):
     command = f"tunekit train {run.path / 'recipe.yaml'} output.dir=null"
     assert begin_anew(run) == command and command in str(prospects(run))
     assert command in str(stopped(run, ASKED, "stopped").hint)
-    with pytest.raises(RunError, match=r"`tunekit runs show .*` says what is left of it; or name a new folder$"):
+    with pytest.raises(RunError, match=r"`tunekit runs show .*` shows what is left of it; or set a new folder$"):
         check_free(run.recipe)
 
 

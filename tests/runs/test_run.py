@@ -197,13 +197,13 @@ def tunekit_plan():
 def test_a_folder_in_use_is_refused(here):
     with pytest.raises(RunError) as caught:
         Run.create(tunekit.plan(load_recipe(recipe(), ["output.dir=model"])))
-    assert str(caught.value) == "output.dir: model exists and is not empty; name a new folder, or leave it out"
+    assert str(caught.value) == "output.dir: model exists and is not empty; set a new folder, or unset it"
 
 
 def test_an_unknown_run_is_said_to_be_so(here):
     with pytest.raises(RunError, match="no run 'nothing' in runs"):
         find_run("nothing")
-    with pytest.raises(RunError, match="is not the folder of a run"):
+    with pytest.raises(RunError, match="is not a run folder"):
         Run("model")
 
 
@@ -237,7 +237,7 @@ def test_one_damaged_file_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch
     assert [run.name for run in list_runs()] == ["good"] and find_run("goo").name == "good"
     listed = CliRunner().invoke(app, ["runs"]).output
     assert "note: runs/bad/status.json is damaged" in listed and "loss 2.5000" in listed
-    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; put it back from a copy"):
+    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; restore it from a copy"):
         find_run("bad").status()
 
 
@@ -363,9 +363,7 @@ def test_a_damaged_event_is_named_by_its_line(tmp_path):
     with log.path.open("ab") as stream:
         stream.write(b'{"event": "log", "time": 0, "step": 2}\n\0\0\0\n{"event": "log", "time": 0, "step": 3}\n')
     for start in (0, offset):
-        with pytest.raises(
-            RunError, match=r"events\.jsonl:3: the line is damaged: .*; delete it, or put the file back"
-        ):
+        with pytest.raises(RunError, match=r"events\.jsonl:3: damaged line: .*; delete it, or restore the file"):
             read_events(log.path, start)
 
 
@@ -374,4 +372,4 @@ def test_plots_without_matplotlib_name_the_remedy(finished, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DependencyError) as caught:
         run.plot()
-    assert str(caught.value) == "plots need matplotlib; install it with: pip install 'tunekit[notebook]'"
+    assert str(caught.value) == "plotting needs matplotlib; install it with: pip install 'tunekit[notebook]'"

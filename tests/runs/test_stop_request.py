@@ -353,7 +353,7 @@ def test_tunekit_stop_comes_back_when_nothing_is_left(folder, tmp_path, monkeypa
         assert working.codes() == [0, 0]
     step = newest_complete(run.path).step
     assert words == f"{run.name} was interrupted: stopped by `tunekit stop` at step {step}, checkpoint of step {step}"
-    assert told == [f"{run.name} is asked to end after its step; it has {told[0].split()[-2]} s"]
+    assert told == [f"stopping {run.name} after its step, within {told[0].split()[-2]} s"]
     assert verbs.stop(run.path) == (
         f"{run.name} is not running: it was interrupted, stopped by `tunekit stop` at step {step}, "
         f"checkpoint of step {step}"
@@ -368,7 +368,7 @@ def test_a_process_that_does_not_react_is_named_and_killed(folder, tmp_path, mon
     with Working(run, tmp_path, 1, Held({"step": 1})) as working:
         working.wait_until_held("step")
         working.send(signal.SIGSTOP, 0)
-        with pytest.raises(RunError, match=r"did not end in \d+ s: rank 0 in \w+ of step \d+ for .*--now"):
+        with pytest.raises(RunError, match=r"did not stop within \d+ s: rank 0 in \w+ of step \d+ for .*--now"):
             verbs.stop(run)
         assert requested(run.path) is not None and not requested(run.path).now
 

@@ -23,7 +23,7 @@ def test_a_run_keeps_the_tags_that_it_was_given_last(tmp_path):
 def test_what_is_no_tag_is_refused_and_changes_nothing(tmp_path, tag):
     run = made_run(tmp_path / "run")
     tunekit.set_tags(run, ["kept"])
-    with pytest.raises(RunError, match="is no tag"):
+    with pytest.raises(RunError, match="invalid tag"):
         tunekit.set_tags(run, ["fine", tag])
     assert run.tags == ["kept"]
 

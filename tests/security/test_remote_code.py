@@ -133,7 +133,7 @@ def test_code_that_is_asked_for_runs_is_written_down_and_may_not_change(workspac
     assert "code" in {reason.topic for reason in run.plan.reasons}
 
     # A run that starts from this one is asked again.
-    with pytest.raises(RecipeError, match=r"model.trust_remote_code: is false, but .* code that comes with it"):
+    with pytest.raises(RecipeError, match=r"model.trust_remote_code: is false, but .* comes with its own code"):
         verbs.plan(recipe_for(workspace, str(run.path)))
 
     run.update_status(phase="failed", exit_reason="the power is gone")
@@ -159,7 +159,7 @@ def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path,
     (run.path / "plan.yaml").write_text("\n".join([*lines, f"origin: {json.dumps(origin)}\n"]))
     from tunekit.training.worker import work
 
-    with pytest.raises(PlanError, match="which its recipe does not name"):
+    with pytest.raises(PlanError, match="which is not in its recipe"):
         work(run)
     assert not sentinel.exists()
 
@@ -196,7 +196,7 @@ def test_code_of_the_hub_runs_at_a_commit_alone(keys):
     with pytest.raises(RecipeError) as refused:
         read_recipe({"model": "pico", "data": {"train": "a.jsonl"}, **keys})
     said = str(refused.value)
-    assert "trust_remote_code: cannot be true for 'owner/name' of the hub without a commit" in said
+    assert "trust_remote_code: cannot be true for 'owner/name' from the Hub without a commit" in said
     assert "git ls-remote https://huggingface.co/owner/name HEAD" in said
 
 
@@ -205,7 +205,7 @@ def test_a_full_commit_is_taken_and_kept():
     recipe, _ = read_recipe({"model": model, "data": {"train": "a.jsonl"}})
     assert COMMIT in dump_recipe(recipe)
     method = {"type": "grpo", "rewards": ["exact_match"], "beta": 0.1}
-    with pytest.raises(RecipeError, match="whose code TRL takes at no commit"):
+    with pytest.raises(RecipeError, match="TRL pins no commit of its code"):
         read_recipe({"model": model, "data": {"train": "a.jsonl"}, "adapter": "full", "method": method})
 
 

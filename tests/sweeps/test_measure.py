@@ -31,7 +31,7 @@ def test_without_evaluations_the_mean_of_the_last_quarter_of_the_steps_counts_te
     assert loss.value(logged(9, 9, 9, 9, 9, 9, 4, 2)) == 3.0
     assert loss.value(logged(*[9] * 90, *[7] * 30, *range(10))) == 4.5
     assert loss.value([]) is None
-    assert "mean loss in training over its last steps" in loss.how
+    assert "mean training loss over the last steps" in loss.how
 
 
 def test_a_step_that_was_repeated_counts_once_and_what_is_no_number_not_at_all():
@@ -66,13 +66,13 @@ def test_the_loss_of_evaluations_tells_or_the_reward_or_what_is_named(tmp_path, 
 @pytest.mark.parametrize(
     ("method", "evaluates", "by", "said"),
     [
-        ("sft", True, "los", "runs of sft have no such measure; did you mean 'loss'?"),
-        ("sft", True, "eval_rewards/margins", "runs of sft have no such measure"),
+        ("sft", True, "los", "sft runs log no such metric; did you mean 'loss'?"),
+        ("sft", True, "eval_rewards/margins", "sft runs log no such metric"),
         (
             "dpo",
             False,
             "eval_rewards/margins",
-            "there are no rows to evaluate on; give data.eval, or name rewards/margins",
+            "no evaluation data; set data.eval, or pass --by rewards/margins",
         ),
     ],
 )

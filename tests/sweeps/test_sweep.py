@@ -107,7 +107,7 @@ def test_every_combination_is_planned_before_the_first_run_begins(stopped):
 
 def test_ctrl_c_ends_the_run_that_trains_with_a_checkpoint_and_says_how_to_go_on(stopped, resumed):
     made, _, raised = stopped
-    assert raised.exit_code == 130 and raised.hint == f"go on with: tunekit resume {made.path}"
+    assert raised.exit_code == 130 and raised.hint == f"resume with: tunekit resume {made.path}"
     _, before, _ = resumed
     assert [one.state for one in before] == ["failed", "interrupted", "waiting", "waiting"]
     assert 0 < before[1].step < 12
@@ -195,7 +195,7 @@ def test_stopping_a_sweep_that_is_over_changes_nothing(resumed):
 def test_a_sweep_is_conducted_by_one_process(resumed):
     made, _, _ = resumed
     assert not made.is_conducted()
-    with made.conductor(), pytest.raises(RunError, match="another process conducts"):
+    with made.conductor(), pytest.raises(RunError, match="another process is running"):
         tunekit.resume_sweep(made)
 
 
@@ -234,15 +234,15 @@ def test_optuna_chooses_three_and_a_run_that_somebody_ends_is_left_for_later(wor
         (["adapter.rnak=4,8"], "command line: adapter.rnak: unknown key; did you mean 'rank'?"),
         (["adapter.rank=4,-8"], "with adapter.rank=-8: command line: adapter.rank: must be greater than 0, got -8"),
         (["adapter.rank="], "adapter.rank=: no value after the '='"),
-        (["train.max_steps=3"], "there is nothing to sweep over"),
-        (["adapter.rank=4,8", "--by", "nonsense"], "--by nonsense: runs of sft have no such measure"),
+        (["train.max_steps=3"], "no key has several values"),
+        (["adapter.rank=4,8", "--by", "nonsense"], "--by nonsense: sft runs log no such metric"),
         (
             ["adapter.rank=4,8", "--by", "eval_loss", "data.eval=null"],
-            "--by eval_loss: there are no rows to evaluate on",
+            "--by eval_loss: no evaluation data",
         ),
-        (["adapter.rank=4,8", "output.dir=here"], "output.dir: each run of a sweep has a folder of its own"),
-        (["adapter.rank=4,8", "--random", "2", "--optuna", "2"], "--random and --optuna are both given"),
-        (["adapter.rank=4,8", "--random", "3"], "3 runs are more than the 2 combinations"),
+        (["adapter.rank=4,8", "output.dir=here"], "output.dir: unsupported in a sweep"),
+        (["adapter.rank=4,8", "--random", "2", "--optuna", "2"], "--random and --optuna are mutually exclusive"),
+        (["adapter.rank=4,8", "--random", "3"], "3 runs exceed the 2 combinations"),
         (["model.path=pico,nothing-here"], "with model.path=nothing-here: model.path: 'nothing-here' is not"),
     ],
 )
@@ -258,7 +258,7 @@ def test_bad_input_is_refused_before_anything_is_made(workspace, words, said):
     [
         (["sweep"], "there is no recipe"),
         (["sweep", "show", "nowhere"], "no sweep 'nowhere' in sweeps"),
-        (["sweep", "show", "."], ". is not the folder of a sweep"),
+        (["sweep", "show", "."], ". is not a sweep folder"),
         (["sweep", "--resume", "nowhere"], "no sweep 'nowhere' in sweeps"),
         (["sweep", "mine.yaml", "--resume", "nowhere"], "--resume and a recipe are both given"),
     ],

@@ -243,7 +243,7 @@ def test_a_server_that_goes_away_is_named_and_the_run_trains_on(shown):
     run, cut_off = shown
     assert cut_off[-1]["event"] == "warning"
     assert cut_off[-1]["message"].startswith("MLflow: ")
-    assert "its last figures are missing there" in cut_off[-1]["message"]
+    assert "its last metrics are missing" in cut_off[-1]["message"]
     assert (run.path / "model" / "model.safetensors").is_file()
     assert [event for event in cut_off if event["event"] == "phase"][-1]["phase"] == "finished"
     # The others were not held up by it.
@@ -274,7 +274,7 @@ def test_the_report_of_a_run_says_where_it_is_shown_and_what_failed(shown):
     places = {event["name"]: event["message"] for event in run.events() if event["event"] == "tracker"}
     assert len(places) == 4 and all(words in text for words in places.values())
     failure = cut_off[-1]["message"].removeprefix("MLflow: ")
-    assert text.count("its last figures are missing there") == 1 and failure in text
+    assert text.count("its last metrics are missing") == 1 and failure in text
     assert text.count("all of its metrics have arrived since") == 1
     assert text.index("<dt>MLflow") < text.index(failure) < text.index("<dt>trackio")
 
@@ -317,7 +317,7 @@ def test_a_run_whose_process_is_killed_has_failed_in_its_trackers_too(server, tm
 @pytest.mark.parametrize(
     ("tracker", "variables", "words"),
     [
-        ("wandb", {}, "wandb has no login for http://127.0.0.1:9; run `wandb login`, set WANDB_API_KEY, or keep its"),
+        ("wandb", {}, "wandb is not logged in to http://127.0.0.1:9; run `wandb login`, set WANDB_API_KEY, or log"),
         (
             "wandb",
             {"WANDB_API_KEY": 10 * "0123"},

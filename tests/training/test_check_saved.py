@@ -59,7 +59,7 @@ def test_a_run_whose_saved_weights_are_not_the_trained_ones_fails_and_keeps_them
         save_file(fault(load_file(path)), path, metadata={"format": "pt"})
 
     monkeypatch.setattr(tunekit.training.engines.engine, "save_model", save_something_else)
-    with pytest.raises(RunError, match=r"not the trained one: on 2 rows .* rounding explains 0\.01%"):
+    with pytest.raises(RunError, match=r"differs from the trained one: on 2 rows .* \(rounding: up to 0\.01%\)"):
         tunekit.train(small_recipe(tmp_path, adapter))
     run = Run(tmp_path / "run")
     assert run.state == "failed"

@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint_says_what_is_wrong(run):
     assert list(found) == ["checkpoint-4", "checkpoint-2", "checkpoint-3.bad"]
     assert found["checkpoint-4"] == "optimizer.pt is missing"
     assert found["checkpoint-2"] is None
-    assert found["checkpoint-3.bad"] == "set aside, because it was damaged"
+    assert found["checkpoint-3.bad"] == "set aside as damaged"
 
 
 def test_checkpoints_that_were_left_behind_are_told_and_can_be_gone_on_from(run):
@@ -95,7 +95,7 @@ def test_with_the_weights_alone_what_the_state_holds_takes_effect(run):
     ("overrides", "from_", "words"),
     [
         (["train.max_stepz=3"], None, "did you mean"),
-        ([], "7", "has no checkpoint 7; there is checkpoint-4, checkpoint-2"),
+        ([], "7", "has no checkpoint 7; available: checkpoint-4, checkpoint-2"),
         ([], "../../other", "has no checkpoint"),
     ],
 )

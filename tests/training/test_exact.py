@@ -58,6 +58,6 @@ def test_nothing_is_gone_on_with_that_lacks_what_a_process_needs(strategy, tmp_p
     check_whole(tmp_path, strategy, SECOND)
     for name in FILES[strategy]:
         (tmp_path / name).unlink()
-        with pytest.raises(RunError, match=rf"lacks {name}: rank 1 would go on with something else"):
+        with pytest.raises(RunError, match=rf"lacks {name}: rank 1 cannot resume exactly"):
             check_whole(tmp_path, strategy, SECOND)
         (tmp_path / name).touch()

@@ -29,7 +29,7 @@ from tunekit.process.watchdog import Beat, Pulse, Sight, limit_of
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import place_of
-from tunekit.training import train, worker
+from tunekit.training import build_trainer, train, worker
 
 TIMEOUT_SECONDS = 5
 
@@ -133,7 +133,7 @@ FAULTS = {
 def work_with(fault, folder, environment):
     """What each process does."""
     os.environ.update({name: str(value) for name, value in environment.items()})
-    build = train.build_trainer
+    build = build_trainer.build_trainer
 
     def build_faulty(*args, **kwargs):
         trainer = build(*args, **kwargs)
@@ -142,7 +142,7 @@ def work_with(fault, folder, environment):
 
     limit = watchdog.limit_of
     watchdog.limit_of = lambda *args: limit(*args) if (Path(folder) / WRONG).exists() else LIMIT_SECONDS
-    train.build_trainer = build_faulty
+    build_trainer.build_trainer = build_faulty
     # As in a process of a user's: this one was forked by a server, from which its own would be too.
     multiprocessing.set_start_method("fork", force=True)
     os.setsid()
@@ -208,12 +208,12 @@ def stacks_of(run, rank):
 def test_a_rank_that_stands_still_is_named_with_the_place_and_the_stacks_of_all(here):
     error, run = end_of("sleep", "sleep")
     assert isinstance(error, StandstillError)
-    found = re.fullmatch(rf"rank 1 stood still for (\d+) s, in forward of step {FAULT_STEP}", error.problem)
+    found = re.fullmatch(rf"rank 1 made no progress for (\d+) s, in forward of step {FAULT_STEP}", error.problem)
     assert int(found[1]) in LIMIT
     assert str(run.path / "stacks") in error.hint
     assert "stand_still_here" in stacks_of(run, 1)
     assert "stand_still_here" not in stacks_of(run, 0) and "torch" in stacks_of(run, 0)
-    assert run.state == "failed" and "rank 1 stood still" in run.status()["exit_reason"]
+    assert run.state == "failed" and "rank 1 made no progress" in run.status()["exit_reason"]
 
 
 @pytest.mark.slow
@@ -221,8 +221,8 @@ def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(here):
     error, run = end_of("stop", "stop")
     assert isinstance(error, StandstillError)
     found = re.fullmatch(
-        r"rank 1 \(process \d+ on .*\) gives no sign of life, last heard of (in|waiting for) .*"
-        rf"; rank 0 waited for it (?P<seconds>\d+) s, in forward of step {FAULT_STEP}",
+        r"rank 1 \(process \d+ on .*\) sends no heartbeats, last (in|waiting for) .*"
+        rf"; rank 0 waited (?P<seconds>\d+) s for it, in forward of step {FAULT_STEP}",
         error.problem,
     )
     assert int(found["seconds"]) in LIMIT
@@ -231,7 +231,7 @@ def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(here):
 
 def test_a_rank_that_ends_without_a_word_is_named_and_not_those_that_lost_it(here):
     error, run = end_of("leave", "leave")
-    assert error.problem == "rank 1 ended with exit code 0 and no word of why"
+    assert error.problem == "rank 1 exited with code 0 without an error message"
     told = json.loads((run.path / "errors" / "rank-0.json").read_text())
     assert told["kind"] == "ExchangeError"
     assert "waited" not in told["problem"], "it sees that the other is gone before its own limit"
@@ -251,7 +251,7 @@ def test_the_first_error_is_shown_though_those_that_it_hit_were_heard_of_first(h
 def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
     error, _ = end_of("row-kill", "row kill", num_workers=1)
     assert isinstance(error, DataWorkerError)
-    assert re.search(r"process \d+, which makes micro-batches for rank 1, was ended by a signal \(Killed\)", str(error))
+    assert re.search(r"data worker \d+ of rank 1 was killed by a signal \(Killed\)", str(error))
     assert "main memory" in error.hint
 
 
@@ -263,8 +263,8 @@ def test_a_killed_process_that_makes_rows_is_told_also_where_its_signal_comes_wi
         raise RuntimeError("DataLoader worker (pid 1355) is killed by signal: Killed. ")
 
     monkeypatch.setattr(train, "load_train_save", lose_the_others)
-    monkeypatch.setattr("tunekit.training.worker.exchange_problem", hear_of_the_child)
-    with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+    monkeypatch.setattr("tunekit.process.watchdog.exchange_problem", hear_of_the_child)
+    with pytest.raises(DataWorkerError, match="data worker 1355 of rank 0 was killed"):
         worker.work(verbs.make_run("double.yaml", ["output.name=both", "parallel={}"]))
 
 
@@ -281,7 +281,7 @@ def test_a_lost_data_worker_is_named_where_its_connection_breaks_before_its_sign
     monkeypatch.setattr(train, "load_train_save", break_the_connection)
     before = signal.getsignal(signal.SIGCHLD)
     try:
-        with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+        with pytest.raises(DataWorkerError, match="data worker 1355 of rank 0 was killed"):
             worker.work(verbs.make_run("double.yaml", ["output.name=late", "parallel={}"]))
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -298,7 +298,7 @@ def test_a_lost_data_worker_is_named_where_its_signal_comes_when_the_watchdog_en
     end = watchdog.Watchdog.__exit__
     monkeypatch.setattr(train, "load_train_save", fail)
     monkeypatch.setattr(watchdog.Watchdog, "__exit__", end_late)
-    with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+    with pytest.raises(DataWorkerError, match="data worker 1355 of rank 0 was killed"):
         worker.work(verbs.make_run("double.yaml", ["output.name=later", "parallel={}"]))
 
 
@@ -306,7 +306,7 @@ def test_a_lost_data_worker_is_named_where_its_signal_comes_when_the_watchdog_en
 def test_a_process_that_makes_no_rows_any_more_is_told_with_its_stack(here):
     error, run = end_of("row-sleep", "row sleep", num_workers=1)
     assert isinstance(error, StandstillError)
-    found = re.fullmatch(r"rank 1 stood still for (\d+) s, waiting for the rows of step \d+", error.problem)
+    found = re.fullmatch(r"rank 1 made no progress for (\d+) s, waiting for data of step \d+", error.problem)
     assert int(found[1]) in LIMIT
     assert "stand_still_here" in stacks_of(run, 1), "that of the process that makes them"
 
@@ -319,20 +319,20 @@ def beat(rank, at="forward", step=7, *, marks=2, moves=0, host="here"):
 @pytest.mark.parametrize(
     ("mine", "others", "seen", "kind", "words"),
     [
-        (beat(0), [beat(1)], {}, StandstillError, "rank 0 stood still for 60 s, in forward of step 7"),
+        (beat(0), [beat(1)], {}, StandstillError, "rank 0 made no progress for 60 s, in forward of step 7"),
         (
             beat(0, "backward", marks=3),
             [beat(1), beat(2, "backward", marks=3)],
             {"waits": True},
             ExchangeError,
-            "rank 0 waited 60 s, in backward of step 7, for rank 1, which stood in forward of step 7",
+            "rank 0 waited 60 s, in backward of step 7, for rank 1, which was stuck in forward of step 7",
         ),
         (
             beat(1, "data", marks=1),
             [beat(0, "forward")],
             {},
             StandstillError,
-            "rank 1 stood still for 60 s, waiting for the rows of step 7",
+            "rank 1 made no progress for 60 s, waiting for data of step 7",
         ),
         (
             beat(0),
@@ -346,15 +346,15 @@ def beat(rank, at="forward", step=7, *, marks=2, moves=0, host="here"):
             [beat(1, "data", step=6)],
             {"silent": [1]},
             StandstillError,
-            "rank 1 (process 101 on here) gives no sign of life, last heard of waiting for the rows of step 6; "
-            "rank 0 waited for it 60 s, in forward of step 7",
+            "rank 1 (process 101 on here) sends no heartbeats, last waiting for data of step 6; "
+            "rank 0 waited 60 s for it, in forward of step 7",
         ),
         (
             beat(0, "saving"),
             [],
             {"num_processes": 3},
             ExchangeError,
-            "rank 0 waited 60 s, in saving of step 7, for ranks 1, 2, which had ended",
+            "rank 0 waited 60 s, in saving of step 7, for ranks 1, 2, which had exited",
         ),
     ],
 )
@@ -407,5 +407,5 @@ def test_a_supervisor_hears_that_one_of_its_processes_gives_no_sign(here, monkey
     pulse.tell([beat(1)])
     (told,) = errors_of(run)
     assert told["rank"] == 1 and told["kind"] == "StandstillError"
-    assert re.search(r"gives no sign of life, .* for \d\d s$", told["problem"])
+    assert re.search(r"sends no heartbeats, .*; silent for \d\d s$", told["problem"])
     assert pulse.silent([0]) == [], "one that has ended is not waited for"

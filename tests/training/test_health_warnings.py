@@ -155,7 +155,7 @@ def test_a_reward_for_length_makes_answers_run_away(here):
     run = trained("prompts", grpo("long"), 1e-2)
     assert warned(run) == {"answers_run_away"}
     (warning,) = logged(run, "warning")
-    assert f"of the answers are cut off at {LONGEST} tokens" in warning["message"]
+    assert f"of the answers are truncated at {LONGEST} tokens" in warning["message"]
 
 
 @pytest.mark.slow
@@ -255,8 +255,9 @@ def test_steps_that_become_slow_are_told_with_what_they_wait_for():
     trends = Trends(SFTMethod())
     told = [words for step, log in enumerate(logs, start=1) for _, words in trends.add(step, log)]
     # Of the slow steps, those of 1300 tokens are the fastest, and three of four earlier ones had 1.01 s for 1000.
-    assert told[0].startswith("464 tokens per second at most in the last 10 logged steps, and 990 or more in three")
-    assert told[0].endswith("what has grown, in ms per token: waiting for rows 0.01 → 1.33")
+    assert told[0].startswith("throughput dropped to at most 464 tokens per second in the last 10 logged steps; three")
+    assert "of four before had 990 or more;" in told[0]
+    assert told[0].endswith("grown, in ms per token: waiting for data 0.01 → 1.33")
 
 
 def test_a_run_that_goes_on_knows_what_was_logged_and_told_before():

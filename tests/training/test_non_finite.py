@@ -112,7 +112,7 @@ def test_a_step_that_is_left_out_is_told_with_its_rows(skipping):
     run, seen = skipping
     second, fifth = of_kind(run, "warning")
     assert (second["left_out"], fifth["left_out"]) == (2, 5)
-    assert second["message"].startswith("step 2: the gradient norm is not finite, and the loss is, for ")
+    assert second["message"].startswith("step 2: the gradient norm is not finite, but the loss is, for ")
     assert fifth["message"].startswith("step 5: the loss is nan, for ")
     # Any row of a step may be why gradients are not finite; of a loss, those of its micro-batch.
     step = [text for one in seen if one["step"] == 2 for text in one["texts"]]
@@ -150,7 +150,7 @@ def test_a_run_ends_after_so_many_steps_that_are_left_out(folder):
     with faulty(*(Fault("loss", step) for step in (1, 3, 4))), pytest.raises(RunError) as caught:
         work(run)
     assert caught.value.problem.startswith("step 4: the loss is nan, for ")
-    assert caught.value.problem.endswith("2 such steps were left out before")
+    assert caught.value.problem.endswith("2 such steps were skipped before")
 
 
 TWO = {"num_processes": 2, "strategy": "ddp"}
@@ -181,7 +181,7 @@ def test_a_loss_of_one_process_ends_all_before_the_step_and_the_checkpoint_is_go
     run = Run(made(recipe_for(folder, "stopped", parallel=TWO, logging_steps=100)))
     told = in_processes(2, worked_faulty, run.path, Fault("loss", 5, rank=1))
     (first, _), (second, seen) = told
-    assert first == second and first.startswith("step 5: the loss is nan in rank 1, for ")
+    assert first == second and first.startswith("step 5: the loss is nan on rank 1, for ")
     # The second epoch, in which rows have another order.
     assert numbers_at([first]) == numbers_in(next(one for one in seen if one["step"] == 5)["texts"])
     newest = newest_complete(run.path)
@@ -190,7 +190,7 @@ def test_a_loss_of_one_process_ends_all_before_the_step_and_the_checkpoint_is_go
     # Rows are named as well where a run goes on within an epoch.
     told = in_processes(2, worked_faulty, run.path, Fault("loss", 6, rank=0))
     assert [one["step"] for one in told[0][1]] == [5, 5, 6]
-    assert told[0][0].startswith("step 6: the loss is nan in rank 0, for ")
+    assert told[0][0].startswith("step 6: the loss is nan on rank 0, for ")
     assert numbers_at([told[1][0]]) == numbers_in(told[0][1][-1]["texts"])
 
 
@@ -232,7 +232,7 @@ def test_where_memory_runs_out_in_one_process_all_go_on_with_half_the_micro_batc
     run = out_of_memory(folder, "short", 2, Fault("memory", 4, rank=1), **TWO)
     (restart,) = of_kind(run, "restart")
     assert restart["step"] == 2 and "is out of memory" in restart["reason"]
-    assert restart["reason"].endswith("now with micro-batches of 1 x 4 x 2, and the same global batch")
+    assert restart["reason"].endswith("retrying with micro-batches of 1 x 4 x 2 and the same global batch")
     earlier = Plan.from_yaml((run.path / EARLIER_PLAN).read_text(), run.recipe)
     assert (earlier.micro_batch_size, earlier.gradient_accumulation_steps) == (2, 2)
     assert (run.plan.micro_batch_size, run.plan.gradient_accumulation_steps) == (1, 4)

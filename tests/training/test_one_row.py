@@ -106,7 +106,7 @@ def test_a_model_that_ignores_positions_is_not_trained(option, workspace, tmp_pa
     with pytest.raises(RunError) as caught:
         train(workspace, tmp_path / "run", f"{option}=true", "model.attn_implementation=sdpa")
     path = workspace / "model"
-    assert str(caught.value) == f"{path}'s attention lets packed documents see each other; set {option}=false"
+    assert str(caught.value) == f"{path}: attention leaks between packed documents; set {option}=false"
     (status,) = (tunekit.Run(tmp_path / "run").status(),)
     assert (status["phase"], status.get("step", 0)) == ("failed", 0)
     monkeypatch.undo()
@@ -140,7 +140,7 @@ def test_rounding_is_not_taken_for_another_document(model_type, dtype):
 @pytest.mark.parametrize("model_type", ["afmoe", "gpt_oss", "jamba", "recurrent_gemma", "opt"])
 def test_every_kind_of_leak_is_seen(model_type, dtype):
     model = small_model(model_type, "eager").to(dtype)
-    with pytest.raises(RunError, match=r"m's attention lets packed documents see each other; set data\.packing=false"):
+    with pytest.raises(RunError, match=r"m: attention leaks between packed documents; set data\.packing=false"):
         check_isolation(trainer_of(model), vocabulary=256, path="m", asked="data.packing")
 
 
@@ -149,6 +149,6 @@ def test_what_a_library_says_of_packed_documents_is_passed_on(model_type):
     with pytest.raises(RunError) as caught:
         check_isolation(trainer_of(small_model(model_type, "sdpa")), vocabulary=256, path="m", asked="data.packing")
     assert str(caught.value) == (
-        "m cannot read documents that lie in one row: `causal_conv1d_fn` can't keep packed sequences apart without "
+        "m does not support packed documents: `causal_conv1d_fn` can't keep packed sequences apart without "
         "`causal_conv1d`. Install `causal_conv1d` to train on packed sequences.; set data.packing=false"
     )

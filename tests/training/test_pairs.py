@@ -358,7 +358,7 @@ def test_kto_keeps_rows_that_share_a_micro_batch_together_in_every_epoch(here, m
     [
         ([{"prompt": "a", "completion": "b", "label": "good"}] * 3, r"bad.jsonl:1: label must be true .a good answer."),
         ([{"prompt": "a", "completion": "b", "label": 2}], "bad.jsonl:1: label must be true"),
-        ([{"prompt": "a", "completion": "b", "label": True}] * 9, "bad.jsonl:1: label is true, and so it is in all 9"),
+        ([{"prompt": "a", "completion": "b", "label": True}] * 9, "bad.jsonl:1: label is true, as in all 9"),
         ([{"prompt": "a", "completion": "b", "label": False}] * 9, "bad.jsonl:1: label is false, .* all are bad"),
         ([{"prompt": "a", "completion": "b"}], "learns from rated completions; add a column label"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "learns from rated completions; for pairs use method dpo"),

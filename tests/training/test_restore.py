@@ -123,12 +123,12 @@ def test_one_process_goes_on_with_a_run_and_none_deletes_it_meanwhile(short, tmp
         if event["event"] == "plan":
             command = [sys.executable, "-m", "tunekit", "resume", str(run.path), f"train.max_steps={LONG}"]
             told.append(subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL))
-            with pytest.raises(RunError, match="another process is about to go on with run, or deletes it"):
+            with pytest.raises(RunError, match="another process is resuming or deleting run"):
                 delete_run(run)
 
     verbs.resume(run, [f"train.max_steps={LONG}"], on_event=come_between)
     (other,) = told
-    assert other.returncode == 2 and "another process is about to go on with run" in " ".join(other.stderr.split())
+    assert other.returncode == 2 and "another process is resuming or deleting run" in " ".join(other.stderr.split())
     assert run.state == "finished" and len(events(run, "resume")) == 1
     assert [event["step"] for event in events(run, "log")] == list(range(1, LONG + 1))
     # Nobody has it any more.
@@ -140,8 +140,8 @@ def test_epochs_can_be_added_instead_of_steps(short, long, tmp_path):
     run = copied(short, tmp_path / "run")
     notes = said(run, "train.num_epochs=2.5")
     # An epoch of 20 rows has 4 steps of 6, the last one filled.
-    assert notes[0] == f"goes on from step {SHORT} of 10"
-    assert notes[1] == "takes effect: train.num_epochs (left out) -> 2.5"
+    assert notes[0] == f"resuming from step {SHORT} of 10"
+    assert notes[1] == "applied: train.num_epochs (left out) -> 2.5"
     assert not any("learning rate follows" in note for note in notes)
 
 
@@ -169,7 +169,7 @@ def test_the_learning_rate_follows_the_new_length_from_there(full, tmp_path):
         ((), "is finished, after 4 steps"),
         (["train.logging_steps=2"], "is finished, after 4 steps"),
         (["train.max_steps=4", "train.logging_steps=2"], "is finished, after 4 steps"),
-        (["train.max_steps=3"], "has done 4 steps, and is asked for 3"),
+        (["train.max_steps=3"], "has trained 4 steps, 3 are requested"),
     ],
 )
 def test_what_is_reached_is_refused(overrides, words, short):
@@ -218,7 +218,7 @@ def test_edits_in_the_recipe_file_and_on_the_command_line_take_effect(full, tmp_
     values["train"]["logging_steps"] = 2
     (run.path / "recipe.yaml").write_text(yaml.safe_dump(values))
     notes = said(run, "train.max_steps=8", "train.save_steps=3")
-    assert {"takes effect: train.max_steps 4 -> 8, train.logging_steps 1 -> 2, train.save_steps 2 -> 3"} <= set(notes)
+    assert {"applied: train.max_steps 4 -> 8, train.logging_steps 1 -> 2, train.save_steps 2 -> 3"} <= set(notes)
     worked(run.path)
     assert [event["step"] for event in events(run, "log")][SHORT:] == [6, 8]
     assert [event["step"] for event in events(run, "checkpoint")][2:] == [6, 8]
@@ -233,7 +233,7 @@ def checkpoints(run):
 def test_a_run_goes_back_to_a_checkpoint_and_the_later_ones_are_set_aside(name, full, tmp_path):
     run = copied(full, tmp_path / "run")
     notes = said(run, from_=str(run.path / "checkpoints" / "checkpoint-2") if name == "path" else name)
-    assert notes[0] == "goes on from step 2 of 4"
+    assert notes[0] == "resuming from step 2 of 4"
     assert notes[-1] == "set aside in checkpoints/aside-1: checkpoint-4"
     assert (run.path / "checkpoints" / "aside-1" / "checkpoint-4" / "manifest.json").is_file()
     if name == "path":
@@ -267,17 +267,17 @@ def test_a_checkpoint_without_its_states_offers_its_weights(full, folder, tmp_pa
     assert "--from 2 --weights-only" in refused.value.hint
     with pytest.raises(RunError, match="no complete checkpoint") as refused:
         verbs.resume(run)
-    assert "--weights-only begins with those of checkpoint-4" in refused.value.hint
+    assert "--weights-only starts from the weights of checkpoint-4" in refused.value.hint
     # Another run from these weights tells what is to come out.
     other = recipe_for(folder, tmp_path / "other", scheduler="cosine", learning_rate=2e-3)
     other = verbs.train(other | {"model": str(full.path / "checkpoints" / "checkpoint-2")})
     (run.path / "errors").mkdir()
     notes = said(run, "train.learning_rate=2e-3", from_="2", weights_only=True)
     assert notes[0] == (
-        "begins anew with the weights of step 2, for 4 steps: optimizer, schedule, random numbers and the order of the "
-        "rows are fresh"
+        "starting over from the weights of step 2, for 4 steps, with fresh optimizer, schedule, random state and data "
+        "order"
     )
-    assert notes[1] == "takes effect: train.learning_rate 0.001 -> 0.002"
+    assert notes[1] == "applied: train.learning_rate 0.001 -> 0.002"
     assert checkpoints(run) == []
     worked(run.path)
     assert losses(run) == losses(other)
@@ -292,7 +292,7 @@ def test_what_began_with_weights_and_ended_early_begins_with_them_again(full, tm
     said(run, from_="2", weights_only=True)
     run.update_status(phase="failed", exit_reason="the power is gone")
     notes = said(run)
-    assert notes[0].startswith("begins anew with the weights of step 2")
+    assert notes[0].startswith("starting over from the weights of step 2")
     assert (run.path / "checkpoints" / "aside-1" / "checkpoint-2").is_dir()
 
 
@@ -331,7 +331,7 @@ def test_a_changed_model_is_refused_by_its_name(full, tmp_path, folder):
     (run.path / fingerprints.FINGERPRINTS).write_text(kept.replace(digest, "0" * 64))
     with pytest.raises(RunError, match=f"model: {model} has changed") as refused:
         verbs.resume(run, ["train.max_steps=8"])
-    assert "put back what it was" in refused.value.hint
+    assert "restore them" in refused.value.hint
 
 
 def test_rows_that_were_prepared_do_without_their_source_and_patterns_notice_more_files(folder, tmp_path):
@@ -341,7 +341,7 @@ def test_rows_that_were_prepared_do_without_their_source_and_patterns_notice_mor
     assert changed(run) == []
     shutil.copy(folder / "rows.jsonl", tmp_path / "rows-2.jsonl")
     (found,) = changed(run)
-    assert "names other files than it did" in found
+    assert "matches other files than before" in found
     for file in tmp_path.glob("rows-*"):
         file.unlink()
     assert changed(run) == []
@@ -396,7 +396,7 @@ def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapte
             run, f"parallel.strategy={strategy}", f"parallel.num_processes={num}", f"train.max_steps={2 * part}"
         )
         assert (run.plan.layout.strategy, run.plan.layout.num_processes) == (strategy, num)
-        assert any("random numbers" in note and "drawn afresh" in note for note in notes)
+        assert any("random state" in note and "derived from the seed" in note for note in notes)
         work_on(run)
     wanted, found = losses(calm), losses(run)
     assert list(found) == list(wanted)
@@ -437,7 +437,7 @@ def test_the_same_command_goes_on_with_a_run_where_it_is_asked_to(named_recipe, 
     other = verbs.train("mine.yaml", ["train.logging_steps=3"], resume=True)
     assert other.path != run.path
     assert verbs.train("mine.yaml", resume=True, on_event=told.append).path == run.path
-    assert "goes on from step 2 of 4" in told[0]["notes"]
+    assert "resuming from step 2 of 4" in told[0]["notes"]
     torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
     assert verbs.unfinished("mine.yaml") is None
 
@@ -455,9 +455,9 @@ def test_a_new_run_says_that_another_one_ended_early(named_recipe):
 def test_a_folder_that_is_taken_says_how_to_go_on_in_it(full, folder, tmp_path):
     run = ended_early(copied(full, tmp_path / "run"))
     recipe = recipe_for(folder, run.path, scheduler="cosine")
-    with pytest.raises(RunError, match="holds a run, which is interrupted") as refused:
+    with pytest.raises(RunError, match="contains a run, which is interrupted") as refused:
         verbs.train(recipe)
-    assert f"`tunekit resume {run.path}`, or --resume here, goes on with it" in refused.value.hint
+    assert f"`tunekit resume {run.path}`, or --resume here, resumes it" in refused.value.hint
     # What the command says counts, and what the run has does not fit is refused as ever.
     with pytest.raises(RunError, match=r"adapter.type full -> lora"):
         verbs.train(recipe | {"adapter": "lora"}, resume=True)
@@ -494,13 +494,13 @@ def test_on_a_terminal_the_command_asks(named_recipe):
 
 def test_a_run_says_what_can_be_done_next(full, tmp_path):
     run = copied(full, tmp_path / "run")
-    assert prospects(run) == f"`tunekit resume {run.path} train.max_steps=N` trains it further"
+    assert prospects(run) == f"`tunekit resume {run.path} train.max_steps=N` trains further"
     ended_early(run)
-    assert prospects(run) == f"`tunekit resume {run.path}` goes on from step 2 of 4"
+    assert prospects(run) == f"`tunekit resume {run.path}` resumes from step 2 of 4"
     without_optimizer(run, 2)
     assert f"`tunekit resume {run.path} --weights-only`" in prospects(run)
     shutil.rmtree(run.path / "checkpoints")
-    assert "there is no checkpoint to go on from" in prospects(run)
+    assert "no checkpoint to resume from" in prospects(run)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*run_report(run, 200), sep="\n")
-    assert "there is no checkpoint to go on from" in console.export_text()
+    assert "no checkpoint to resume from" in console.export_text()

@@ -118,4 +118,4 @@ def test_what_cannot_be_resumed_is_refused_with_the_reason(parallel, why, folder
     run.update_status(phase="failed", exit_reason="the power is gone")
     with pytest.raises(RunError, match=why) as refused:
         verbs.resume(run.path)
-    assert "begin anew: tunekit train" in refused.value.hint
+    assert "start over: tunekit train" in refused.value.hint

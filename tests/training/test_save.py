@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(name, dam
     newest = take_newest(copied.path)
     assert newest.step == 6
     (why,) = newest.skipped
-    assert why.startswith("checkpoint-8: ") and why.endswith("; kept as checkpoint-8.bad")
+    assert why.startswith("checkpoint-8: ") and why.endswith("; renamed to checkpoint-8.bad")
     # A digit of a manifest may be one of a checksum.
     assert name in why or name == MANIFEST
     aside = copied.path / "checkpoints" / "checkpoint-8.bad"
@@ -152,7 +152,7 @@ def test_a_status_is_told_from_sizes_alone_and_a_resume_reads_what_is_there(copi
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert newest_complete(copied.path).step == 8
     assert take_newest(copied.path).skipped == (
-        "checkpoint-8: model.safetensors does not hold what was written; kept as checkpoint-8.bad",
+        "checkpoint-8: model.safetensors has changed since it was written; renamed to checkpoint-8.bad",
     )
 
 
@@ -170,9 +170,9 @@ def test_where_no_checkpoint_is_whole_a_run_does_not_begin_anew_by_itself(copied
     for step in (3, 6, 8):
         (copied.path / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
     copied.update_status(phase="failed")
-    with pytest.raises(RunError, match=r"no checkpoint that is whole: checkpoint-8: optimizer\.pt is missing") as told:
+    with pytest.raises(RunError, match=r"no complete checkpoint: checkpoint-8: optimizer\.pt is missing") as told:
         take_newest(copied.path)
-    assert "begin anew: tunekit train" in told.value.hint
+    assert "start over: tunekit train" in told.value.hint
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/../../outside", "link", "linked/file", ""])
@@ -186,7 +186,7 @@ def test_a_manifest_that_names_what_is_not_in_its_folder_is_damaged(name, copied
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"][name] = {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    assert fault_of(folder, contents=False) == f"{MANIFEST} names {name!r}, which is not in its folder"
+    assert fault_of(folder, contents=False) == f"{MANIFEST} lists {name!r}, which is outside its folder"
 
 
 def unlisted(folder, *names):
@@ -247,7 +247,7 @@ def test_only_whole_checkpoints_count_as_kept(copied):
 
 def test_a_measure_that_no_evaluation_tells_is_an_error_that_lists_them(folder):
     run = Run(made(recipe_for(folder, {"metric_for_best_model": "eval_acuracy"})))
-    with pytest.raises(RunError, match=r"metric_for_best_model: the evaluations tell no eval_acuracy") as told:
+    with pytest.raises(RunError, match=r"metric_for_best_model: evaluations report no eval_acuracy") as told:
         worked(run.path)
     assert "eval_loss" in told.value.hint and "eval_mean_token_accuracy" in told.value.hint
     assert events(run, "log") == []
@@ -321,8 +321,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         told = in_processes(num, work_on_a_disk_that_is_full, run.path)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
-        assert "No space left on device" in told[0] and "checkpoint-2 is whole" in told[0]
-        assert f"then go on with: tunekit resume {run.path}" in told[0]
+        assert "No space left on device" in told[0] and "checkpoint-2 is complete" in told[0]
+        assert f"then resume with: tunekit resume {run.path}" in told[0]
         assert checkpoints(run) == ["checkpoint-2"]
         assert newest_complete(run.path).step == 2
         filler.unlink()
@@ -377,7 +377,7 @@ def test_a_checkpoint_that_takes_the_room_for_words_gives_it_back(folder):
         told = in_processes(2, work_while_a_checkpoint_takes_all_room, run.path)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
-        assert "checkpoint-2 is whole" in told[0] and checkpoints(run) == ["checkpoint-2"]
+        assert "checkpoint-2 is complete" in told[0] and checkpoints(run) == ["checkpoint-2"]
         # What was logged meanwhile is not lost.
         assert [event["step"] for event in events(run, "log")][:4] == [1, 2, 3, 4]
         assert run.status()["step"] > 4
@@ -445,7 +445,7 @@ def test_a_result_that_could_not_be_written_leaves_nothing_half_and_is_written_b
         patch.setattr(tunekit.training.engines.engine, "save_model", fill_the_disk)
         with pytest.raises(RunError, match=r"the result could not be written: model\.safetensors: No space") as told:
             worked(run.path)
-    assert "checkpoint-2 is whole" in told.value.problem and "tunekit resume" in told.value.hint
+    assert "checkpoint-2 is complete" in told.value.problem and "tunekit resume" in told.value.hint
     assert not run.model_path.exists() and not (run.path / ".saving-model").exists()
     worked(run.path)
     assert run.state == "finished"

@@ -70,7 +70,7 @@ def test_a_method_that_nobody_defines_or_that_takes_other_arguments_is_named():
         def _get_output_dir(self, trial, more): ...
 
     problems = {problem.name: problem.problem for problem in trainer_problems(Without, trainer_class("sft"), "sft")}
-    assert problems["_save"] == "is not there"
+    assert problems["_save"] == "does not exist"
     assert problems["_get_output_dir"] == "takes (trial, more), not (trial)"
 
 
@@ -94,7 +94,7 @@ def test_a_renamed_method_of_accelerate_is_named(name):
 def test_a_renamed_field_of_accelerates_settings_is_named():
     assert not [*field_problems(upstream()["fields"])]
     (problem,) = field_problems({"accelerate.utils.DataLoaderConfiguration": "dispatch"})
-    assert str(problem) == "accelerate.utils.DataLoaderConfiguration.dispatch is no field"
+    assert str(problem) == "accelerate.utils.DataLoaderConfiguration.dispatch is not a field"
 
 
 def test_names_in_nested_functions_and_properties_count():

@@ -197,7 +197,7 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}\ntrain.learning_rate=1")
     expect(page.locator("#controls-effects")).to_contain_text("requires “Weights only”")
     page.locator("#controls-go-on").click()
-    expect(page.locator("#controls-problem")).to_contain_text("cannot go on with these edits")
+    expect(page.locator("#controls-problem")).to_contain_text("cannot resume with these edits")
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}")
     expect(page.locator("#controls-effects tr")).to_have_count(2)
     page.locator("#controls-go-on").click()

@@ -1,9 +1,9 @@
 """Bandwidth between the ranks of a run: an all-reduce and an all-gather, as in training, in a few sizes.
 
 The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md there): bytes of the whole tensor over the time of one
-call, times 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for an all-gather. That is what each rank has to send, so
-it can be held against the speed of its link. Every rank says each second that it is there, and what it is doing: the
-one that does not is named.
+call, times 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for an all-gather. That is what each rank sends, so it
+compares with the speed of its link. Every rank sends a heartbeat with its activity each second; one that does not is
+reported.
 """
 
 import json
@@ -86,21 +86,21 @@ class Exchange:
 
 
 def measure(names: Sequence[str | None], *, of_a_node: int | None, environment: Mapping[str, str]) -> Exchange:
-    """Exchange data across ranks on hosts.
+    """Measure collectives across the ranks on hosts.
 
     Args:
         names: The hosts; None stands for this machine without ssh.
-        of_a_node: Ranks on each; None for one an accelerator, or without any one a host, and two on a single one.
+        of_a_node: Ranks per host; None for one per accelerator, or without any one per host, and two on a single host.
         environment: Variables of the ranks.
 
     Raises:
-        RunError: There is only one rank; or a host or a rank does not answer, which is named.
+        RunError: There is only one rank, or a host or rank does not answer.
     """
     with Hosts(names) as hosts:
         hardware = hosts.hardware
         ranks = of_a_node or len(hardware.accelerators) or (2 if len(names) == 1 else 1)
         if ranks * len(names) == 1:
-            raise RunError("one rank has nobody to exchange with", hint="set parallel.num_processes, or name --nodes")
+            raise RunError("a single rank has no peer", hint="set parallel.num_processes, or pass --nodes")
         kind = hardware.device.kind
         hosts.start(["tunekit.launching.bandwidth", kind], num_local=ranks, environment=environment)
         measured = _Watch(hosts, ranks).until_done()
@@ -172,11 +172,11 @@ class _Watch:
         now = time.monotonic()
         running = [rank for rank, doing in self._doing.items() if doing != "done"]
         silent = [rank for rank in running if rank in self._heard and now - self._heard[rank] > SILENT_SECONDS]
-        ranks, why = silent, f"nothing heard for {SILENT_SECONDS} s"
-        hint = "it is stopped, or its host has no time for it"
+        ranks, why = silent, f"no heartbeat for {SILENT_SECONDS} s"
+        hint = "the process is stopped, or its host overloaded"
         if not silent:
             ranks = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
-            why, hint = f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another"
+            why, hint = f"no progress for {STUCK_SECONDS} s", "check that all hosts reach each other"
         rows = [
             f"rank {rank} on {self._hosts.all[rank // self._of_a_node].name}: {why}, while {self._doing[rank]}"
             for rank in ranks
@@ -222,7 +222,7 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     store = open_store()
-    voice.say("joining the others")
+    voice.say("joining the process group")
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
     for collective in COLLECTIVES:
         for size_bytes in SIZES[kind]:

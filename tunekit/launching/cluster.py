@@ -1,13 +1,12 @@
-"""Runs on clusters: jobs of Slurm and tasks of SkyPilot, for nodes that look like this machine or like a named one.
+"""Runs on clusters: Slurm jobs and SkyPilot tasks, for nodes like this machine or like a named one.
 
-Slurm sends SIGUSR1 to a job's script some time before the limit. The script hands it on to the processes, which save
-a checkpoint after the step and end well; the run's status then says `queued`, and the script puts the job into the
-queue again. Started again, the processes resume from the newest checkpoint.
+Slurm sends SIGUSR1 to a job's script some time before the limit. The script passes it to the processes, which save a
+checkpoint after the step and exit; the run's status is then `queued`, and the script requeues the job. Restarted, the
+processes resume from the newest checkpoint.
 
-A task of SkyPilot runs on nodes of a cloud that do not share this disk. The run is planned and its rows are prepared
-here; each node gets a copy of the run folder, under the same path, and of local files that the run still reads. The
-folder on the first node is the one that fills. Nodes that share no disk have no checkpoint in common, so that several
-of them cannot start again by themselves.
+A SkyPilot task runs on cloud nodes that do not share this disk. The run is planned and its rows are prepared here; each
+node gets a copy of the run folder, under the same path, and of local files that the run still reads. Results are in the
+folder of the first node. Nodes without a shared disk have no common checkpoint, so several of them cannot restart.
 """
 
 import re
@@ -39,18 +38,18 @@ from tunekit.runs.small_files import write_job
 
 
 def nodes_of(on: str | None, num_nodes: int | None) -> Hardware:
-    """The nodes that a run is to have.
+    """Return the nodes of a run.
 
     Args:
-        on: A machine as `tunekit plan --on` takes it; nodes like this machine where left out.
-        num_nodes: How many; one, or as many as `on` names, where left out.
+        on: A machine as for `tunekit plan --on`; by default nodes like this machine.
+        num_nodes: Number of nodes; by default one, or as many as `on` has.
 
     Raises:
         PlanError: There is no such machine, or its number of nodes is another one.
     """
     node = find_machine(on).hardware() if on is not None else probe_node()
     if num_nodes not in (None, 1, node.num_nodes) and node.num_nodes > 1:
-        raise PlanError(f"--on {on} names {node.num_nodes} nodes, --num-nodes {num_nodes}", hint="give one of them")
+        raise PlanError(f"--on {on} has {node.num_nodes} nodes, --num-nodes is {num_nodes}", hint="pass one of them")
     # Which of its devices a program sees holds for this machine alone, and so do the user's variables.
     devices = tuple(device.model_copy(update={"visible_as": None}) for device in node.accelerators)
     return node.model_copy(
@@ -100,7 +99,7 @@ SCRIPT = "job.sbatch"
 """Name of the job's script in the run folder."""
 
 FIRST_PORT, NUM_PORTS = 15000, 15000
-"""Rendezvous of nodes: ports that programs are not given by chance, by the number of the job."""
+"""Ports of the rendezvous, below the ephemeral ones, by the number of the job."""
 
 NOTICE_SECONDS = 60
 """Between the signal and the limit, besides a step and a save."""
@@ -148,38 +147,38 @@ def write_script(run: Run, hardware: Hardware, wishes: Wishes) -> Path:
 
 
 def _one_line(option: str) -> str:
-    """An option of sbatch as a line of a script has it.
+    """Check an sbatch option for a line of the script.
 
     Raises:
-        RunError: It would be more than that, or it holds a secret: the script stays in the run folder.
+        RunError: It does not fit on a line, or it contains a secret: the script stays in the run folder.
     """
     if has_controls(option):
-        raise RunError(f"sbatch: {option!r} would be more than one line of the job's script", hint="name it otherwise")
+        raise RunError(f"sbatch: {option!r} does not fit on one line of the job script", hint="change its value")
     if not option.startswith("-"):
-        raise RunError(f"sbatch: {option!r} is no option", hint="write it as --NAME=VALUE")
+        raise RunError(f"sbatch: {option!r} is not an option", hint="write it as --NAME=VALUE")
     secret = secret_in(option)
     if secret is not None:
-        problem = f"sbatch: {redacted(option.partition('=')[0])} holds {secret}"
-        raise RunError(problem, hint="a job finds what is exported where it is submitted")
+        problem = f"sbatch: {redacted(option.partition('=')[0])} contains {secret}"
+        raise RunError(problem, hint="export it before submitting: jobs inherit the environment")
     return option
 
 
 def submit(run: Run, script: Path) -> str:
-    """Give a job to Slurm and return its number.
+    """Submit a job to Slurm and return its number.
 
     Raises:
-        DependencyError: There is no Slurm here.
-        RunError: Slurm does not take it.
+        DependencyError: Slurm is not installed.
+        RunError: Slurm rejects it.
     """
     try:
         answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        problem = "there is no sbatch here"
-        raise DependencyError(problem, hint=f"submit it where Slurm is: sbatch {shlex.quote(str(script))}") from error
+        hint = f"submit it on a Slurm node: sbatch {shlex.quote(str(script))}"
+        raise DependencyError("sbatch not found", hint=hint) from error
     if answer.returncode != 0:
         words = answer.stderr.strip().replace("\n", "; ")
         run.update_status(phase="failed", exit_reason=words)
-        raise RunError(f"Slurm does not take the job: {words}", hint=f"see {script}, and `sbatch --help`")
+        raise RunError(f"Slurm rejected the job: {words}", hint=f"see {script} and `sbatch --help`")
     # A federation's name may follow.
     job_id = answer.stdout.strip().partition(";")[0]
     write_job(run.path, job_id)
@@ -187,7 +186,7 @@ def submit(run: Run, script: Path) -> str:
 
 
 def notice_seconds(plan: Plan) -> int:
-    """Time for the step at hand and a checkpoint, before a limit: twice what they are expected to take, and more."""
+    """Return the seconds for a step and a checkpoint before a limit: twice their expected time, and a margin."""
     speed, schedule = plan.speed, plan.schedule
     save = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
     step = 0.0
@@ -202,11 +201,9 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
     notice = notice_seconds(plan)
     limit = None if wishes.time is None else seconds_of(wishes.time)
     if limit is not None and limit <= notice + EARLY_SECONDS:
-        raise RunError(
-            f"--time {wishes.time}: Slurm may ask for a checkpoint {notice + EARLY_SECONDS} s before the limit, "
-            "when the job has hardly begun",
-            hint=f"give it more than {-(-(notice + EARLY_SECONDS) // 60)} minutes",
-        )
+        early = notice + EARLY_SECONDS
+        problem = f"--time {wishes.time}: too short: Slurm may request a checkpoint {early} s before the limit"
+        raise RunError(problem, hint=f"set more than {-(-early // 60)} minutes")
     yield f"--job-name={shlex.quote(run.name)}"
     yield f"--nodes={plan.num_nodes}"
     yield "--ntasks-per-node=1"
@@ -225,16 +222,16 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
 
 
 def seconds_of(time: str) -> int | None:
-    """Seconds of a limit as sbatch has it; None for one without an end.
+    """Return the seconds of a limit in sbatch's format; None if unlimited.
 
     Raises:
-        RunError: It is none.
+        RunError: It is invalid.
     """
     if time.lower() in ("infinite", "unlimited"):
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise RunError(f"--time {time}: is no time", hint="write it as 90 (minutes), 01:30:00 or 2-12 (days-hours)")
+        raise RunError(f"--time {time}: invalid time", hint="write it as 90 (minutes), 01:30:00 or 2-12 (days-hours)")
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     # With days it begins with hours; without, one number or two begin with minutes.
@@ -274,7 +271,7 @@ TASK = "task.sky.yaml"
 """Name of the task's file in the run folder."""
 
 NAMES = {"a100-40gb": "A100", "h100-pcie": "H100"}
-"""SkyPilot's names of accelerators, where they are others than ours. Capitals do not count."""
+"""SkyPilot's names of accelerators, where they differ from ours. Case does not matter."""
 
 MEETING = (
     '--node-rank="$SKYPILOT_NODE_RANK" --master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port=29511'
@@ -295,7 +292,7 @@ def write_task(run: Run, on: str) -> Path:
     plan = run.plan
     if plan.num_nodes > 1 and plan.recipe.parallel.max_restarts:
         raise RunError(
-            "parallel.max_restarts: nodes of a cloud share no disk, so they have no checkpoint to start again from",
+            "parallel.max_restarts: unsupported on several cloud nodes, which share no disk for a common checkpoint",
             hint="set it to 0, or train on one node",
         )
     folder, accelerator = str(run.path.resolve()), find_machine(on).accelerator.name
@@ -315,7 +312,7 @@ def write_task(run: Run, on: str) -> Path:
 
 
 def launch_task(run: Run, task: Path) -> str:
-    """Have SkyPilot find nodes and start the task on them, and return how its results are fetched.
+    """Launch a task with SkyPilot, and return the command that fetches its results.
 
     Raises:
         DependencyError: SkyPilot is not installed.
@@ -323,13 +320,13 @@ def launch_task(run: Run, task: Path) -> str:
     """
     command = ["sky", "launch", "--cluster", _name(run), "--detach-run", str(task)]
     if shutil.which("sky") is None:
-        hint = f"pip install skypilot, with the extra of your cloud, and then: {shlex.join(command)}"
-        raise DependencyError(f"{task} is written, but SkyPilot is not installed here", hint=hint)
+        hint = f"pip install skypilot with the extra of your cloud, then run: {shlex.join(command)}"
+        raise DependencyError(f"{task} is written, but SkyPilot is not installed", hint=hint)
     # It shows what it found and what that costs, and asks.
     code = subprocess.run(command, check=False).returncode
     if code != 0:
-        run.update_status(phase="failed", exit_reason=f"sky launch ended with exit code {code}")
-        raise RunError(f"`sky launch` ended with exit code {code}", hint="see what it said, and `sky check`")
+        run.update_status(phase="failed", exit_reason=f"sky launch failed with exit code {code}")
+        raise RunError(f"`sky launch` failed with exit code {code}", hint="see its output and `sky check`")
     folder = shlex.quote(f"{run.path.resolve()}/")
     return f"rsync -a {_name(run)}:{folder} {folder}"
 
@@ -349,7 +346,7 @@ def _local_files(plan: Plan) -> Iterator[str]:
     train = recipe.data.train
     sources = train if isinstance(train, list) else [train]
     if recipe.data.streaming and any(Path(source.path).is_absolute() for source in sources):
-        raise PlanError("data.streaming: rows would be read from this disk by other machines", hint="set it to false")
+        raise PlanError("data.streaming: cloud nodes cannot read rows from this disk", hint="set it to false")
     for path in dict.fromkeys((recipe.model.path, plan.base.path, recipe.model.chat_template)):
         if path is not None and Path(path).is_absolute() and Path(path).exists():
             yield path

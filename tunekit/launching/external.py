@@ -1,19 +1,12 @@
-"""Processes that another launcher started, and torchrun's restarts of them.
+"""Processes that another launcher started (torchrun, accelerate launch, mpirun or srun), and torchrun's restarts.
 
-Processes that somebody else's launcher started: torchrun, accelerate launch, mpirun or srun.
+All of them run the same command. Rank 0 plans, prepares the rows and makes the run folder; the others wait for its path
+or for its failure. They communicate through a store of torch.distributed: torchrun's, or one that rank 0 opens.
 
-Every one of them runs the same command. The first plans, prepares the rows and makes the run folder; the others wait,
-and learn where it is, or that there is none. They talk through the store of torch.distributed: torchrun has one, and
-where the launcher has none the first process opens it.
-
-A launch of torchrun's that has several attempts: how those of one attempt meet, and which run they go on with.
-
-After one process fails torchrun ends all and starts them again. What the processes say to each other they say through
-the store of its agent, and that one outlives them: what is read there may be the word of a process that is gone, such
-as an address at which nobody listens any more. How many restarts there were does not tell attempts apart: each node's
-agent counts those that it caused. So the processes of an attempt first find each other by names that are new, and from
-then on talk through a store that the first one opens for this attempt alone. All that is left to the next attempt is
-the folder of the run.
+After a failure torchrun kills all processes and restarts them. Its agent's store outlives them: a value there may be of
+a process that is gone, such as an address at which nobody listens. The number of restarts does not distinguish
+attempts, since each node's agent counts its own. So the processes of an attempt first find each other by new names, and
+then communicate through a store that rank 0 opens for this attempt alone. The next attempt only gets the run folder.
 """
 
 import json
@@ -30,17 +23,17 @@ import torch
 
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.local import FAULTS, raised
-from tunekit.process.processes import LAUNCHERS_OWN
+from tunekit.process.processes import LAUNCHERS_OWN, tcp_store
 from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener
 from tunekit.runs.record import Record, errors_of, forget_errors, goes_back, told_if_gone
 from tunekit.runs.run import SEEN_SECONDS, Run
-from tunekit.runs.small_files import Place, forget_request
+from tunekit.runs.small_files import Place, forget_request, wait_for
 from tunekit.training.worker import work
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
-"""Ports for the store: below those that systems give to programs that do not care."""
+"""Ports for the store, below the ephemeral ones."""
 
 LINGER_SECONDS = 3
 """Seconds that the others then wait for the first one."""
@@ -50,19 +43,21 @@ LEAVE_SECONDS = 60
 
 
 def train_joined(place: Place, make: Callable[[], Run], listener: Listener | None) -> Run:
-    """Make a run in the first process, and work on it in all that the launcher started.
+    """Make a run in rank 0, and train it in all processes that the launcher started.
 
     Args:
-        place: Which of them this is.
+        place: Place of this process.
         make: Makes the folder.
-        listener: Called with every event, in the first process.
+        listener: Called with every event, in rank 0.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong, and this process is the one to say it.
-        SystemExit: It went wrong in another process, which says it.
+        TunekitError: An error that the user can fix, reported by this process.
+        SystemExit: An error that another process reports.
     """
     os.environ.update(meeting_point(place, os.environ))
-    agents = torch.distributed.PrefixStore("tunekit", _store(place))  # type: ignore[attr-defined]
+    # The launcher's store, or the one that the first process opens, and later the process group shares.
+    opened = tcp_store(is_master=place.is_main and not _has_agent(), multi_tenant=True)
+    agents = torch.distributed.PrefixStore("tunekit", opened)  # type: ignore[attr-defined]
     store = open_for_attempt(agents, place) if _has_agent() else agents
 
     def make_or_go_on() -> Run:
@@ -90,10 +85,10 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
 
 
 def meeting_point(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which torch's processes find each other, where the launcher did not set them.
+    """Return torch's rendezvous variables, as far as the launcher did not set them.
 
     Raises:
-        RunError: Where the first process runs cannot be told.
+        RunError: The node of rank 0 is unknown.
     """
     here = {
         "RANK": str(place.rank),
@@ -116,26 +111,15 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
     if place.num_local == place.num_processes:
         return "127.0.0.1"
     if "OMPI_COMM_WORLD_RANK" in environment:
-        problem = "mpirun does not say on which node the first process runs"
+        problem = "mpirun does not report the node of rank 0"
         raise RunError(problem, hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     listing = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     return listing.stdout.split()[0]
 
 
-def _store(place: Place) -> Any:
-    """The launcher's store, or the one that the first process opens, and later the process group shares."""
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=place.is_main and not _has_agent(),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
 def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run:
-    """Make the run, tell the others and later attempts, and see that they see it."""
+    """Make the run, publish its folder to the others and later attempts, and check that all see it."""
     try:
         run = make()
         forget_request(run.path)
@@ -151,7 +135,8 @@ def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run
     except BaseException as error:
         for key in ("run", "go"):
             _say(store, key, {"code": _code(error)})
-        _leave(store, place)
+        # The others may be asking this process's store: stay until they have heard that there is no run.
+        wait_for(lambda: store.add("left", 0) >= place.num_processes - 1, LEAVE_SECONDS)
         raise
     _say(agents, OF_LAUNCH, {"path": str(path)})
     _say(store, "go", {})
@@ -159,12 +144,16 @@ def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run
 
 
 def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
-    """Refuse to begin where a node does not see the run folder."""
+    """Check that all nodes see the run folder.
+
+    Raises:
+        RunError: A node does not.
+    """
     answers = [hear(store, f"seen-{rank}") for rank in range(place.num_local, place.num_processes, place.num_local)]
     blind = [answer["node"] for answer in answers if not answer["seen"]]
     if blind:
-        problem = f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder"
-        raise RunError(problem, hint="set output.dir to a place that all nodes share")
+        problem = f"{path} is not visible on {', '.join(blind)}: every node reads and writes the run folder"
+        raise RunError(problem, hint="set output.dir to a folder that all nodes share")
 
 
 def _learned(store: Any, place: Place) -> Run:
@@ -172,7 +161,8 @@ def _learned(store: Any, place: Place) -> Run:
     message = hear(store, "run")
     if "code" not in message:
         if place.local_rank == 0:
-            _say(store, f"seen-{place.rank}", {"seen": _is_seen(Path(message["mark"])), "node": os.uname().nodename})
+            seen = wait_for(Path(message["mark"]).exists, SEEN_SECONDS)
+            _say(store, f"seen-{place.rank}", {"seen": seen, "node": os.uname().nodename})
         message |= hear(store, "go")
     if "code" in message:
         store.add("left", 1)
@@ -182,24 +172,8 @@ def _learned(store: Any, place: Place) -> Run:
     return Run(message["path"])
 
 
-def _is_seen(mark: Path) -> bool:
-    until = time.monotonic() + SEEN_SECONDS
-    while not mark.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(ASK_SECONDS)
-    return True
-
-
 def _say(store: Any, key: str, words: Mapping[str, Any]) -> None:
     store.set(key, json.dumps(words))
-
-
-def _leave(store: Any, place: Place) -> None:
-    """Stay until the others have heard that there is no run: they may be asking this process's store."""
-    until = time.monotonic() + LEAVE_SECONDS
-    while store.add("left", 0) < place.num_processes - 1 and time.monotonic() < until:
-        time.sleep(ASK_SECONDS)
 
 
 def _code(error: BaseException) -> int:
@@ -224,15 +198,14 @@ def _has_agent() -> bool:
 
 
 def open_for_attempt(agents: Any, place: Place) -> Any:
-    """The store of this attempt alone, which torch's processes find too from here on.
+    """Open the store of this attempt alone, which torch uses from here on.
 
     Args:
         agents: The agent's store.
-        place: Which process this is.
+        place: Place of this process.
     """
-    address = os.environ["MASTER_ADDR"]
     if place.is_main:
-        store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = tcp_store(0, is_master=True)
         os.environ["MASTER_PORT"] = str(store.port)
         _tell_all(agents, place, store.port)
         return store
@@ -241,13 +214,13 @@ def open_for_attempt(agents: Any, place: Place) -> Any:
     answer = hear(agents, f"answer-{name}")
     _say(agents, f"heard-{answer['attempt']}-{place.rank}", {})
     os.environ["MASTER_PORT"] = str(answer["port"])
-    return torch.distributed.TCPStore(address, answer["port"], is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return tcp_store(is_master=False)
 
 
 def _tell_all(agents: Any, place: Place, port: int) -> None:
-    """Tell every other process of this attempt where the store is; those of earlier ones are told too, and are gone.
+    """Send the port of the store to every other process, until all of this attempt have confirmed it.
 
-    Who has heard says so under the name of this attempt: what the gone ones said in theirs still stands there.
+    Confirmations carry the name of the attempt, as those of earlier attempts are still in the agent's store.
     """
     attempt = uuid.uuid4().hex
     names: dict[int, str] = {}
@@ -266,10 +239,10 @@ def _tell_all(agents: Any, place: Place, port: int) -> None:
 
 
 def hear(store: Any, key: str) -> dict[str, Any]:
-    """Wait until something is said, however long that takes.
+    """Wait for the value of a key, without a limit.
 
     Raises:
-        SystemExit: The store is gone, and with it the process that had something to say.
+        SystemExit: The store is gone, and with it the process that should set it.
     """
     try:
         while not store.check([key]):
@@ -281,10 +254,10 @@ def hear(store: Any, key: str) -> dict[str, Any]:
 
 
 def go_on_with(run: Run, listener: Listener | None) -> Run:
-    """The run of an earlier attempt, to go on with from its newest whole checkpoint; said to the user.
+    """Return the run of an earlier attempt, to resume from its newest complete checkpoint, and report that.
 
     Raises:
-        TunekitError: What ended the attempt before is for the user to mend, so that this one would end in the same way.
+        TunekitError: The attempt before failed by an error that the user has to fix first.
     """
     reported_error, record = next(iter(errors_of(run)), None), Record(run, Place(), listener)
     if reported_error is not None and reported_error["traceback"] is None and reported_error["kind"] not in FAULTS:
@@ -295,7 +268,7 @@ def go_on_with(run: Run, listener: Listener | None) -> Run:
     attempt = 1 + sum(event["event"] == "restart" for event in run.events())
     step = newest_complete(run.path).step
     if listener is not None:
-        listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["the launcher has started it again"]})
-    reason = "a process was ended" if reported_error is None else reported_error["problem"]
+        listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["restarted by the launcher"]})
+    reason = "a process was killed" if reported_error is None else reported_error["problem"]
     record.write("restart", attempt=attempt, step=step, reason=reason)
     return run

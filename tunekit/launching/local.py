@@ -1,16 +1,16 @@
-"""From a run folder to processes of this machine that work on it, with a queue for its devices before.
+"""Launch of a run on this machine: its processes, their supervisor, and the queue for devices.
 
-A run of one process is done in this one, unless this is the kernel of a notebook, which is to stay free, or the run is
-to survive its process. Otherwise this process supervises: it hands on what the others write, says how the run ended,
-and starts them anew where the recipe allows it.
+A run of one process trains in this one, unless this is the kernel of a notebook, which stays free, or the run must
+survive its process. Otherwise this process supervises: it passes events on, records the end of the run, and restarts
+the processes if the recipe allows it.
 
-Runs of this machine wait for devices in one queue: first come, first served, whoever started them and where. Each run
-that holds devices, or waits for some, has a ticket: a file in the user's state folder, with a lock that its process
-holds for as long as it lives. So a run that crashes, or is killed, gives back what it had, and nobody has to
-clean up after it. A run is served once no other holds any of its devices, and none that came earlier waits for one.
+Runs of this machine wait for devices in one queue: first come, first served, whoever started them. Each run that holds
+or waits for devices has a ticket: a file in the user's state folder, locked by its process while it lives. So a run
+that crashes or is killed releases its devices, and nobody has to clean up. A run is served once no other holds any of
+its devices, and none that came earlier waits for one.
 
-On accelerators every run has a ticket, and those that do not wait for their turn are there at once, as ever. Where
-there are none, the processor is the one device, and only runs that were put into the line count.
+On accelerators every run has a ticket, and those that do not queue start at once. Without accelerators, the CPU is the
+one device, and only queued runs count.
 """
 
 import contextlib
@@ -54,19 +54,19 @@ POLL_SECONDS = 0.1
 """Seconds between two looks at the other processes and their events."""
 
 FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
-"""Errors that another start may be free of. All others that have a hint are for the user to mend first."""
+"""Errors that a restart may avoid. All others with a hint are for the user to fix first."""
 
 
 def launch(run: Run, listener: Listener | None = None) -> None:
-    """Train as a run folder says, in as many processes as its plan has, and come back when all are gone.
+    """Train a run in as many processes as its plan has, and return when all have exited.
 
     Args:
-        run: The run; it goes on from its newest complete checkpoint, if it has one.
+        run: The run; it resumes from its newest complete checkpoint, if there is one.
         listener: Called with every event.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong, in any of the processes.
-        Stopped: The run was asked to end before it was done.
+        TunekitError: An error that the user can fix, in any of the processes.
+        Stopped: The run was stopped.
     """
     with told_if_gone(run):
         begin(run)
@@ -75,7 +75,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         # DeepSpeed wants a process group for one process too.
         alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
         if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
-            # It takes the libraries in, which those who only ask for a plan do not need.
+            # It imports the libraries, which a plan does not need.
             from tunekit.training.worker import work
 
             work(run, listener)
@@ -95,7 +95,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
 
 
 def begin(run: Run) -> None:
-    """Say that this process works on a run from now on. What an earlier attempt was asked does not count."""
+    """Record that this process works on a run, and drop requests to an earlier attempt."""
     if not run.is_begun:
         forget_request(run.path)
         run.begin()
@@ -105,25 +105,25 @@ class Processes(Protocol):
     """The processes of a run, wherever they are."""
 
     def codes(self) -> dict[int, int | None]:
-        """Exit code of each by rank: minus the signal that ended it, None while it is there."""
+        """Return exit codes by rank: negative for a signal, None while a process runs."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until all are gone, at most so long."""
+        """Wait until all have exited or a time is up."""
 
 
 def supervise(
     run: Run, start: Callable[[], contextlib.AbstractContextManager[Processes]], listener: Listener | None
 ) -> None:
-    """Start the processes of a run, anew where the recipe allows it, and hand on what they write.
+    """Start the processes of a run, restart them if the recipe allows it, and pass their events on.
 
     Args:
         run: The run.
-        start: Starts them; none is left when its context is.
+        start: Starts the processes; none is left at the end of its context.
         listener: Called with every event.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong, in any of the processes.
-        Stopped: The run was asked to end before it was done.
+        TunekitError: An error that the user can fix, in any of the processes.
+        Stopped: The run was stopped.
     """
     with told_if_gone(run):
         _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
@@ -149,15 +149,15 @@ class _Failure:
 
 
 class Follower:
-    """Follows a run that other processes work on: hands on what they write, and minds requests to stop.
+    """Follower of a run in other processes: passes their events on, and follows stop requests.
 
     Args:
         run: The run.
         listener: Called with every event.
 
     Attributes:
-        record: Its record, for events of this process. The listener hears of them with the others.
-        wishes: Requests to stop, by signal or from outside.
+        record: Its record, for events of this process; the listener gets them with the others.
+        wishes: Stop requests, by signal or from outside.
     """
 
     def __init__(self, run: Run, listener: Listener | None) -> None:
@@ -169,17 +169,17 @@ class Follower:
         _, self.offset = read_events(run.path / "events.jsonl")
 
     def hand_on(self) -> None:
-        """Tell the listener what was written since."""
+        """Pass new events to the listener."""
         events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
         if self.listener is not None:
             for event in events:
                 self.listener(event)
 
     def mind_wishes(self) -> None:
-        """Wait for the processes to end that are to, but not for what is no step and has nothing to save.
+        """Record stop requests, and interrupt unless the processes follow them by themselves after a step.
 
         Raises:
-            KeyboardInterrupt: All are to end at once.
+            KeyboardInterrupt: All processes are to stop at once.
         """
         request = self.wishes.known
         if request is not None and request != self._told:
@@ -190,7 +190,7 @@ class Follower:
         self.wishes.check()
 
     def stopped(self) -> Stopped:
-        """Return the error to raise once all processes are gone, after recording it if they have not."""
+        """Return the error to raise once all processes have exited, after recording the stop if they have not."""
         request = self.wishes.known or requested(self.run.path) or Request(True, "SIGINT", None, 0.0)
         reason = self.run.status()["exit_reason"]
         if reason is None:
@@ -199,25 +199,22 @@ class Follower:
         return stopped(self.run, request, reason)
 
     def end(self, phase: str, reason: str) -> None:
-        """Say how the run ended."""
+        """Record the end of the run."""
         self.record.end(phase, reason)
         self.hand_on()
 
 
 class _Supervisor(Follower):
-    """Starts the processes of a run, and tells a listener what they write."""
+    """Supervisor of the processes of a run."""
 
     def __init__(
-        self,
-        run: Run,
-        start: Callable[[], contextlib.AbstractContextManager[Processes]],
-        listener: Listener | None,
+        self, run: Run, start: Callable[[], contextlib.AbstractContextManager[Processes]], listener: Listener | None
     ) -> None:
         super().__init__(run, listener)
         self.start = start
 
     def supervise(self, max_restarts: int) -> None:
-        """Have the run done, with as many new starts."""
+        """Train the run, with a maximum number of restarts."""
         with self.wishes:
             try:
                 failure = self._train(max_restarts)
@@ -244,19 +241,16 @@ class _Supervisor(Follower):
         return failure
 
     def _train_once(self) -> _Failure | None:
-        failure = self._attempt()
-        while failure is not None and self.wishes.asked is None and goes_back(self.run, self.record, failure.error):
-            failure = self._attempt()
-        return failure
-
-    def _attempt(self) -> _Failure | None:
-        forget_errors(self.run)
-        forget_beats(self.run)
-        try:
-            return self._end_of_all()
-        except TunekitError as error:
-            # They did not start; or a host was lost, of which what they say themselves is the consequence.
-            return _Failure(error, is_the_users=not isinstance(error, HostLostError))
+        while True:
+            forget_errors(self.run)
+            forget_beats(self.run)
+            try:
+                failure = self._end_of_all()
+            except TunekitError as error:
+                # They did not start; or a host was lost, and their own errors are the consequence.
+                failure = _Failure(error, is_the_users=not isinstance(error, HostLostError))
+            if failure is None or self.wishes.asked or not goes_back(self.run, self.record, failure.error):
+                return failure
 
     def _end_of_all(self) -> _Failure | None:
         """Return why processes ended early, once all of them are gone."""
@@ -292,35 +286,35 @@ class _Supervisor(Follower):
         error = next(iter(errors), None)
         if error is not None and error["kind"] != ExchangeError.__name__:
             return _Failure(raised(error), is_the_users=error["traceback"] is None and error["kind"] not in FAULTS)
-        # A process that said why it ends may crash on its way out, with the exchange it waited for still open.
+        # A process that has reported its error may crash on exit, with its collective still pending.
         have_told = {words["rank"] for words in errors}
         # One that was aborted often is one that saw another end.
         wordless = sorted((rank for rank in codes if rank not in have_told), key=lambda r: codes[r] == -signal.SIGABRT)
         if wordless:
             return _Failure(_without_word(wordless[0], codes[wordless[0]], f"see {self.run.path / LOG}"))
         assert error is not None
-        not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
+        not_heard = f"; no report from rank {', '.join(map(str, silent))}" if silent else ""
         return _Failure(RunError(error["problem"] + not_heard, hint=error["hint"]))
 
 
 def _without_word(rank: int, code: int, hint: str) -> RunError:
     """Return the error for a process that reported nothing itself."""
     if code >= 0:
-        return RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=hint)
+        return RunError(f"rank {rank} exited with code {code} without an error message", hint=hint)
     if code == -signal.SIGKILL:
-        hint = f"the system does this where main memory runs out, which its own log says; {hint}"
-    return RunError(f"rank {rank} was ended by {signal.Signals(-code).name}", hint=hint)
+        hint = f"the system does this when host memory runs out (see its log); {hint}"
+    return RunError(f"rank {rank} was killed by {signal.Signals(-code).name}", hint=hint)
 
 
 def raised(words: dict[str, Any]) -> Exception:
-    """The error that a process wrote down."""
+    """Return the error that a process has recorded."""
     if words["traceback"] is None:
         return from_words(words)
     return RuntimeError(f"rank {words['rank']}:\n{words['traceback']}")
 
 
 def main() -> None:
-    """Train as the run folder says that is the only argument, for a scheduler that gave this node to it."""
+    """Train the run whose folder is the only argument, on a node of a scheduler."""
     try:
         launch(Run(sys.argv[1]))
     except TunekitError:
@@ -338,7 +332,7 @@ LOOK_SECONDS = 0.5
 """Seconds between two looks of a waiting run at the queue."""
 
 FREE_SHARE = 0.97
-"""Of a device that another run gives back: a little less than one has free that nobody uses, which is taken first."""
+"""Share of memory that counts as free on a device that another run releases: slightly less than on an idle one."""
 
 PROCESSOR = "cpu"
 """The device of a machine that has no other."""
@@ -346,12 +340,12 @@ PROCESSOR = "cpu"
 
 @dataclass(frozen=True)
 class Ticket:
-    """A run in the line.
+    """A run in the queue.
 
     Attributes:
-        number: The smaller, the earlier it came.
+        number: Position; earlier runs have smaller ones.
         run: Its folder.
-        devices: What it holds or waits for, by UUID.
+        devices: Devices that it holds or waits for, by UUID.
         waits: Whether it waits.
     """
 
@@ -366,7 +360,7 @@ class Ticket:
 
 
 def tickets() -> list[Ticket]:
-    """All runs of this machine that hold devices or wait for some, the earliest first."""
+    """List the runs of this machine that hold or wait for devices, earliest first."""
     folder = _folder()
     if not folder.is_dir():
         return []
@@ -381,7 +375,7 @@ def devices_of(plan: Plan) -> tuple[str, ...]:
 
 
 def when_served(hardware: Hardware) -> Hardware:
-    """A machine as a run finds it that waits for its turn: what other runs hold is free again."""
+    """Return the hardware as a queued run will find it: devices held by other runs are free again."""
     busy = {device for ticket in tickets() for device in ticket.devices}
     free = (
         {"memory_free_bytes": int(FREE_SHARE * device.memory_total_bytes)} if device.visible_as in busy else {}
@@ -393,15 +387,15 @@ def when_served(hardware: Hardware) -> Hardware:
 
 @contextlib.contextmanager
 def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
-    """Within it, a run has its devices. Where it waits for them, it says so in its status and its events.
+    """Hold the devices of a run within the context, after waiting for them; status and events show the wait.
 
     Args:
-        run: A run that has begun, and has not started to work.
-        waits: Whether it waits until no other run has any of them.
-        listener: Called with every event; with `begun` when all can see the run and what it is at.
+        run: A run that has begun, and has not started to train.
+        waits: Whether it waits until no other run holds any of its devices.
+        listener: Called with every event; with `begun` once the run and its state are visible.
 
     Raises:
-        Stopped: It was asked to end while it waited.
+        Stopped: The run was stopped while it waited.
     """
     devices = devices_of(run.plan)
     with contextlib.ExitStack() as stack:
@@ -409,8 +403,8 @@ def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
             ticket = stack.enter_context(_ticket(run, devices, waits=waits))
             if waits:
                 _wait(run, ticket, listener)
-        if not waits and listener is not None:
-            listener({"event": "begun", "run": run})
+        if not waits:
+            _tell_begun(run, listener)
         yield
 
 
@@ -423,8 +417,8 @@ def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
             while ahead := _served_or_ahead(ticket):
                 if ahead != reported:
                     _tell(record, ticket, ahead)
-                if reported is None and listener is not None:
-                    listener({"event": "begun", "run": run})
+                if reported is None:
+                    _tell_begun(run, listener)
                 reported = ahead
                 wishes.check()
                 time.sleep(LOOK_SECONDS)
@@ -432,15 +426,20 @@ def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
         except KeyboardInterrupt as error:
             request = wishes.known or Request(True, "SIGINT", None, 0.0)
             run.update_status(place_in_line=None)
-            record.end("interrupted", f"{words_of(run, request)}: it waited for {', '.join(ticket.devices)}")
+            record.end("interrupted", f"{words_of(run, request)}: was waiting for {', '.join(ticket.devices)}")
             raise stopped(run, request, str(run.status()["exit_reason"])) from error
     run.update_status(phase="starting", place_in_line=None)
-    if reported is None and listener is not None:
+    if reported is None:
+        _tell_begun(run, listener)
+
+
+def _tell_begun(run: Run, listener: Listener | None) -> None:
+    if listener is not None:
         listener({"event": "begun", "run": run})
 
 
 def _tell(record: Record, ticket: Ticket, ahead: Sequence[Ticket]) -> None:
-    """Say which place a run has, and what it waits for."""
+    """Record the place of a run in the queue, and what it waits for."""
     place = 1 + sum(other.waits for other in ahead)
     behind = [Path(other.run).name for other in ahead]
     if record.run.status()["phase"] != "queued":
@@ -451,7 +450,7 @@ def _tell(record: Record, ticket: Ticket, ahead: Sequence[Ticket]) -> None:
 
 @contextlib.contextmanager
 def _ticket(run: Run, devices: tuple[str, ...], *, waits: bool) -> Iterator[Ticket]:
-    """A ticket for as long as this process lives, and at most until the block ends."""
+    """Hold a ticket until the block or this process ends."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -488,7 +487,7 @@ def _served_or_ahead(ticket: Ticket) -> list[Ticket]:
 
 
 def _tickets(folder: Path) -> list[Ticket]:
-    """The tickets of processes that live, while nobody else looks; those of others are thrown away."""
+    """Return the tickets of live processes, and delete the others; call it with the queue locked."""
     tickets_found = []
     for file in sorted(folder.glob("*.json")):
         number = int(file.stem)

@@ -1,7 +1,7 @@
-"""A run on a cluster of Ray's: Ray Train starts the processes, gives each its place, and starts them again.
+"""A run on a Ray cluster: Ray Train starts the processes, assigns their ranks, and restarts them.
 
-Ray makes the process group too, as the plan has it; each process then does what it does everywhere. When one is lost,
-Ray ends the others and starts all of them anew, and they go on from the newest checkpoint.
+Ray also makes the process group, as the plan has it; each process then works as everywhere. When one is lost, Ray kills
+the others and restarts all, and they resume from the newest checkpoint.
 """
 
 import os
@@ -27,17 +27,16 @@ POLL_SECONDS = 0.2
 
 
 def train_on_ray(run: Run, address: str | None = None, listener: Listener | None = None) -> None:
-    """Train as a run folder says, on a cluster of Ray's whose nodes share the folder.
+    """Train a run on a Ray cluster whose nodes share its folder.
 
     Args:
         run: The run.
-        address: Of the cluster. Left out: that of RAY_ADDRESS, or the one of this machine, which is started if there
-            is none.
+        address: Address of the cluster; by default that of RAY_ADDRESS, or a local one, which is started if needed.
         listener: Called with every event.
 
     Raises:
         DependencyError: Ray is not installed.
-        TunekitError: The run failed, more often than it may be started again.
+        TunekitError: The run failed, more often than its maximum of restarts.
     """
     send_nothing()
     try:

@@ -1,9 +1,9 @@
-"""A run on several hosts that see its folder, reached by ssh: checked before the start, watched, ended together.
+"""A run on several hosts that share its folder, over ssh: checked before the start, watched, and stopped together.
 
-On each host runs `tunekit.launching.ssh_node`, from the same interpreter and in the same working directory as here, and
-it starts the host's processes. The two sides say every `BEAT_SECONDS` that they are there. A host that is silent for
-`LOST_SECONDS` ends the run on the others, and by itself what runs on it: `BOUND_SECONDS` after it was cut off, nothing
-runs anywhere. How a host is reached, and with which key, is OpenSSH's configuration to say.
+Each host runs `tunekit.launching.ssh_node`, with the same interpreter and working directory as here, which starts the
+host's processes. Both sides send heartbeats every `BEAT_SECONDS`. A host that is silent for `LOST_SECONDS` ends the run
+on the others, and stops its own processes: `BOUND_SECONDS` after it was cut off, nothing runs anywhere. Routes and keys
+are up to OpenSSH's configuration.
 """
 
 import contextlib
@@ -27,8 +27,7 @@ from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.estimates.facts import Hardware
 from tunekit.launching.local import supervise
 from tunekit.launching.ssh_node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
-from tunekit.process.network import name_interface
-from tunekit.process.processes import LOG
+from tunekit.process.processes import LOG, name_interface
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import is_secret, redacted
@@ -119,10 +118,10 @@ class Host:
     def why_silent(self) -> str:
         """Return why a host is silent, in the last words of ssh or of the host's shell if there are any."""
         if not self._is_gone:
-            return f"no sign of life for {LOST_SECONDS} s"
+            return f"no heartbeat for {LOST_SECONDS} s"
         self._words.seek(0)
         lines = [line.strip() for line in self._words if line.strip()]
-        return lines[-1] if lines else f"the connection ended with exit code {self._process.wait()}"
+        return lines[-1] if lines else f"connection closed with exit code {self._process.wait()}"
 
     def close(self) -> None:
         """End the connection, whereupon the host ends what it runs."""
@@ -159,9 +158,9 @@ class Hosts:
     def __init__(self, names: Sequence[str | None]) -> None:
         for name in names:
             if name is not None and not NAME.fullmatch(name):
-                raise RunError(f"{name!r} is no name of a host", hint="give host, user@host, host:port or an address")
+                raise RunError(f"invalid host {name!r}", hint="use host, user@host, host:port or an address")
             if names.count(name) > 1:
-                raise RunError(f"host {name} is named twice", hint="name each host once")
+                raise RunError(f"duplicate host {name}", hint="list each host once")
         self._inbox: queue.Queue[tuple[Host, Message]] = queue.Queue()
         self._done = threading.Event()
         self.all: list[Host] = []
@@ -228,7 +227,7 @@ class Hosts:
                 raise lost_error(self.silent)
             if time.monotonic() > until:
                 missing = {host: f"no answer for {ANSWER_SECONDS} s" for host in targets if host not in answers}
-                refuse(missing, "see what keeps it busy")
+                refuse(missing, "check its load")
         return [answers[host] for host in targets]
 
     def meet(self) -> tuple[str, int, list[str | None]]:
@@ -242,19 +241,19 @@ class Hosts:
             return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
         name = ssh_address(first.name)
         ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
-        lost = {host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]}
-        refuse(lost, f"all hosts must know {first.name} by that name")
+        lost = {host: f"no route to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]}
+        refuse(lost, f"{first.name} must have that name on all hosts")
         # By its own name a host often finds its loopback, so the first is asked for its way to another one.
         (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
         address = ways[first]["address"]
         same = [host for host in others if ways[host]["address"] == address]
-        why = f"it is {first.name} by another name"
-        refuse(dict.fromkeys(same, why), "name each host once, and the first as the others reach it")
+        why = f"same machine as {first.name}"
+        refuse(dict.fromkeys(same, why), "list each host once, and the first by a name that the others reach")
         port = self.ask("open", [first], address=address)[0]["port"]
         reached = zip(others, self.ask("reach", others, address=address, port=port), strict=True)
-        why = f"it does not reach {first.name} at {address}, port {port}"
+        why = f"cannot reach {first.name} at {address}, port {port}"
         failures = {host: f"{why}: {answer['problem']}" for host, answer in reached if answer["problem"]}
-        refuse(failures, "let the hosts reach one another on all ports")
+        refuse(failures, "open all ports between the hosts")
         return address, port, [ways[host]["interface"] for host in self.all]
 
     def start(self, words: Sequence[str], *, num_local: int, environment: Mapping[str, str]) -> None:
@@ -325,29 +324,29 @@ class Hosts:
         absent = {host: host.why_silent() for host in self.all if host.is_silent}
         absent |= {host: "no answer" for host in self.all if not host.facts and not host.is_silent}
         if absent:
-            hint = f"`ssh HOST` must work without a question, and {sys.executable} and {Path.cwd()} be there too"
+            hint = f"`ssh HOST` must work without prompts, and {sys.executable} and {Path.cwd()} must exist there"
             raise HostLostError(_each(absent), hint=hint)
 
     def _check_alike(self) -> None:
         """Refuse the hosts that are not as the first is."""
         faulty = {host: host.facts["problem"] for host in self.all if host.facts["problem"]}
-        refuse(faulty, "see what `tunekit doctor` says there")
+        refuse(faulty, "run `tunekit doctor` there")
         first, failures = self.all[0], {}
         for host in self.all:
             ours, theirs = first.facts["versions"], host.facts["versions"]
             differing = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
             if differing:
                 there = ", ".join(f"{name} {ours[name]}" for name in ours if theirs[name] != ours[name])
-                failures[host] = f"it has {', '.join(differing)}, but {first.name} has {there}"
+                failures[host] = f"has {', '.join(differing)}, but {first.name} has {there}"
             elif _devices(host) != _devices(first):
-                failures[host] = f"it has {_devices(host)}, but {first.name} has {_devices(first)}"
-        refuse(failures, "the hosts of a run must be alike")
+                failures[host] = f"has {_devices(host)}, but {first.name} has {_devices(first)}"
+        refuse(failures, "all hosts of a run need the same versions and accelerators")
 
 
 def lost_error(lost: Sequence[Host]) -> HostLostError:
     """Return the error for hosts that are lost."""
     problem = _each({host: host.why_silent() for host in lost})
-    return HostLostError(problem, hint="it is down or cut off, or what ran there was ended")
+    return HostLostError(problem, hint="the host is down or unreachable, or its processes were killed")
 
 
 def ssh_address(name: str) -> str:
@@ -420,23 +419,23 @@ def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
     if num_processes is not None and (num_processes != has if has else num_processes % len(names)):
         needed = str(has) if has else f"a multiple of {len(names)}"
         problem = f"parallel.num_processes: {num_processes} processes cannot be spread evenly over {len(names)} hosts"
-        raise PlanError(problem, hint=f"leave it out, or ask for {needed}")
+        raise PlanError(problem, hint=f"unset it, or set it to {needed}")
     return load_recipe(recipe, [f"parallel.num_processes={num_processes or has or len(names)}"]), hardware
 
 
 def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) -> None:
-    """Train as a run folder says on hosts that see it, and come back when nothing runs on any of them.
+    """Train a run on hosts that share its folder, and return when nothing runs on any of them.
 
     Args:
-        run: The run; it goes on from its newest complete checkpoint, if it has one.
+        run: The run; it resumes from its newest complete checkpoint, if there is one.
         names: The hosts, as many as its plan has nodes.
         listener: Called with every event.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong, on any of the hosts.
+        TunekitError: An error that the user can fix, on any of the hosts.
     """
     if run.plan.num_nodes != len(names):
-        raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="name as many")
+        raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="pass as many")
     forget_request(run.path)
     run.begin()
     patience = itertools.chain([0], itertools.repeat(RETURN_SECONDS))
@@ -525,5 +524,5 @@ def _check_folder(run: Run, hosts: Hosts) -> None:
     folder = proof.parent
     blind = [host for host, answer in answers.items() if answer["content"] != words]
     closed = [host for host, answer in answers.items() if host not in blind and not answer["writable"]]
-    failures = dict.fromkeys(blind, f"it does not see {folder}") | dict.fromkeys(closed, f"it cannot write to {folder}")
-    refuse(failures, "set output.dir to a folder on a disk that all hosts share, at the same path")
+    failures = dict.fromkeys(blind, f"does not see {folder}") | dict.fromkeys(closed, f"cannot write to {folder}")
+    refuse(failures, "set output.dir to a folder on shared storage, at the same path on all hosts")

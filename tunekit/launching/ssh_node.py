@@ -1,9 +1,8 @@
-"""Supervisor on each host of a run that is started from elsewhere, for as long as the two hear each other.
+"""Supervisor on each host of a run that is started from elsewhere, while the connection lasts.
 
-`python -m tunekit.launching.ssh_node` is started over ssh. It tells what the host has, starts the host's share of the
-processes, and ends them when it is told to, when its standard input ends, or when it has heard nothing for
-`LOST_SECONDS`: a host that is cut off does not go on computing. Both sides speak in lines of JSON, and say something
-every `BEAT_SECONDS`.
+`python -m tunekit.launching.ssh_node` is started over ssh. It reports the host's facts, starts the host's share of the
+processes, and kills them on request, when its standard input ends, or after `LOST_SECONDS` of silence: a host that is
+cut off stops computing. Both sides send lines of JSON, and a heartbeat every `BEAT_SECONDS`.
 """
 
 import json
@@ -21,8 +20,7 @@ from typing import Any
 
 from tunekit.errors import PlanError
 from tunekit.probe.hardware import probe_node
-from tunekit.process.network import infiniband, way_to
-from tunekit.process.processes import Group, Share
+from tunekit.process.processes import Group, Share, infiniband, way_to
 
 BEAT_SECONDS = 2
 """Seconds between heartbeats of each side."""

@@ -1,14 +1,10 @@
-"""End and delete runs from outside.
+"""Stop and delete runs from outside.
 
-Ending a run from outside: it is asked to, and waited for until no process of it is left.
+A run to stop is sent a request, and waited for until none of its processes is left: the one that trains or supervises,
+its children, and theirs, each known by its identity. Processes of other hosts count by their heartbeats.
 
-What counts are the processes themselves, each known by what no other has: the one that trains or supervises, those
-that it started, and theirs. Of other hosts only what they say counts, and that they say nothing more.
-
-Deleting a run: of one that is over, from the disk, and of nothing else.
-
-Its folder first gets a name that no list shows, in one step, so that nobody sees a part of a run; then its files go.
-What an earlier deletion has left, because it was cut off, goes with the next one beside it.
+A run to delete must have ended. Its folder first gets a hidden name, atomically, so that nobody sees a part of a run;
+then its files are deleted. Remains of an interrupted deletion are removed by the next one in the same folder.
 """
 
 import contextlib
@@ -25,23 +21,12 @@ import psutil
 from tunekit.errors import RunError, TunekitError
 from tunekit.process.processes import SUPERVISOR
 from tunekit.recipe.methods import has_teacher
+from tunekit.runs import small_files
 from tunekit.runs.available_actions import words_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.reader import last_events
 from tunekit.runs.record import claimed
 from tunekit.runs.run import Run, list_runs
-from tunekit.runs.small_files import (
-    COMMAND,
-    DIED,
-    RANKS,
-    Request,
-    beats_in,
-    identity_of,
-    is_alive,
-    kill,
-    read_job,
-    request,
-)
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the processes."""
@@ -60,39 +45,39 @@ TELL_SECONDS = 5
 
 
 def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
-    """End a run, and return how it ended once no process of it is left.
+    """Stop a run, and return its end once none of its processes is left.
 
     Args:
         run: The run.
-        now: Whether it is to end at once, rather than with a checkpoint.
-        tell: Told what is waited for.
+        now: Stop at once, without another checkpoint.
+        tell: Called with descriptions of what is waited for.
 
     Raises:
-        RunError: It does not end in time, or waits in a scheduler's queue.
+        RunError: It does not stop in time, or waits in a scheduler's queue.
     """
     state = run.state
     remaining = _Left(run)
     if state == "queued" and run.status().get("place_in_line") is None:
-        job = read_job(run.path)
-        hint = f"take it out of the queue: scancel {job}" if job is not None else None
-        raise RunError(f"{run.name} waits to be started: nothing of it runs", hint=hint)
-    if (state in FINAL_PHASES or state == DIED) and not remaining.look():
+        job = small_files.read_job(run.path)
+        hint = f"remove it from the queue: scancel {job}" if job is not None else None
+        raise RunError(f"{run.name} is queued: no process of it runs", hint=hint)
+    if (state in FINAL_PHASES or state == small_files.DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
-    request(run.path, now=now)
+    small_files.request(run.path, now=now)
     seconds = NOW_SECONDS if now else _patience_seconds(run)
-    tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
+    tell(f"stopping {run.name} {'at once' if now else f'after its step, within {seconds:.0f} s'}")
     if not _wait(remaining, seconds, tell):
         if not now:
-            problem = f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}"
-            raise RunError(problem, hint=f"it will when it can; end it at once: tunekit stop {run.path} --now")
+            problem = f"{run.name} did not stop within {seconds:.0f} s: {remaining.words()}"
+            raise RunError(problem, hint=f"it stops when it can; stop it at once: tunekit stop {run.path} --now")
         remaining.kill()
         if not _wait(remaining, NOW_SECONDS, tell):
-            raise RunError(f"{run.name} cannot be ended from here: {remaining.words()}", hint="end it on its host")
+            raise RunError(f"{run.name} cannot be stopped from here: {remaining.words()}", hint="stop it on its host")
     status = run.status()
     if status["phase"] not in FINAL_PHASES:
         # Its processes were killed before they could say so.
-        status["exit_reason"] = words_of(run, Request(True, COMMAND, None, time.time()))
+        status["exit_reason"] = words_of(run, small_files.Request(True, small_files.COMMAND, None, time.time()))
         run.update_status(phase="interrupted", exit_reason=status["exit_reason"])
     return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
 
@@ -139,7 +124,7 @@ class _Left:
 
     def look(self) -> bool:
         """Look again; whether anything is left."""
-        status, beats = self._run.status(), beats_in(self._run.path)
+        status, beats = self._run.status(), small_files.beats_in(self._run.path)
         here, is_over = os.uname().nodename, status["phase"] in FINAL_PHASES
         if status["host"] == here:
             if not is_over:
@@ -152,20 +137,20 @@ class _Left:
                 # A program that has the run in itself may have started others before.
                 since = status["started"] if beat["pid"] == status["pid"] else 0.0
                 self._see(beat["pid"], beat["identity"], partial(_started_by, since=since))
-        self._seen = {pid: identity for pid, identity in self._seen.items() if is_alive(pid, identity)}
+        self._seen = {pid: identity for pid, identity in self._seen.items() if small_files.is_alive(pid, identity)}
         self._elsewhere = [beat for beat in beats if beat["host"] != here and self._gives_signs(beat)]
-        waits_for_word = status["host"] != here and not is_over and self._run.state != DIED
+        waits_for_word = status["host"] != here and not is_over and self._run.state != small_files.DIED
         return bool(self._seen or self._elsewhere or waits_for_word)
 
     def kill(self) -> None:
         """End what is left on this host."""
         for pid, identity in self._seen.items():
-            kill(pid, identity)
+            small_files.kill(pid, identity)
 
     def words(self) -> str:
         """Describe the remaining processes: what each one does, and since when."""
         status = self._run.status()
-        beats = sorted(beats_in(self._run.path), key=lambda beat: int(beat["rank"]))
+        beats = sorted(small_files.beats_in(self._run.path), key=lambda beat: int(beat["rank"]))
         descriptions = []
         for beat in beats:
             where = f" on {beat['host']}" if beat in self._elsewhere else ""
@@ -176,22 +161,22 @@ class _Left:
         unranked = [str(pid) for pid in self._seen if pid not in ranks]
         if unranked:
             descriptions.append(f"process{'es' * (len(unranked) > 1)} {', '.join(unranked)}")
-        return "; ".join(descriptions) or f"a word from process {status['pid']} on {status['host']}"
+        return "; ".join(descriptions) or f"a status from process {status['pid']} on {status['host']}"
 
     def _see(self, pid: int, identity: str, others_of: Callable[[int], Iterator[psutil.Process]]) -> None:
         """Remember a process with those that it started for the run: they are nobody's when it is gone."""
-        if not is_alive(pid, identity):
+        if not small_files.is_alive(pid, identity):
             return
         self._seen[pid] = identity
         for other in others_of(pid):
-            child_identity = identity_of(other.pid)
+            child_identity = small_files.identity_of(other.pid)
             if child_identity is not None:
                 self._seen.setdefault(other.pid, child_identity)
 
     def _gives_signs(self, beat: dict[str, Any]) -> bool:
         name = f"rank-{beat['rank']}.json"
         with contextlib.suppress(FileNotFoundError):
-            written = (self._run.path / RANKS / name).stat().st_mtime
+            written = (self._run.path / small_files.RANKS / name).stat().st_mtime
             before, since = self._signs.get(name, (0.0, 0.0))
             if written != before:
                 since = time.monotonic()
@@ -227,14 +212,14 @@ GONE = ".deleted-"
 
 
 def delete_run(run: Run) -> None:
-    """Delete a run that is over, with its checkpoints and its model.
+    """Delete a run that has ended, with its checkpoints and its model.
 
     Args:
-        run: The run. It is none any more afterwards.
+        run: The run.
 
     Raises:
-        RunError: It is not over, another process is about to go on with it, another run beside it starts from its
-            model, or its folder is not a run's alone.
+        RunError: It has not ended, another process is resuming it, another run in the same folder starts from its
+            model, or its folder contains more than the run.
     """
     folder = run.path.absolute()
     doomed = folder.with_name(f"{GONE}{os.getpid()}-{folder.name}")
@@ -244,39 +229,39 @@ def delete_run(run: Run) -> None:
         beside = [other for other in list_runs(folder.parent) if other.name != run.name]
         users = [other.name for other in beside if _starts_from(other, folder)]
         if users:
-            problem = f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model"
-            raise RunError(problem, hint="delete what starts from it first")
+            problem = f"cannot delete {run.name}: {', '.join(users)} start{'s' * (len(users) == 1)} from its model"
+            raise RunError(problem, hint=f"delete {'that run' if len(users) == 1 else 'those runs'} first")
         try:
             folder.rename(doomed)
         except OSError as error:
-            problem = f"{run.path} cannot be deleted: {error.strerror}"
-            raise RunError(problem, hint="let its folder be written") from error
+            problem = f"cannot delete {run.path}: {error.strerror}"
+            raise RunError(problem, hint="make the folder that holds it writable") from error
     for leftover in folder.parent.glob(f"{GONE}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if doomed.exists():
-        raise RunError(f"{doomed} cannot be deleted wholly", hint="delete what is left of it")
+        raise RunError(f"{doomed} was only deleted in part", hint="delete the rest of it")
 
 
 def _check_over(run: Run) -> None:
     state = run.state
-    if state not in (*FINAL_PHASES, DIED):
+    if state not in (*FINAL_PHASES, small_files.DIED):
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
     remaining = _Left(run)
     if remaining.look():
         raise RunError(
-            f"{run.name} is {state}, and {remaining.words()} lives", hint=f"end it first: tunekit stop {run.path}"
+            f"{run.name} is {state}, but still has {remaining.words()}", hint=f"stop it first: tunekit stop {run.path}"
         )
 
 
 def _check_alone(folder: Path) -> None:
     """Refuse a folder in which there is more than a run."""
     if folder.is_symlink():
-        raise RunError(f"{folder} is a link", hint=f"delete the folder that it leads to: {folder.resolve()}")
+        raise RunError(f"{folder} is a link", hint=f"delete its target: {folder.resolve()}")
     if Path.cwd().is_relative_to(folder.resolve()):
-        raise RunError(f"{folder} is the working directory, or holds it", hint="go elsewhere first")
+        raise RunError(f"{folder} is the working directory, or contains it", hint="change the directory first")
     within = next((file.parent for file in folder.glob("*/**/status.json")), None)
     if within is not None:
-        raise RunError(f"{folder} has another run in it: {within.name}", hint="delete that one first, or move it")
+        raise RunError(f"{folder} contains another run: {within.name}", hint="delete or move that run first")
 
 
 def _starts_from(run: Run, folder: Path) -> bool:

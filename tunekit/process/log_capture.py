@@ -1,8 +1,6 @@
-"""Keeps the terminal for what tunekit has to say: the libraries' own words go to the run's log.
+"""Capture of library output: prints, warnings and logs go to the run's log, the terminal stays for tunekit.
 
-Nothing is sent anywhere: the libraries' reports of what they are used for are switched off.
-
-TRL reports every trainer that is made, Ray every cluster and vLLM every engine, unless they are told not to.
+Telemetry is off: TRL reports every trainer, Ray every cluster and vLLM every engine, unless they are told not to.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ from tunekit.redact import Redacting
 
 @contextlib.contextmanager
 def library_words_to(stream: TextIO) -> Iterator[None]:
-    """Send what the libraries print, warn and log to a stream, without secrets, and put everything back afterwards."""
+    """Redirect prints, warnings and logs to a stream, with secrets redacted, and restore everything afterwards."""
     safe = Redacting(stream)
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
@@ -46,16 +44,16 @@ SILENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "WANDB_ERROR_REPORTING": "false",
 }
-"""Variables by which the libraries are told, whatever they were before."""
+"""Variables that turn telemetry off, whatever they were before."""
 
 
 def send_nothing() -> None:
-    """Switch the reports off, in this process and those that it starts. Call it before the libraries are imported."""
+    """Turn telemetry off in this process and its children. Call it before the libraries are imported."""
     os.environ.update(SILENT)
 
 
 def send_nothing_at_all() -> None:
-    """The same where the libraries may have been imported before: a notebook's own cells do that."""
+    """Turn telemetry off where libraries may have been imported before, as in a notebook."""
     send_nothing()
     from huggingface_hub import constants
 

@@ -1,13 +1,14 @@
-"""The processes of a run on a machine: how they are started, find each other, and end.
+"""Processes of a run on a machine: their start, rendezvous, network interfaces and end.
 
-Each is in a session of its own, so that Ctrl-C in a terminal or a notebook reaches only the process that started them,
-the supervisor, which then asks them to end. They follow it: when it is gone, whatever the reason, they end too.
+Each has its own session, so that Ctrl-C in a terminal or a notebook reaches only the supervisor that started them,
+which then asks them to stop. They exit when the supervisor is gone, whatever the reason.
 
-They find each other through a store of the first one. The supervisor listens on a port that the system gives and hands
-the open socket on, so that no other program can take the port in between.
+Their rendezvous is a store of rank 0. The supervisor listens on a free port and passes the open socket on, so that no
+other program can take the port in between.
 """
 
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -15,33 +16,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
+
+import psutil
 
 SUPERVISOR = "TUNEKIT_SUPERVISOR"
-"""Variable that tells a process the pid of the one that started it."""
+"""Variable with the pid of the supervisor."""
 
 STORE_SOCKET = "TUNEKIT_STORE_SOCKET"
-"""Variable that tells the first process which of its open files is the socket of the store."""
+"""Variable with the file descriptor of the store's socket, for rank 0."""
 
 LOG = "launcher.log"
-"""File of a run folder with what its processes wrote to standard output and error, rather than to their own logs."""
+"""File of a run folder with the standard output and error of its processes, besides their own logs."""
 
 GONE_SECONDS = 15
-"""Seconds for the system to end processes that were killed."""
+"""Seconds for killed processes to exit."""
 
 FOLLOW_SECONDS = 0.5
 """Seconds between two checks of a process that its supervisor is alive."""
 
 LAUNCHERS_OWN = ("ACCELERATE_", "FSDP_")
-"""Beginnings of variables with which `accelerate launch` configures what it starts, which the plan does here."""
+"""Prefixes of variables by which `accelerate launch` configures its processes; here the plan does."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The processes of a group that are on this node.
+    """Part of a process group on this node.
 
     Attributes:
         num: Processes of all nodes.
@@ -58,7 +61,7 @@ class Share:
     listener: socket.socket | None
 
     def places(self, local_rank: int) -> dict[str, str]:
-        """Return torchrun's variables for a process: its rank, and the address of the store."""
+        """Return torchrun's variables for a process: its ranks and the address of the store."""
         if self.num == 1:
             return {}
         rank = self.node * self.num_local + local_rank
@@ -79,14 +82,14 @@ class Share:
 
 @dataclass
 class Group:
-    """Processes of a module, from the beginning of a `with` block; at its end none is left.
+    """Processes that run a module during a `with` block; none is left at its end.
 
     Attributes:
-        words: The module's dotted name, and arguments for it.
-        environment: Variables that each finds.
-        output: Where they write to.
-        num: How many there are on this machine, where they are all on it.
-        share: Which of them are here, where there are others elsewhere.
+        words: The module's dotted name and its arguments.
+        environment: Additional environment variables.
+        output: Their standard output and error.
+        num: Number of processes, if all are on this machine.
+        share: The part on this node, if there are other nodes.
     """
 
     words: Sequence[str]
@@ -112,18 +115,18 @@ class Group:
         self.end()
 
     def codes(self) -> dict[int, int | None]:
-        """Exit code of each process by rank: minus the signal that ended it, None while it is there."""
+        """Return exit codes by rank: negative for a signal, None while a process runs."""
         return {rank: process.poll() for rank, process in enumerate(self._processes)}
 
     def wait(self, seconds: float) -> None:
-        """Wait until all are gone, at most so long."""
+        """Wait until all have exited or a time is up."""
         until = time.monotonic() + seconds
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
     def end(self) -> None:
-        """End all of them. Whatever they are to do before, they were asked to do by other means."""
+        """Kill all of them."""
         # Also where a process has ended itself: those that load its rows may still be there.
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
@@ -151,12 +154,12 @@ class Group:
 
 
 def is_supervised() -> bool:
-    """Return whether a supervisor of tunekit's started this process."""
+    """Return whether a tunekit supervisor started this process."""
     return SUPERVISOR in os.environ
 
 
 def follow_supervisor() -> None:
-    """End this process and those that it started once its supervisor is gone, which nobody else would do."""
+    """Kill this process and its children once its supervisor is gone."""
     supervisor = int(os.environ[SUPERVISOR])
 
     def follow() -> None:
@@ -168,15 +171,95 @@ def follow_supervisor() -> None:
 
 
 def open_store() -> object | None:
-    """The store through which the processes find each other, in the first of several; keep it until they are done."""
+    """Open the rendezvous store in rank 0 of several processes; keep it alive until they are done."""
     if STORE_SOCKET not in os.environ:
         return None
+    store: object = tcp_store(is_master=True, master_listen_fd=int(os.environ[STORE_SOCKET]))
+    return store
+
+
+def tcp_store(port: int | None = None, *, is_master: bool, **options: Any) -> Any:
+    """Return a store of torch's at the address of the first process, at its port or another."""
     import torch
 
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=int(os.environ[STORE_SOCKET]),
-    )
+    port = int(os.environ["MASTER_PORT"]) if port is None else port
+    store = torch.distributed.TCPStore  # type: ignore[attr-defined]
+    return store(os.environ["MASTER_ADDR"], port, is_master=is_master, wait_for_workers=False, **options)
+
+
+ANY_PORT = 9
+"""A port to name where none matters: no packet is sent to it."""
+
+INFINIBAND = Path("sys/class/infiniband")
+"""Folder where Linux lists InfiniBand and RoCE adapters, with the state of their ports."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Route of a node to another.
+
+    Attributes:
+        address: The node's own address on it.
+        interface: The network interface that has this address.
+    """
+
+    address: str
+    interface: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if it only leads to the node itself."""
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+
+def way_to(host: str) -> Way:
+    """Return the kernel's route to a host.
+
+    Args:
+        host: Its name or address.
+
+    Raises:
+        OSError: It has no address, or there is no route to it.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket sends nothing: the kernel looks up the route and chooses the source address.
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
+            return Way(address, interface)
+    if ipaddress.ip_address(address).is_loopback:
+        # All of 127.0.0.0/8 is the loopback's, of which it lists one address.
+        return Way(address, "lo")
+    raise OSError(f"no interface has the address {address}")
+
+
+def name_interface(environment: MutableMapping[str, str], interface: str) -> None:
+    """Have gloo and NCCL use one interface, unless the environment sets another.
+
+    NCCL takes a name without a leading `=` as a prefix.
+    """
+    environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def name_interface_to_main() -> None:
+    """Have this process use the interface of its route to the first node, unless one is set.
+
+    Where that is the loopback interface, the libraries choose: it does not show how others reach the node.
+    """
+    with contextlib.suppress(OSError):
+        way = way_to(os.environ["MASTER_ADDR"])
+        if not way.is_loopback:
+            name_interface(os.environ, way.interface)
+
+
+def infiniband(root: Path = Path("/")) -> list[str]:
+    """Return the names of InfiniBand and RoCE adapters with an active port.
+
+    Args:
+        root: The folder that `sys` is in.
+    """
+    states = sorted((root / INFINIBAND).glob("*/ports/*/state"))
+    return sorted({state.parents[2].name for state in states if "ACTIVE" in state.read_text(encoding="ascii")})

@@ -1,12 +1,11 @@
-"""Signals and requests that a run ends, and what a process does about them: nothing is lost, and nothing torn.
+"""Stop requests to a run, by signal or from outside, and how a process follows them.
 
-Where steps are computed, a wish is only noted, for the end of the step; all else ends where it is, by a
-KeyboardInterrupt. The second wish ends everything so. Python raises that wherever the program happens to be: in a
-destructor or a callback from C it is dropped, and in an exchange that nobody answers it never comes to be raised. So
-the wish is remembered, asked for again at the end of each step, and acted upon by a thread of its own, which learns of
-signals although the main thread does not return from C.
+During steps a request is only noted, for the end of the step; anything else is interrupted by a KeyboardInterrupt, and
+a second request interrupts everything. Python raises that wherever the program is: in a destructor or a callback from C
+it is dropped, and in a collective that nobody answers it is never raised. So the request is remembered, checked again
+at the end of each step, and acted upon by a thread of its own, which hears signals although the main thread is in C.
 
-Exit of a process that was asked to stop: reported on the screen at once, and in the status when it is over.
+A stop is reported on the screen at once, and in the status when the process ends.
 """
 
 import _thread
@@ -38,36 +37,36 @@ SIGN_SECONDS = 10.0
 """Seconds between heartbeats of a supervisor."""
 
 MARGIN_SECONDS = 3.0
-"""Seconds before it is killed by which a run has ended; a fifth of its time where that is less."""
+"""Seconds before the kill by which a run has stopped; a fifth of the grace period if that is less."""
 
 SAME_SECONDS = 1.0
-"""Two SIGTERM within this time are one wish that came on two ways: from a scheduler, and from the launcher."""
+"""Two SIGTERM within this time are one request that came twice: from a scheduler, and from the launcher."""
 
 STUCK_SECONDS = 2.0
-"""Seconds for a process to exit by itself after a request to end at once."""
+"""Seconds for a process to exit by itself after a request to stop at once."""
 
 CHILD_SECONDS = 0.5
-"""Seconds that a forked process waits to see whether a SIGTERM was meant for all."""
+"""Seconds that a forked process waits to learn whether a SIGTERM was meant for all."""
 
 PR_SET_PDEATHSIG = 1
-"""Linux's number of what sends a process a signal when its parent is gone."""
+"""Linux's prctl option that signals a process when its parent is gone."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a run to end. SIGHUP comes when a terminal or an ssh connection is closed."""
+"""Signals that stop a run. SIGHUP comes when a terminal or an ssh connection is closed."""
 
 
 class Wishes:
     """Stop requests to a run, as this process knows them, within a `with` block.
 
-    Signals are heard where the block is in the main thread: Python tells no other of them. A signal is left alone that
-    the process was started to ignore, but for Slurm's SIGUSR1, or for which the program has a handler of its own.
+    Signals are handled if the block is in the main thread, the only one that Python lets. Signals that the process was
+    started to ignore, except Slurm's SIGUSR1, and those with a handler of the program are left alone.
 
     Args:
         run: The run.
-        grace_seconds: How long after SIGTERM the process is killed.
-        tell: Called with each wish, in another thread.
-        give_up: What to do, in another thread, where the process should have ended and does not.
-        signs: Whether it is this process that shows to other hosts that the run lives, by the time of its status.
+        grace_seconds: Seconds from SIGTERM to the kill.
+        tell: Called with each request, in another thread.
+        give_up: Called, in another thread, if the process should have exited and does not.
+        signs: Whether this process sends the run's heartbeat to other hosts, by the time of its status.
     """
 
     def __init__(
@@ -80,17 +79,17 @@ class Wishes:
         signs: bool = False,
     ) -> None:
         self.asked: Request | None = None
-        """The first wish."""
+        """The first request."""
         self.now = False
-        """True if the run is to end at once."""
+        """True if the run is to stop at once."""
         self.is_late = False
-        """True if that is because no time was left."""
+        """True if it stops at once because no time was left."""
         self.at_boundaries = False
         """True if a request waits for the end of a step, or of another part that all processes share."""
         self.is_saving = False
         """True while a checkpoint is being written."""
         self.save_seconds = 0.0
-        """Seconds that that takes."""
+        """Expected seconds of a checkpoint."""
         self._run = run
         self._grace_seconds = grace_seconds
         self._tell = tell
@@ -110,12 +109,12 @@ class Wishes:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that the run may still take to end, infinite where nobody kills it."""
+        """Seconds until the kill; infinite if there is none."""
         return self._deadline - time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it, a wish is waited for that another process follows."""
+        """Within it, requests are left to another process to follow."""
         self.at_boundaries = True
         try:
             yield
@@ -123,17 +122,17 @@ class Wishes:
             self.at_boundaries = False
 
     def end_now(self) -> None:
-        """Wish it from here: there is nothing left to wait for."""
+        """Turn the request into one to stop at once: there is nothing left to wait for."""
         if self.asked is not None:
             self._take(Request(True, self.asked.by, None, time.time()))
 
     def learn(self, by: str) -> None:
-        """Know what another process was asked, and all have agreed to follow."""
+        """Take over a request to another process that all have agreed to follow."""
         if self.asked is None:
             self._take(Request(False, by, None, time.time()))
 
     def check(self) -> None:
-        """End here if that is wished and nothing is to be waited for.
+        """Interrupt if a stop is requested and there is no boundary to wait for.
 
         Raises:
             KeyboardInterrupt: It is.
@@ -177,7 +176,7 @@ class Wishes:
         self.check()
 
     def _drain(self) -> None:
-        """Note the signals that came, each once, in whichever thread sees it first."""
+        """Note pending signals, each once, in the thread that sees it first."""
         with self._lock:
             try:
                 came = os.read(self._pipe[0], 4096)
@@ -192,7 +191,7 @@ class Wishes:
                     self._note(signal.Signals(number))
 
     def _note(self, sign: signal.Signals) -> None:
-        """Know of a signal."""
+        """Note a signal."""
         now = sign == signal.SIGINT and self.asked is not None
         if sign == signal.SIGTERM:
             now = time.monotonic() - self._terminated > SAME_SECONDS
@@ -203,7 +202,7 @@ class Wishes:
         self._take(Request(now, sign.name, grace, time.time()))
 
     def _take(self, wish: Request) -> None:
-        """Know of a wish of this process's or of another's."""
+        """Note a request to this or another process."""
         with self._lock:
             if self.asked is None:
                 self.asked = wish
@@ -249,7 +248,7 @@ class Wishes:
 
     @property
     def known(self) -> Request | None:
-        """All that is wished."""
+        """The request as far as known; None if there is none."""
         with self._lock:
             if self.asked is None or not self.now:
                 return self.asked
@@ -260,7 +259,7 @@ class Wishes:
         return math.isfinite(self._deadline)
 
     def _mind_time(self) -> None:
-        """End while there is time to, where the step or the checkpoint took too long."""
+        """Stop while there is time, if the step or the checkpoint takes too long."""
         margin = min(MARGIN_SECONDS, self._grace_seconds / 5)
         needed = margin + (0 if self.is_saving else self.save_seconds)
         if self.asked is not None and not self.now and self.seconds_left < needed:
@@ -268,7 +267,7 @@ class Wishes:
             self.end_now()
 
     def _rouse(self) -> None:
-        """Have the main thread look, as a signal would."""
+        """Have the main thread check, as a signal would."""
         if self._previous and (self.now or not self.at_boundaries):
             sign = next(iter(self._previous))
             self._roused_by = sign
@@ -295,24 +294,24 @@ def _is_free(sign: signal.Signals, handler: Any) -> bool:
 class _Forks:
     """Hooks for processes that are forked from this one, such as data workers.
 
-    They get the signals too that are sent to all of a job's or a terminal's processes, and are needed for the step that
-    is still computed; but SIGTERM is also how this process ends them. They end when it is gone, however it ended.
+    They also get the signals to all processes of a job or terminal, but are needed until the current step is over; and
+    SIGTERM is how this process ends them. They exit when it is gone.
 
     Args:
-        grace_seconds: How long they go on at most once all are asked to end.
+        grace_seconds: Seconds that they may run on once all are asked to stop.
     """
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.are_told = mmap.mmap(-1, 1)
-        """Shared with them: whether this process was asked to end."""
+        """Shared with them: whether this process was asked to stop."""
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._is_in_thread = False
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def before(self) -> None:
-        """Note which thread forks: the kernel ends a process with the thread that it is from."""
+        """Note which thread forks: the kernel ends a process with its parent thread."""
         self._is_in_thread = threading.get_ident() == self._thread
 
     def begin_child(self) -> None:
@@ -336,11 +335,11 @@ class _Forks:
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal that is meant for another process. What is started by this one does not inherit that."""
+    """Ignore a signal that is meant for another process; children do not inherit that."""
 
 
 _forks: list[_Forks] = []
-"""Of this process: one where a run is worked on, else none."""
+"""Hooks of this process: one during a run, else none."""
 
 
 def _before_fork() -> None:
@@ -356,16 +355,16 @@ def _in_child() -> None:
 
 @functools.cache
 def _follow_forks() -> None:
-    """Have this process's forks looked after, from the first run on. Python has no way to end that."""
+    """Install the hooks, from the first run on. Python cannot remove them."""
     os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 class Ending:
-    """The wishes that a process of a run hears, and what it says of them, from the beginning of a `with` block on.
+    """End of a run by the stop requests that a process of it hears while its `wishes` are entered.
 
     Args:
-        record: Where it says it.
-        supervised: Whether another process says how the run ended, unless it was stopped at the end of a step.
+        record: Its record.
+        supervised: Whether a supervisor records the end of the run, unless it was stopped at the end of a step.
     """
 
     def __init__(self, record: Record, *, supervised: bool) -> None:
@@ -379,13 +378,6 @@ class Ending:
             tell=None if supervised else self._tell,
             give_up=self._give_up if self._is_joined else None,
         )
-
-    def __enter__(self) -> Self:
-        self.wishes.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wishes.__exit__()
 
     def is_due_to_a_wish(self, error: BaseException) -> bool:
         """Return whether an error follows from a stop request: some processes end before others, who then see that."""
@@ -429,7 +421,7 @@ class Ending:
 
 
 def phase_after(run: Run, asked: Request) -> str:
-    """The last phase of a run that was stopped: a job of Slurm's whose time was up is put into the queue again."""
+    """Return the last phase of a stopped run: a Slurm job that reached its time limit is requeued."""
     job = read_job(run.path)
     is_up = asked.by == "SIGUSR1" and job is not None and job == os.environ.get("SLURM_JOB_ID")
     return "queued" if is_up else "interrupted"
@@ -441,7 +433,7 @@ def stopped(run: Run, asked: Request, reason: str) -> Stopped:
 
 
 def told_of(run: Run, wish: Request) -> dict[str, object]:
-    """The fields of the `stop` event: the wish, and what becomes of it, in words."""
+    """Return the fields of the `stop` event: the request and its effect as a message."""
     status = run.status()
     if wish.now:
         message = "stopping at once"

@@ -1,20 +1,18 @@
-"""Collectives, heartbeats and watchdog of a run's processes: what they tell each other besides training.
+"""Collectives, heartbeats and watchdog of a run's processes.
 
-Collectives are those besides training's, with errors for a process that does not answer.
+Collectives: those besides training's, with errors for a process that does not answer.
 
 Watchdog: ends a run that makes no progress, names the responsible process, and writes the stacks of all.
 
-Each process watches itself, from a thread of its own, so that it needs no supervisor: whatever started it, a process
-that has not moved for as long as the plan allows writes its stacks to `RUN/stacks/rank-N.txt` and its error to
-`RUN/errors`, and ends. When one process hangs, all of them stand still, since they wait for it. So each looks at what
-the others say of themselves (`tunekit.process.watchdog`) before it says anything: who is behind the others is the one
-that hangs, and so is who gives no sign of life at all. While one that is behind moves, the others go on waiting.
+Each process watches itself, from a thread of its own, so that it needs no supervisor: a process without progress for
+longer than the plan's limit writes its stacks to `RUN/stacks/rank-N.txt` and its error to `RUN/errors`, and exits. When
+one process hangs, all of them wait for it. So each compares the heartbeats of all first: the one that hangs is behind
+the others, or sends no heartbeats. While one that is behind makes progress, the others wait on.
 
-The supervisor sees besides who gives no sign of life where nobody else is left to see it.
+The supervisor also sees who sends no heartbeats where no other process is left to see it.
 
-Signs of life: what each process of a run says of itself while it lives, for whoever asks from outside.
-
-Each writes `ranks/rank-N.json` once a second, from a thread of its own: who it is, at what it is, and since when.
+Heartbeats: each process writes `ranks/rank-N.json` once a second, from a thread of its own: its identity, its activity,
+and since when.
 """
 
 import contextlib
@@ -28,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -40,7 +38,7 @@ from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import SEEN_SECONDS, Run
-from tunekit.runs.small_files import RANKS, Place, identity_of, is_alive, read_object
+from tunekit.runs.small_files import RANKS, Place, beats_in, identity_of, is_alive, wait_for, write_whole
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,8 +56,8 @@ DATA_WORKER = re.compile(
 """Message of torch where a data worker died: RuntimeErrors, raised anywhere."""
 
 DATA_WORKER_HINT = (
-    "the system kills a process where main memory runs out, which its own log says, and one that finds no room in "
-    "/dev/shm fails: make room, or train fewer processes on this machine"
+    "the system kills processes when host memory runs out (see its log), and a full /dev/shm makes them fail: free "
+    "memory, or run fewer processes on this machine"
 )
 
 
@@ -86,12 +84,12 @@ def data_worker_problem(error: BaseException, place: Place) -> str | None:
         return None
     # Where torch sees it twice, the first time it saw more.
     cause = DATA_WORKER.search(str(error.__cause__)) or match
-    end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
-    return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
+    end = f"was killed by a signal ({cause['sign']})" if cause["sign"] else "exited unexpectedly"
+    return f"data worker {cause['pids'].strip()} of rank {place.rank} {end}"
 
 
 def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
-    """Of each flag whether it is set in any process; all call it together. They go over the processors' network."""
+    """Return of each flag whether any process sets it, exchanged over the CPU network; all call it together."""
     return [bool(vote) for vote in largest(flags, place)]
 
 
@@ -118,7 +116,7 @@ def of_all(value: T, place: Place, group: "ProcessGroup | None" = None) -> list[
 
 
 def exchange_problem(error: BaseException, place: Place) -> str | None:
-    """Describe what a process waited for in vain; None where the error is not another process's end or silence.
+    """Describe a failed collective; None where the error is not due to another process's end or silence.
 
     Args:
         error: What was raised.
@@ -132,8 +130,8 @@ def exchange_problem(error: BaseException, place: Place) -> str | None:
     # Without the file of the library, and its advice.
     words = re.sub(r"^\[.*?\] ", "", message.partition("\n")[0]).partition(". This is typically")[0]
     if "timed out" in message.lower() or "timeout" in message.lower():
-        return f"rank {place.rank} waited for the other processes in {_function(error)} until its time was up ({words})"
-    return f"rank {place.rank} lost contact with another process in {_function(error)} ({words})"
+        return f"rank {place.rank} timed out waiting for the other processes in {_function(error)} ({words})"
+    return f"rank {place.rank} lost the connection to another process in {_function(error)} ({words})"
 
 
 def _function(error: BaseException) -> str:
@@ -192,7 +190,7 @@ class Beat:
 
 
 class Heart:
-    """Says where this process is, from the beginning of a `with` block to its end.
+    """Sends the heartbeats of this process during a `with` block.
 
     Args:
         run: The run.
@@ -214,7 +212,7 @@ class Heart:
         return self._beat.at
 
     def mark(self, at: str, step: int | None = None) -> None:
-        """Say what the process does from here on. It is kept in memory, and costs nothing."""
+        """Set the current activity. It is kept in memory, and costs nothing."""
         beat = self._beat
         if step is not None and step != beat.step:
             # Before the first of an attempt it has step 0.
@@ -225,7 +223,7 @@ class Heart:
         beat.moves = 0
 
     def move(self) -> None:
-        """Say that it moved on in this."""
+        """Count progress within the current activity."""
         self._beat.moves += 1
 
     def now(self) -> Beat:
@@ -253,19 +251,12 @@ class Heart:
                     os.utime(self._file)
 
     def _write(self) -> None:
-        draft = self._file.with_name(f".{self._file.name}")
-        draft.write_text(json.dumps(asdict(self.now())), encoding="utf-8")
-        draft.replace(self._file)
+        write_whole(self._file, json.dumps(asdict(self.now())))
 
 
 def beats_of(run: Run) -> list[Beat]:
     """Return the last heartbeats of a run's processes, by rank; one that ended in order sends no more."""
-    beats = []
-    for file in (run.path / RANKS).glob("rank-*.json"):
-        # It may end meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            beats.append(Beat(**read_object(file)))
-    return sorted(beats, key=lambda beat: beat.rank)
+    return sorted((Beat(**fields) for fields in beats_in(run.path)), key=lambda beat: beat.rank)
 
 
 def last_signs(run: Run) -> dict[int, int]:
@@ -278,15 +269,15 @@ def last_signs(run: Run) -> dict[int, int]:
 
 
 def forget_beats(run: Run) -> None:
-    """Take away what the processes of an earlier attempt said last."""
+    """Delete the heartbeats of an earlier attempt."""
     shutil.rmtree(run.path / RANKS, ignore_errors=True)
 
 
 STACKS = "stacks"
-"""Folder of a run folder with what every process was doing when one stood still."""
+"""Folder of a run folder with the stacks of all processes when one made no progress."""
 
 HUNG_CODE = 124
-"""Exit code of a process that stood still, as that of `timeout`."""
+"""Exit code of a process without progress, as that of `timeout`."""
 
 ASK = signal.SIGUSR2
 """The signal on which a process writes its stacks, whatever it is at."""
@@ -315,7 +306,7 @@ def limit_of(plan: Plan, beat: Beat) -> int:
 def where(beat: Beat) -> str:
     """Describe the current activity of a process."""
     if beat.at == "data":
-        return f"waiting for the rows of step {beat.step}"
+        return f"waiting for data of step {beat.step}"
     return f"in {beat.at} of step {beat.step}" if beat.step else f"in {beat.at}"
 
 
@@ -351,10 +342,10 @@ class Sight:
             seconds: How long it has stood.
             stacks: Where the stacks are.
         """
-        mine, hint = self.mine, f"what every process was doing stands in {stacks}"
+        mine, hint = self.mine, f"see the stack traces of all processes in {stacks}"
         silent = [other for other in self.others if other.rank in self.silent]
         if silent:
-            words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
+            words = f"; rank {mine.rank} waited {seconds:.0f} s for it, {where(mine)}"
             return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
         there = {mine.rank, *(other.rank for other in self.others)}
         missing = [str(rank) for rank in range(self.num_processes) if rank not in there]
@@ -362,37 +353,37 @@ class Sight:
         waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
         if missing:
             ended = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            return ExchangeError(f"{waited} for {ended}, which had ended", hint=hint)
+            return ExchangeError(f"{waited} for {ended}, which had exited", hint=hint)
         if behind:
             slowest = min(behind, key=lambda other: other.position)
-            return ExchangeError(f"{waited} for rank {slowest.rank}, which stood {where(slowest)}", hint=hint)
+            return ExchangeError(f"{waited} for rank {slowest.rank}, which was stuck {where(slowest)}", hint=hint)
         if self.waits:
             return ExchangeError(f"{waited} for the other processes", hint=hint)
-        return StandstillError(f"rank {mine.rank} stood still for {seconds:.0f} s, {where(mine)}", hint=hint)
+        return StandstillError(f"rank {mine.rank} made no progress for {seconds:.0f} s, {where(mine)}", hint=hint)
 
 
 def no_sign_of(beat: Beat) -> str:
     """Describe a process that sends no heartbeats."""
-    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) sends no heartbeats, last {where(beat)}"
 
 
 def gone_words(run: Run) -> str:
     """Describe the processes of this host that died without an error, for the message of one that lost them."""
     return "".join(
-        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
+        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last {where(beat)}"
         for beat in beats_of(run)
         if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
     )
 
 
 class Watchdog:
-    """Ends this process once it has stood still for too long, from the beginning of a `with` block to its end.
+    """Ends this process once it has made no progress for too long, during a `with` block.
 
     Args:
-        record: Where it says why.
-        heart: Which tells how far the process is.
-        plan: How long it may.
-        supervised: Whether another process says how the run ended.
+        record: Record for the error.
+        heart: Heartbeats of the process.
+        plan: The plan, with the limits.
+        supervised: Whether a supervisor records the end of the run.
     """
 
     def __init__(self, record: Record, heart: Heart, plan: Plan, *, supervised: bool) -> None:
@@ -439,7 +430,7 @@ class Watchdog:
                 still_seconds, looked_at = 0.0, time.monotonic()
 
     def _on_standstill(self, stood_at: Beat, seconds: float) -> None:
-        """End this process, unless it waits for one that moves or moves itself after all."""
+        """End this process, unless it waits for one that makes progress, or makes progress after all."""
         run = self._record.run
         sight = self._look(stood_at)
         if self._ended.is_set() or sight.is_patient or self._heart.now().has_moved_since(stood_at):
@@ -450,7 +441,7 @@ class Watchdog:
         error = sight.verdict(seconds, self._folder)
         if isinstance(error, ExchangeError):
             # Whom it waited for has more to say. Its supervisor would end it as soon as this one is gone.
-            _wait_for(lambda: any(words["rank"] != stood_at.rank for words in errors_of(run)), TELL_SECONDS)
+            wait_for(lambda: any(words["rank"] != stood_at.rank for words in errors_of(run)), TELL_SECONDS)
         if self._ended.is_set():
             return
         self._record.write_error(error)
@@ -485,7 +476,7 @@ class Watchdog:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _tell(self, error: RunError, *, main_is_silent: bool) -> None:
-        """Say how the run ended where no supervisor does, in the first process that has something to say."""
+        """Record the end of the run where no supervisor does, in the first process with an error."""
         run, place = self._record.run, self._record.place
         first = errors_of(run)[0]
         if place.is_main or main_is_silent:
@@ -512,9 +503,9 @@ class Pulse:
         self._looked = time.monotonic()
 
     def silent(self, ranks: Collection[int]) -> list[Beat]:
-        """Those of some ranks that have given no sign of life for longer than they may stand still.
+        """Return those of some ranks that have sent no heartbeat for longer than their limit.
 
-        It costs nothing but once in a while, and counts no time in which this process was stopped itself.
+        It is cheap, and counts no time in which this process was suspended itself.
         """
         passed = time.monotonic() - self._looked
         if passed < BEAT_SECONDS:
@@ -540,20 +531,20 @@ class Pulse:
         ask_for_stacks([beat for beat in beats_of(self._run) if beat.rank not in names])
         time.sleep(BEAT_SECONDS)
         for beat in silent:
-            words = f"{no_sign_of(beat)} for {self._silent[beat.rank]:.0f} s"
-            error = StandstillError(words, hint=f"what the others were doing stands in {self._run.path / STACKS}")
+            words = f"{no_sign_of(beat)}; silent for {self._silent[beat.rank]:.0f} s"
+            error = StandstillError(words, hint=f"see the stack traces of the others in {self._run.path / STACKS}")
             Record(self._run, Place(rank=beat.rank)).write_error(error)
 
 
 def ask_for_stacks(beats: Sequence[Beat]) -> None:
-    """Have those processes of this host write their stacks that listen for it."""
+    """Have the processes of this host that listen for it write their stacks."""
     for beat in beats:
         if beat.host == os.uname().nodename and is_alive(beat.pid, beat.identity):
             _ask(beat.pid)
 
 
 def ask_children() -> None:
-    """Have the processes write their stacks that this one forked, such as those that make its rows: to its own file."""
+    """Have forked processes, such as data workers, write their stacks to the file of this one."""
     for child in psutil.Process().children(recursive=True):
         _ask(child.pid)
 
@@ -568,7 +559,7 @@ def _ask(pid: int) -> None:
 
 
 def end_children(since: float) -> None:
-    """End the processes that this one started since a time, in seconds since the epoch: nobody else would."""
+    """Kill the processes that this one started since a time, in seconds since the epoch."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.create_time() >= since - 1:
@@ -585,9 +576,3 @@ def is_waiting(thread: int) -> bool:
         if "/torch/distributed/" in file or (depth == 0 and file.endswith(EXCHANGING)):
             return True
     return False
-
-
-def _wait_for(holds: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(BEAT_SECONDS / 4)

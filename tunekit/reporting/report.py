@@ -22,7 +22,7 @@ from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.events import Event, first_and_last, judged_by, rows_of, words_of
 from tunekit.runs.fingerprints import FINGERPRINTS, fingerprints_of
 from tunekit.runs.run import Run
-from tunekit.tracking.trackers import TITLES, kept_of
+from tunekit.tracking.trackers import facts_of, kept_of
 
 MAX_WARNINGS = 50
 """Warnings that are shown, the last ones."""
@@ -188,7 +188,7 @@ def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str,
     for tracker in dict.fromkeys((*story.recipe.output.report_to, *trackers)):
         places = [event["message"] for event in events if event["event"] == "tracker" and event["name"] == tracker]
         failures = [event["message"] for event in events if event.get("tracker") == tracker]
-        title = TITLES[tracker]
+        title = facts_of(tracker)["title"]
         brief = [words.removeprefix(f"{title}: ") for words in dict.fromkeys(failures)]
         if brief and kept_of(story.run, tracker).num_sent == sum(event["event"] in ("log", "eval") for event in events):
             brief.append("all of its metrics have arrived since")

@@ -1,4 +1,4 @@
-"""Descriptions of a run for people: how it was stopped, and what can be done next. Nothing heavy is loaded."""
+"""Descriptions of a run for users: its stop, and the next possible commands. Nothing heavy is loaded."""
 
 import shlex
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def words_of(run: Run, asked: Request, *, is_late: bool = False) -> str:
 
     Args:
         run: The run, whose processes have ended or end now.
-        asked: What it was asked.
+        asked: The stop request.
         is_late: Whether there was no time left for a checkpoint.
     """
     step, saved = run.status()["step"], newest_complete(run.path).step
@@ -36,10 +36,10 @@ def words_of(run: Run, asked: Request, *, is_late: bool = False) -> str:
 
 
 def check_readable(run: Run) -> None:
-    """See that status, recipe and plan of a run can be read.
+    """Check that status, recipe and plan of a run can be read.
 
     Raises:
-        RunError: One of them is gone or damaged.
+        RunError: One of them is missing or damaged.
     """
     name = "status.json"
     try:
@@ -50,11 +50,11 @@ def check_readable(run: Run) -> None:
         _ = run.plan
     except OSError as error:
         problem = f"{run.path / name} cannot be read: {error.strerror}"
-        raise RunError(problem, hint="the run's folder is damaged") from error
+        raise RunError(problem, hint="the run folder is damaged") from error
 
 
 ENDED_EARLY = ("failed", "interrupted", "died")
-"""States of a run that is over and did not train to its end."""
+"""States of a run that ended before its last step."""
 
 
 def has_checkpoints(run: Run) -> bool:
@@ -75,34 +75,34 @@ def begins_with_weights(run: Run) -> bool:
 
 
 def prospects(run: Run) -> str | None:
-    """Describe the next steps in a sentence; None for a run that is not over."""
+    """Describe the next possible commands in a sentence; None for a run that has not ended."""
     state, name = run.state, shlex.quote(str(run.path))
     if state not in ("finished", *ENDED_EARLY):
         return None
     newest = newest_complete(run.path)
     if state == "finished":
-        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains it further"
-    anew = f"`{begin_anew(run)}` begins anew"
+        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains further"
+    anew = f"`{begin_anew(run)}` starts over"
     if newest.path is not None:
         back = "" if not newest.skipped else f" ({'; '.join(newest.skipped)})"
         num_steps = run.status()["num_steps"]
-        return f"`tunekit resume {name}` goes on from step {newest.step} of {num_steps}{back}"
+        return f"`tunekit resume {name}` resumes from step {newest.step} of {num_steps}{back}"
     if newest.skipped:
         words = "; ".join(newest.skipped)
-        return f"no checkpoint is whole ({words}): `tunekit resume {name} --weights-only`, or {anew}"
+        return f"no complete checkpoint ({words}): `tunekit resume {name} --weights-only`, or {anew}"
     if begins_with_weights(run):
-        return f"`tunekit resume {name}` begins again with the weights that it began with"
-    return f"there is no checkpoint to go on from: {anew}"
+        return f"`tunekit resume {name}` starts over from the weights it started with"
+    return f"no checkpoint to resume from: {anew}"
 
 
 def begin_anew(run: Run, changes: Sequence[str] = ()) -> str:
-    """The command that begins a run once more, with changes of its recipe or as it is."""
+    """Return the command that starts a run over, with changes of its recipe or as it is."""
     return command_anew(run.path, changes, in_place=run.state != "finished" and not has_checkpoints(run))
 
 
 def next_command(run: Run) -> str:
-    """The command that has a run that ends early done after all, with what to call it."""
+    """Return the command that completes a run that ended early, with its label."""
     no_layout = run.plan.layout.why_not_resumed is not None
     if not no_layout and (can_go_on(run) or begins_with_weights(run)):
-        return f"go on with: tunekit resume {shlex.quote(str(run.path))}"
-    return f"begin anew: {begin_anew(run)}"
+        return f"resume with: tunekit resume {shlex.quote(str(run.path))}"
+    return f"start over: {begin_anew(run)}"

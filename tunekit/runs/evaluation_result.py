@@ -25,14 +25,14 @@ FOLDER = "evaluations"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval of 95%, which is None where there is no telling: of a single row, or none known."""
+    """A figure with its 95% confidence interval, which is None if unknown, such as for a single row."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def words(self, digits: str, *, sign: bool = False) -> str:
-        """It as people read it: `0.53 [0.41, 0.64]`."""
+        """Format it with its interval: `0.53 [0.41, 0.64]`."""
         digits = "+" * sign + digits
         text = number(self.value, digits)
         if self.low is None or self.high is None:
@@ -45,16 +45,16 @@ class Score:
     """A figure of a model over some rows.
 
     Attributes:
-        name: What it is called in metrics.
-        words: What it is called by people.
-        digits: How it is written.
+        name: Its name in metrics.
+        words: Its label.
+        digits: Its format.
         of: The rows, or the task.
-        num_rows: How many rows it is of.
-        higher_is_better: Whether more of it is better; None where neither is.
-        interval: How its intervals were made: `bootstrap`, `Wilson` (the difference: `bootstrap`), or `normal`.
-        after: The model's own.
-        before: That of the model before training.
-        difference: After less before; paired, row by row, where `interval` does not say otherwise.
+        num_rows: Number of rows.
+        higher_is_better: Direction of improvement; None if it has none.
+        interval: Method of its intervals: `bootstrap`, `Wilson` (the difference: `bootstrap`), or `normal`.
+        after: Value of the model.
+        before: Value of the model before training.
+        difference: After minus before; paired by row unless `interval` says otherwise.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Score:
 
     @property
     def verdict(self) -> str:
-        """Verdict on the difference in a word or two; empty where there is none."""
+        """Verdict on the difference: `better`, `worse`, `no clear difference`, ...; empty if there is none."""
         gap = self.difference
         if gap is not None and gap.value == 0 and gap.low is None:
             return "no difference"
@@ -82,7 +82,7 @@ class Score:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """Before, after and the difference, as people read them."""
+        """Before, after and the difference, formatted."""
         before = "" if self.before is None else self.before.words(self.digits)
         gap = "" if self.difference is None else self.difference.words(self.digits, sign=True)
         return before, self.after.words(self.digits), gap
@@ -90,19 +90,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of a model, and of the model before its training.
+    """Scores of a model, and of the model before training.
 
     Attributes:
         model: Its name.
-        step: The checkpoint that it is; None for a result, or a model that no run made.
-        before: Name of the model that it is compared with; None where there is none.
-        what: What it was evaluated on, in a few words.
+        step: Step of the checkpoint; None for a result, or a model without a run.
+        before: Name of the model that it is compared with; None if there is none.
+        what: Short description of the evaluation data.
         scores: The figures.
-        settings: With what it was computed: device, type, seed, lengths.
-        notes: What the user should know, a sentence each.
-        began: When, in seconds since 1970.
-        seconds: How long it took.
-        path: The file in the run folder; None where no run made the model.
+        settings: Settings of the computation: device, dtype, seed, lengths.
+        notes: Notes for the user, a sentence each.
+        began: Start, in seconds since 1970.
+        seconds: Duration.
+        path: The file in the run folder; None for a model without a run.
     """
 
     model: str
@@ -117,7 +117,7 @@ class Evaluation:
     path: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return it as plain data."""
         return asdict(self)
 
     @classmethod
@@ -147,18 +147,18 @@ def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
         content = {**without_secrets(stored.to_dict()), "path": path.name}
         write_whole(path, json.dumps(content, indent=2, ensure_ascii=False))
     except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}", hint="let the folder be written") from error
+        raise RunError(f"cannot write to {folder}: {error.strerror}", hint="make the folder writable") from error
     return stored
 
 
 def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
-    """The evaluations of a run, the oldest first.
+    """List the evaluations of a run, oldest first.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
 
     Raises:
-        RunError: There is no such run, or a file in `evaluations/` is none of an evaluation.
+        RunError: There is no such run, or a file in `evaluations/` is not an evaluation.
     """
     folder = (run if isinstance(run, Run) else find_run(str(run))).path / FOLDER
     read = []
@@ -166,7 +166,7 @@ def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
         try:
             evaluation = Evaluation.from_dict(read_object(path))
         except (RunError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"{path} is no evaluation, or damaged", hint="delete it, and evaluate again") from error
+            raise RunError(f"{path} is not an evaluation, or damaged", hint="delete it and evaluate again") from error
         read.append(replace(evaluation, path=str(path)))
     return sorted(read, key=lambda made: made.began)
 

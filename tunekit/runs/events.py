@@ -1,50 +1,48 @@
 """Events of a run, and the metrics that they hold.
 
-Events of a run, one JSON line each, written as they happen and read while the file grows.
-
-Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
+Events are JSON lines, written as they happen and read while the file grows. Every event has `event` (its kind), `time`
+(seconds since the epoch) and the fields of its kind:
 
 - `phase`: `phase`, one of PHASES
-- `queue`: `place`, counted from 1, among the runs that wait for the same devices, `behind`, the names of those that
-  come first or have them now, and `devices`, by UUID (see `tunekit.launching.local`)
+- `queue`: `place`, counted from 1, among the runs that wait for the same devices, `behind`, the names of those before
+  it or on them now, and `devices`, by UUID (see `tunekit.launching.local`)
 - `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.launching.ssh_hosts`)
-- `engine`: what trains, as it was found when training began (see `tunekit.training.engines.engine`)
-- `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as
+- `engine`: the running configuration when training began (see `tunekit.training.engines.engine`)
+- `fused`: `lines`, the result for each kind of module of the model (see `tunekit.models.fusion.fuse`), also as
   `message`
-- `attention`: `message`, how right tunekit's attention for packed rows was seen to be (see
+- `attention`: `message`, the measured accuracy of tunekit's attention for packed rows (see
   `tunekit.training.check_reference`)
-- `tracker`: `name` of a tracker that the run is reported to, and where it is shown there as `message`
-- `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
-  for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
-  `model_flops_per_second` and `mfu` of all processes (None where the peak of the device is not known), and by the main
-  process's clock `step_seconds`, of these `optimizer_seconds` and, where the model learns from its own answers,
+- `tracker`: `name` of a tracker that the run is reported to, and its address or command there as `message`
+- `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, without padding but with
+  one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
+  `model_flops_per_second` and `mfu` of all processes (None if the peak of the device is unknown), and by the main
+  process's clock `step_seconds`, of these `optimizer_seconds` and, if the model learns from its own answers,
   `generation_seconds`, and `data_seconds` between the steps
-- `eval`: `step`, `eval_loss` and the method's own measures
-- `completions`: `step`, and of the prompt whose answers' rewards were furthest apart when answers were generated last,
-  `prompt`, and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times a run
+- `eval`: `step`, `eval_loss` and the method's own metrics
+- `completions`: `step`, and of the prompt with the largest gap of rewards among the last generated answers, `prompt`,
+  and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times a run
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
-- `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
-- `resume`: `step`, `path` of the checkpoint, `skipped`, newer ones with what is wrong with them, `changes` to what was
-  before, a phrase each, and `weights_only`, whether nothing else of it is taken, so that the steps begin at 0
+- `restart`: `attempt`, `step` of the checkpoint to resume from (0: from the start), `reason`
+- `resume`: `step`, `path` of the checkpoint, `skipped`, newer ones with their faults, `changes` from before, a phrase
+  each, and `weights_only`, whether only the weights are used, so that steps start at 0
 - `ranks`: `step`, and `ranks`, a `tunekit.training.timing.RankReport` of each process; with every checkpoint. Of
-  several processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step,
-  the `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.training.timing`).
-  Part of it may overlap with computing; `exposed_share` (on CUDA) does not
-- `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
-  stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the
-  figures of several steps, its name as `trend` (see `tunekit.training.health_warnings`); for a tracker that failed,
-  `tracker`
-- `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
-  what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
-  as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
-  weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
-- `stop`: the run is to end; `by` whom or which signal, whether `now`, and what becomes of it as `message`
+  several processes each has `communication_seconds` and `communication_share`: the time of collectives in one step,
+  the `communication_step`, and its share, by torch's profiler (see `tunekit.training.timing`). Part of it may overlap
+  with compute; `exposed_share` (on CUDA) does not
+- `warning`: `message`; for a non-finite step, its number as `left_out`, and `rows`, each with its place and start; for
+  a slow process, its `rank` and `node`; for a trend in the metrics, its name as `trend` (see
+  `tunekit.training.health_warnings`); for a tracker that failed, `tracker`
+- `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, warm-up in the
+  first step included; `seconds` from loading to the saved result, and by part those of the main process; memory as
+  planned and at the peak of the process that used most, in all and of tensors alone, `held_bytes`, the bytes of
+  weights, adapters, gradients and optimizer states of the main process in the first step; and `ranks`
+- `stop`: a stop request; `by` whom or which signal, whether `now`, and its effect as `message`
 - `error`: `message`
 
-A step is told of twice where a run went on from a checkpoint before it: the later word counts.
+Steps after a checkpoint are logged again after a resume from it: the later event counts.
 
-Metrics besides the loss, which tell whether a method works, have TRL's names; `measures.yaml` has labels and formats.
+Metrics besides the loss have TRL's names; `measures.yaml` has labels and formats.
 """
 
 import errno
@@ -115,10 +113,10 @@ class EventLog:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Events written since a byte offset, and the offset to read on from. A line still being written is left.
+    """Return the events since a byte offset, and the next offset. An incomplete last line is left for later.
 
     Raises:
-        RunError: A line is damaged; it is named.
+        RunError: A line is damaged.
     """
     try:
         stream = open_regular(path)
@@ -136,14 +134,13 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
         except ValueError as error:
             with open_regular(path) as stream:
                 number = stream.read(offset).count(b"\n") + place
-            problem = f"{path}:{number}: the line is damaged: {error}"
-            raise RunError(problem, hint="delete it, or put the file back") from error
+            raise RunError(f"{path}:{number}: damaged line: {error}", hint="delete it, or restore the file") from error
     return events, offset + len(whole) + len(newline)
 
 
 def unreadable(path: Path, error: OSError) -> RunError:
     """Return the error for an events file that is none, or another user's."""
-    return RunError(f"{path} cannot be read: {error.strerror}", hint="put it back from a copy")
+    return RunError(f"{path} cannot be read: {error.strerror}", hint="restore it from a copy")
 
 
 def parse_event(line: bytes) -> Event:
@@ -154,7 +151,7 @@ def parse_event(line: bytes) -> Event:
     """
     event = parse_json(line)
     if not is_event(event):
-        raise ValueError("it is no event")
+        raise ValueError("not an event")
     return dict(event)
 
 
@@ -172,16 +169,16 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Measure:
-    """Something that is logged.
+    """A logged metric.
 
     Attributes:
-        name: TRL's, with a star for what is named by the recipe.
-        words: What it is called; with braces for what the star stands for.
-        digits: How it is written.
-        brief: What it is called while a run goes on; None where it is not told then.
-        spread: TRL's name for how much its values differ; None where there is none.
-        held_out: Whether an evaluation says something of it.
-        better: Direction in which it improves; None where it has none.
+        name: TRL's name, with a star for what the recipe names.
+        words: Its label, with braces for what the star stands for.
+        digits: Its format.
+        brief: Its short label during a run; None if it is not shown then.
+        spread: TRL's name of its standard deviation; None if there is none.
+        held_out: Whether evaluations have it.
+        better: Direction in which it improves; None if it has none.
     """
 
     name: str

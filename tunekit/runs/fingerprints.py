@@ -1,24 +1,19 @@
 """Fingerprints, versions and lineage of a run: the inputs that it was made from.
 
-Fingerprints of a run's inputs besides recipe and plan, as they were when it was made.
+Fingerprints: of the files of the model and its tokenizer, the prepared rows, and the files that they came from. A run
+that resumes with other inputs would be another run, which no checkpoint shows.
 
-The files of the model and of its tokenizer, the rows that were prepared, and the files that they came from. A run that
-goes on with others of these would be another run, which no checkpoint tells.
+A file of up to 64 MiB is read completely, so that any change is seen. Of a larger one the size, the start, where
+safetensors have all names and shapes, and 32 evenly spaced pieces of 64 KiB are read: weights that were trained since
+differ in each of these. Smaller changes of the same size are missed; so are rows at a URL or in a Hub dataset, which
+are not checked again.
 
-A file of up to 64 MiB is read wholly, so that any change of it is seen. Of a larger one its size, its beginning, where
-safetensors have all names and shapes, and 32 pieces of 64 KiB evenly spread over it are: weights that were trained
-since differ in each of these. Missed is a smaller change in such a file that leaves its size; and rows at a URL or in a
-dataset of the hub, which are not looked at again.
+Versions: Python, the libraries, tunekit's commit, and the machine's threads, written when the folder is made, so that a
+rerun can report differences. The digests of recipe and plan show whether they were edited in the folder.
 
-Versions that a run was made with: Python, the libraries, tunekit's commit, and the machine's threads.
-
-It is written beside the fingerprints when the folder is made, so that whoever repeats the run can say what is
-otherwise. The digests of recipe and plan tell whether somebody has changed them in the folder since.
-
-A recipe that starts from a run: which run is meant, whether it may be, and what the recipe takes from it.
-
-`read_recipe` is how the verbs load recipes: it also finds what contradicts the run that is named. `continued` fills in
-what the recipe leaves to the run; it comes before a plan, and changes nothing the second time.
+Lineage: a recipe that starts from a run, checks of it, and what the recipe inherits. `read_recipe` is how the verbs
+load recipes: it also finds contradictions with that run. `continued` fills in what the recipe inherits; it comes before
+a plan, and is idempotent.
 """
 
 import contextlib
@@ -102,7 +97,7 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
     except FileNotFoundError:
         return []
     except (RunError, ValidationError) as error:
-        raise RunError(f"{file} is damaged", hint="restore it, or delete it: then nothing is compared") from error
+        raise RunError(f"{file} is damaged", hint="restore it, or delete it to skip the comparison") from error
 
 
 def changes(run: Run, recipe: Recipe) -> list[str]:
@@ -119,12 +114,12 @@ def _change(run: Run, recorded: Fingerprint, now: dict[tuple[str, str], str]) ->
         digest = now.get((what, path), recorded.digest)
         if digest == recorded.digest:
             return None
-        news = f"was {recorded.digest}, and is {digest} now" if kind == "commit" else "names other files than it did"
+        news = f"was {recorded.digest}, now {digest}" if kind == "commit" else "matches other files than before"
         return f"{what}: {path} {news}"
     file = run.path / path
     if not file.is_file():
         # The run has its own copy of the rows, but for a stream, which says itself what it does not find.
-        return None if what.startswith("data.") else f"{what}: {path} is not there any more"
+        return None if what.startswith("data.") else f"{what}: {path} no longer exists"
     return None if digest_of(file) == recorded.digest else f"{what}: {path} has changed"
 
 
@@ -147,8 +142,12 @@ def _found(run: Run) -> Iterator[Fingerprint]:
     recipe = run.recipe
     yield from _of_hub(recipe)
     for what, section in _models(recipe):
-        yield from _of_files(what, _files_of_model(section))
-    yield from _of_files("tokenizer", _files_of_tokenizer(recipe.model))
+        folder = Path(model_folder(section))
+        patterns = MODEL_FILES if folder.is_dir() else ()
+        yield from _of_files(what, (file for pattern in patterns for file in sorted(folder.glob(pattern))))
+    folder, template = Path(model_folder(with_tokenizer(recipe.model))), recipe.model.chat_template
+    files = [folder / name for name in (*TOKENIZER, *TEMPLATES) if (folder / name).is_file()]
+    yield from _of_files("tokenizer", files if template is None else [*files, Path(template)])
     for name in FILES.values():
         if (run.path / "data" / name).is_file():
             path = f"data/{name}"
@@ -173,19 +172,6 @@ def _models(recipe: Recipe) -> Iterator[tuple[str, ModelSection]]:
         origin = origin_of(section)
         if origin is not None and origin.adapter is not None:
             yield what, origin.base
-
-
-def _files_of_model(section: ModelSection) -> Iterator[Path]:
-    folder = Path(model_folder(section))
-    for pattern in MODEL_FILES if folder.is_dir() else ():
-        yield from sorted(folder.glob(pattern))
-
-
-def _files_of_tokenizer(section: ModelSection) -> Iterator[Path]:
-    folder = Path(model_folder(with_tokenizer(section)))
-    yield from (folder / name for name in (*TOKENIZER, *TEMPLATES) if (folder / name).is_file())
-    if section.chat_template is not None:
-        yield Path(section.chat_template)
 
 
 def _of_hub(recipe: Recipe) -> Iterator[Fingerprint]:
@@ -268,7 +254,7 @@ def made_with(run: Run) -> MadeWith | None:
     try:
         return MadeWith.model_validate_json(read_text(file))
     except (OSError, RunError, ValidationError) as error:
-        raise RunError(f"{file} cannot be read", hint="it is damaged: delete it, or restore the folder") from error
+        raise RunError(f"{file} is damaged", hint="delete it, or restore the folder") from error
 
 
 def changed_texts(run: Run, known: MadeWith) -> list[str]:
@@ -311,10 +297,10 @@ CODE = "code.json"
 def read_recipe(
     source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, list[str]]:
-    """The checked recipe, which contradicts no run that it starts from, and notes of its overrides.
+    """Return the recipe, checked also against the run that it starts from, and notes of its overrides.
 
     Raises:
-        RecipeError: It is not valid; the message has a line for every mistake, each with its place.
+        RecipeError: It is invalid; the message has a line per fault, each with its place.
     """
     return load_recipe_with_notes(source, overrides, conflicts_of=_conflicts)
 
@@ -322,12 +308,12 @@ def read_recipe(
 def check_text(
     text: str, overrides: Sequence[str] = (), *, find_functions: bool = True
 ) -> tuple[Recipe | None, list[Fault]]:
-    """The recipe of a YAML text, or all that is wrong with it: what the command line would say of a file that holds it.
+    """Check a recipe's YAML text, as the command line checks a file.
 
     Args:
         text: The text, such as a draft in an editor.
-        overrides: `dotted.key=value` words to lay over it.
-        find_functions: Whether the user's own functions are looked up, for which their modules are imported here.
+        overrides: `dotted.key=value` overrides.
+        find_functions: Whether the user's own functions are looked up, which imports their modules.
 
     Returns:
         The recipe and no faults, or None and at least one fault, in the order of the text.
@@ -346,20 +332,19 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if origin is None:
         return
     if recipe.model.revision is not None:
-        what = f"{recipe.model.revision!r} is none of a run's: {origin.name} knows its base model"
-        yield Conflict(("model", "revision"), what, "leave it out")
+        what = f"{recipe.model.revision!r} does not apply to a run: {origin.name} records its base model"
+        yield Conflict(("model", "revision"), what, "unset it")
     judges = bool(origin.runs) and METHODS[origin.runs[-1].method].spec.classifies
     if judges and not recipe.method.spec.classifies:
-        what = f"{origin.name} is a reward model: it judges answers, and gives none"
-        yield Conflict(("model", "path"), what, "name a run that trained a model which answers")
+        what = f"{origin.name} is a reward model: it scores answers and generates none"
+        yield Conflict(("model", "path"), what, "set a run that trained a generative model")
     if not judges and recipe.method.spec.classifies and origin.adapter is not None:
-        what = f"the adapter of {origin.name} is one of a model that answers, and cannot go on in one that judges"
-        yield Conflict(("model", "path"), what, "start from its base model, or from a run that trained all weights")
+        what = f"the adapter of {origin.name} is for a generative model and cannot be trained as a reward model"
+        yield Conflict(("model", "path"), what, "start from its base model, or from a full fine-tuning run")
     for field, requested, has in contradictions(origin, recipe.adapter):
-        what = f"{show(requested)} here, and {show(has)} in the adapter of {origin.name}, which is trained further"
-        yield Conflict(
-            ("adapter", field), what, "leave it out, or set adapter.type=full to merge that adapter and train all"
-        )
+        what = f"{show(requested)} here, but {show(has)} in the adapter of {origin.name}, which is trained further"
+        hint = "unset it, or set adapter.type=full to merge that adapter and train all parameters"
+        yield Conflict(("adapter", field), what, hint)
 
 
 def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
@@ -374,8 +359,8 @@ def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
         base = section if origin is None else origin.base
         where = (*key, "trust_remote_code")
         if origin is not None and base.trust_remote_code and not section.trust_remote_code:
-            what = f"is false, but {origin.name} is on {base.path!r} with code that comes with it"
-            yield Conflict(where, what, "read that code, then set it to true")
+            what = f"is false, but the base model of {origin.name}, {base.path!r}, comes with its own code"
+            yield Conflict(where, what, "review that code, then set it to true")
         if not section.trust_remote_code:
             continue
         if is_folder(base):
@@ -385,13 +370,13 @@ def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
                 yield Conflict(where, error.problem, error.hint or "")
             continue
         if not COMMIT.fullmatch(base.revision or ""):
-            what = f"cannot be true for {base.path!r} of the hub without a commit, as its code could change under you"
+            what = f"cannot be true for {base.path!r} from the Hub without a commit: its code could change"
             of_adapter = f"set revision in the {ADAPTER_CONFIG} of {section.path}" if origin else "set model.revision"
-            commit = f"`git ls-remote https://huggingface.co/{base.path} HEAD` tells it"
-            yield Conflict(where, what, f"read the code, then {of_adapter} to the full commit, 40 digits: {commit}")
+            commit = f"`git ls-remote https://huggingface.co/{base.path} HEAD` prints it"
+            yield Conflict(where, what, f"review the code, then {of_adapter} to the full commit, 40 digits: {commit}")
         elif second and key == ("model",):
-            what = f"cannot be true for {base.path!r} of the hub with a second model, whose code TRL takes at no commit"
-            yield Conflict(where, what, "download the model and name its folder, or train an adapter")
+            what = f"cannot be true for {base.path!r} from the Hub with a second model: TRL pins no commit of its code"
+            yield Conflict(where, what, "download the model and set its folder, or train an adapter")
 
 
 def models_of(recipe: Recipe) -> Iterator[tuple[Key, ModelSection]]:
@@ -423,7 +408,7 @@ def check_run_code(run: Run) -> None:
     origin, base = origin_of(run.recipe.model), run.plan.base
     base_section = run.recipe.model if origin is None else origin.base
     if base.trust_remote_code and (base.path, base.revision) != (base_section.path, base_section.revision):
-        raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which its recipe does not name")
+        raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which is not in its recipe")
     file = run.path / CODE
     recorded = read_object(file) if file.exists() else {}
     for key, section in _trusted(run):
@@ -448,11 +433,11 @@ def _trusted(run: Run) -> Iterator[tuple[str, ModelSection]]:
 
 
 def continued(recipe: Recipe) -> Recipe:
-    """The recipe with the run that it starts from found, and with what it leaves to it.
+    """Return the recipe with the run that it starts from resolved, and with what it inherits from it.
 
     Raises:
         PlanError: It contradicts the run.
-        TunekitError: The run cannot be started from.
+        TunekitError: A recipe cannot start from this run.
     """
     recipe = recipe.model_copy(update={"method": with_models(recipe.method, settled)})
     section = settled(recipe.model)
@@ -479,8 +464,8 @@ def settled(section: ModelSection) -> ModelSection:
         return section
     state, status = run.state, run.status()
     if state != "finished":
-        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-        raise RunError(f"model.path: {where}", hint=prospects(run) or "wait for its end")
+        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: no model yet"
+        raise RunError(f"model.path: {where}", hint=prospects(run) or "wait until it finishes")
     return section.model_copy(update={"path": str(run.model_path.resolve())})
 
 

@@ -1,11 +1,11 @@
-"""Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
+"""Prepared data of a run: token ids and labels of its rows, with their counts, and the completed recipe."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.formats.row_formats import counted
 from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
@@ -72,7 +72,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """The rows of a run that TRL tokenises itself, and what was counted in them."""
+    """Rows of a run that TRL tokenizes itself, with their counts."""
 
     splits: tuple[AlignmentSplit, ...]
     facts: DataFacts
@@ -99,7 +99,7 @@ def _save_skipped(folder: Path, skipped: Sequence[Skipped]) -> None:
 def prepare(
     recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
 ) -> PreparedData:
-    """Tokenise, mask, mix and pack the rows, or find them in the cache, and look at what came out.
+    """Tokenize, mask, mix and pack the rows, or find them in the cache, and report on them.
 
     Args:
         recipe: The recipe.
@@ -149,7 +149,7 @@ def _sources_of(shares: Iterable[SourceShare]) -> tuple[SourceFacts, ...]:
 
 
 def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:
-    """Measure the rows of a method whose trainer tokenises them, and leave out those that are too long.
+    """Measure the rows of a method whose trainer tokenizes them, and skip those that are too long.
 
     Args:
         recipe: The recipe.
@@ -187,14 +187,19 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
     bare = [f"{rows.source}: {BARE_PROMPTS}" for rows in data.train if are_bare(rows, tokenizer)]
-    notes = (*data.notes, *bare, *_left_out(recipe, splits))
-    return PreparedRows(splits, facts, notes, data.skipped)
+    skipped = (
+        f"{source.rows.source}: {counted(source.num_dropped, 'row')} skipped: {room_of(recipe).too_long}"
+        for split in splits
+        for source in split.sources
+        if source.num_dropped
+    )
+    return PreparedRows(splits, facts, (*data.notes, *bare, *skipped), data.skipped)
 
 
 def report_on_rows(
     recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
 ) -> DataReport:
-    """Measure the rows of a method whose trainer tokenises them, and look at what came out.
+    """Measure the rows of a method whose trainer tokenizes them, and report on them.
 
     Args:
         recipe: The recipe.
@@ -220,10 +225,10 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
     """Answers that are all good, or all bad."""
     label, what = ("true", "good") if facts.num_good else ("false", "bad")
     first = train.sources[0]
-    hint = "to imitate good answers alone use method sft, with data.format=prompt_completion"
+    hint = "to train on good answers alone, use method sft with data.format=prompt_completion"
     return DataError(
-        f"{first.rows.place(first.kept[0])}: label is {label}, and so it is in all {counted(facts.num_train, 'row')}: "
-        f"kto learns the difference between good and bad answers, and all are {what}",
+        f"{first.rows.place(first.kept[0])}: label is {label}, as in all {counted(facts.num_train, 'row')}: kto learns "
+        f"from the difference between good and bad answers, and all are {what}",
         hint=hint if facts.num_good else "add rows with good answers (label true)",
     )
 
@@ -239,13 +244,6 @@ def room_of(recipe: Recipe) -> Room:
         return Room(max_length, max_length - method.max_completion_length)
     # A prompt leaves room for one token of an answer at least: else TRL leaves the row out, or has no mean of it.
     return Room(max_length, max_length - 1)
-
-
-def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
-    room = room_of(recipe)
-    for source in (source for split in splits for source in split.sources if source.num_dropped):
-        left_out = counted(source.num_dropped, "row")
-        yield f"{source.rows.source}: {left_out} left out: {room.too_long}"
 
 
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
@@ -280,14 +278,16 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
 
 def absolute(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths."""
-    section = recipe.data.model_copy(
-        update={
-            "train": _absolute_sources(recipe.data.train),
-            "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
-        }
-    )
-    model, method = _absolute_model(recipe.model), _absolute_method(recipe.method)
-    return recipe.model_copy(update={"model": model, "data": section, "method": method})
+    evaluated = None if recipe.data.eval is None else _absolute_sources(recipe.data.eval)
+    data = recipe.data.model_copy(update={"train": _absolute_sources(recipe.data.train), "eval": evaluated})
+    method = with_models(recipe.method, _absolute_model)
+    if is_rewarded(method):
+        rewards = [
+            item.model_copy(update={"path": _absolute(item.path)}) if isinstance(item, JsonSchemaReward) else item
+            for item in method.rewards
+        ]
+        method = method.model_copy(update={"rewards": rewards})
+    return recipe.model_copy(update={"model": _absolute_model(recipe.model), "data": data, "method": method})
 
 
 def _absolute_model(section: ModelSection) -> ModelSection:
@@ -303,17 +303,6 @@ def with_models(method: Method, change: Callable[[ModelSection], ModelSection]) 
         return method
     rewards = [
         reward.model_copy(update={"model": change(reward.model)}) if isinstance(reward, ModelReward) else reward
-        for reward in method.rewards
-    ]
-    return method.model_copy(update={"rewards": rewards})
-
-
-def _absolute_method(method: Method) -> Method:
-    method = with_models(method, _absolute_model)
-    if not is_rewarded(method):
-        return method
-    rewards = [
-        reward.model_copy(update={"path": _absolute(reward.path)}) if isinstance(reward, JsonSchemaReward) else reward
         for reward in method.rewards
     ]
     return method.model_copy(update={"rewards": rewards})
@@ -337,24 +326,17 @@ def _absolute(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _question(prompt: str | list[Row]) -> str | None:
-    """A prompt as a text; None for a conversation of more than one question."""
-    if isinstance(prompt, str):
-        return prompt
-    return prompt[0]["content"] if [turn["role"] for turn in prompt] == ["user"] else None
-
-
 def _prompts(rows: Rows) -> list[str]:
     """The first different prompts of the rows: first user turns, or prompts that are plain text."""
     prompts: dict[str, None] = {}
     for row in rows.rows:
-        prompt = None
+        prompt = row.get("prompt")
         if rows.format == "messages":
             prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
-        elif rows.format == "prompt_completion" and isinstance(row["prompt"], str):
-            prompt = row["prompt"]
-        elif rows.format in ("preference", "unpaired_preference", "prompts"):
-            prompt = _question(row["prompt"])
+        elif isinstance(prompt, list):
+            # A conversation of one question.
+            is_question = rows.format != "prompt_completion" and [turn["role"] for turn in prompt] == ["user"]
+            prompt = prompt[0]["content"] if is_question else None
         if prompt:
             prompts.setdefault(prompt)
         if len(prompts) == NUM_SAMPLE_PROMPTS:

@@ -63,10 +63,10 @@ class Point(NamedTuple):
 
 
 class Series:
-    """A curve of at most `MAX_POINTS` points: all of them while they are few, then extremes of equal stretches.
+    """A curve of at most `MAX_POINTS` points: all of them while they are few, then the extremes of equal intervals.
 
-    A stretch is the steps with the same `step // width`. Of one that has more than two points, the least and the
-    greatest are kept; of the newest ones all. Once there are too many, stretches become twice as wide.
+    An interval has the steps with the same `step // width`. Of one with more than two points, the minimum and maximum
+    are kept; of the newest all. Once there are too many points, intervals become twice as wide.
     """
 
     def __init__(self) -> None:
@@ -89,30 +89,27 @@ class Series:
 
     @property
     def width(self) -> int:
-        """Steps that a stretch has; 1 while no point was left out."""
+        """Steps per interval; 1 while all points are kept."""
         return self._width
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Add a point. Those of this step and later ones, which were told before, no longer count."""
+        """Add a point; earlier points of this and later steps are dropped."""
         self.extend([step], [time], [value])
 
     def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
-        """Add points of which each has a later step than the one before.
-
-        Those of the first one's step and later ones, which were told before, no longer count.
-        """
+        """Add points with increasing steps; earlier points of the first one's and later steps are dropped."""
         self.cut(steps[0])
         self._points += zip(steps, times, values, strict=True)
         if len(self._points) > MAX_POINTS:
             self._thin()
 
     def at(self, step: int) -> Point | None:
-        """The newest point that is kept of a step and of those before it; None where there is none."""
+        """Return the last kept point up to a step; None if there is none."""
         place = bisect_left(self._points, (step + 1,))
         return Point(*self._points[place - 1]) if place else None
 
     def cut(self, step: int) -> None:
-        """Take out what is told of a step and of all later ones."""
+        """Drop the points of a step and all later ones."""
         if self._points and self._points[-1][0] >= step:
             del self._points[bisect_left(self._points, (step,)) :]
             self._num_thin = min(self._num_thin, max(0, len(self._points) - 2))
@@ -141,20 +138,20 @@ class Series:
 
 
 class EventReader:
-    """Reader of a run's events: all so far, and at each `read` those since. Not for several threads at once.
+    """Incremental reader of a run's events; not thread-safe.
 
     Attributes:
-        path: The file, `events.jsonl` of a run folder; it need not be there yet.
-        series: The curves by the names of the log; those of evaluations begin with `eval_`. `peak_memory_bytes`, of the
-            process that used most so far, has a point for each `ranks` event.
-        told: The newest events of every other kind but `sample`, by kind, the oldest first.
-        answers: What each sampled prompt was answered, by `when`.
+        path: The file, `events.jsonl` of a run folder; it may not exist yet.
+        series: Curves by logged name; those of evaluations start with `eval_`. `peak_memory_bytes`, the maximum over
+            processes, has a point for each `ranks` event.
+        told: The newest events of every other kind but `sample`, by kind, oldest first.
+        answers: Answers to each sample prompt, by `when`.
         began: Time of the first event; None before there is one.
-        num_events: How many events there were.
-        num_broken: Lines that are no event, which are passed over.
-        read_bytes: How much was read of the file in its place.
-        file_bytes: How large that was when it was looked at last.
-        is_behind: Whether there was more than was to be read.
+        num_events: Number of events read.
+        num_broken: Number of invalid lines, which are skipped.
+        read_bytes: Bytes read of the current file.
+        file_bytes: Size of the file at the last read.
+        is_behind: Whether the last read stopped before the end of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,12 +171,12 @@ class EventReader:
         self._seen: tuple[int, int, int] | None = None
 
     def read(self, max_bytes: int | None = None) -> bool:
-        """Take in what was written since the last time; whether that is anything.
+        """Read what was written since the last call, and return whether anything changed.
 
-        A file that was replaced or cut short meanwhile is read from its beginning, and all before forgotten.
+        A file that was replaced or truncated is read again from its start.
 
         Args:
-            max_bytes: About how much is read at most; what is left comes the next time.
+            max_bytes: Approximate limit of bytes to read; the rest follows with the next call.
         """
         try:
             stream = open_regular(self.path)
@@ -214,18 +211,17 @@ class EventReader:
         return is_other or self.num_events > before
 
     def newest(self, kind: str) -> Event | None:
-        """The newest event of a kind that has no curve; None where there is none."""
+        """Return the newest event of a kind without curves; None if there is none."""
         return self.told[kind][-1] if kind in self.told else None
 
     def all(self, kind: str) -> list[Event]:
-        """The newest events of a kind that has no curve, the oldest first."""
+        """Return the newest events of a kind without curves, oldest first."""
         return list(self.told.get(kind, ()))
 
     def losses_at(self, step: int) -> tuple[float | None, float | None]:
-        """The loss and the evaluation's loss of a checkpoint: the last ones before it where its step has none.
+        """Return the loss and the evaluation loss of a checkpoint, of its step or of the last one before that has some.
 
-        None where none was told. Of a step with no checkpoint among the newest `MAX_TOLD`, and many steps ago, it is a
-        loss near it.
+        None if none was logged; approximate for old steps without a checkpoint among the newest `MAX_TOLD`.
         """
         if step in self._losses:
             return self._losses[step]
@@ -322,7 +318,7 @@ class EventReader:
 
 
 def last_events(path: Path) -> list[Event]:
-    """The last events of a file, as many as end in its last `TAIL_BYTES`; of a file that is not there, none."""
+    """Return the events in the last `TAIL_BYTES` of a file; none if it does not exist."""
     try:
         with open_regular(path) as stream:
             size = stream.seek(0, os.SEEK_END)

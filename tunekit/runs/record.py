@@ -1,20 +1,17 @@
-"""Record of a run: its events and status, its lock, the room on its disk, and records of finished runs.
+"""Record of a run: its events and status, its lock, the space on its disk, and records of finished runs.
 
-Record of a run: events and status, written by one of its processes for all.
+Events and status are written by one of its processes for all.
 
-Free space on the disk of a run, and the errors where it is too little.
+Disk: free space, and the errors if there is too little.
 
-Lock of a run against a second resume or deletion: one process at a time.
+Lock against a second resume or deletion: both read the state of the run, then decide, which may take seconds, and then
+act. Without the lock, two could train in one folder, or one in a folder that is being deleted.
 
-Both look at what the run is at, then decide, which may take seconds, and then act. Of two that look before either has
-acted, the second would act on what is no longer so: two would train in one folder, or one in a folder that is deleted.
+Rollback: failures after which a run returns to its newest checkpoint by itself, whatever `parallel.max_restarts` is. A
+non-finite step is skipped when it comes again (see `tunekit.training.non_finite`, which also counts them). After
+exhausted memory, each process uses half the micro-batch, and accumulates twice as often: once, and never again.
 
-Failures after which a run goes back to its newest checkpoint by itself, whatever `parallel.max_restarts` says.
-
-A step that was not finite is left out when it comes again (see `tunekit.training.non_finite`, which also counts them).
-Where memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
-
-Records of finished runs: how fast this machine was, and how much memory they took.
+Records of finished runs: the speed of this machine, and their memory.
 """
 
 import contextlib
@@ -44,7 +41,7 @@ from tunekit.runs.available_actions import next_command
 from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
 from tunekit.runs.events import EventLog, Listener
 from tunekit.runs.run import RUNS, Run, list_runs
-from tunekit.runs.small_files import Place, read_object, read_plan, write_whole
+from tunekit.runs.small_files import Place, read_object, read_plan, wait_for, write_whole
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
@@ -109,8 +106,8 @@ def disk_full(run: Run, where: str, error: OSError) -> DiskError:
     """Return the error for a file other than a checkpoint that could not be written."""
     give_room(run)
     return DiskError(
-        f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
-        hint=f"free some on its disk, then {next_command(run)}",
+        f"{where}: {words_of(error)}; events and status are written to {run.path}",
+        hint=f"free space on its disk, then {next_command(run)}",
     )
 
 
@@ -147,14 +144,13 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
         free = free_bytes(run.path)
     except OSError as error:
         free, why = 0, f"{why}; {run.path}: {error.strerror}"
-    needs = "" if needed_bytes is None else f"; it takes {gib(needed_bytes)}, and {gib(free)} are free"
+    needs = "" if needed_bytes is None else f"; it needs {gib(needed_bytes)}, {gib(free)} free"
     newest = newest_complete(run.path)
-    note = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
-    much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
-    on = next_command(run)
+    note = f"checkpoint-{newest.step} is complete" if newest.path else "no checkpoint yet"
+    much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "space"
     return DiskError(
         f"{what} could not be written: {why}{needs}; {note}",
-        hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",
+        hint=f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}",
     )
 
 
@@ -202,24 +198,20 @@ class Record:
 
     def write_error(self, error: BaseException) -> None:
         """Write the error of this process where whoever started it looks; the earliest is the one that is shown."""
+        words: dict[str, Any] = {"rank": self.place.rank, "time": time.time(), "traceback": None}
         if isinstance(error, TunekitError):
-            record = error.to_words() | {"traceback": None}
+            words |= error.to_words()
         else:
-            record = {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
-            record["traceback"] = "".join(traceback.format_exception(error))
-        words = {"rank": self.place.rank, "time": time.time(), **record}
-        text = json.dumps(without_secrets(words), indent=2)
-        with_room(self.run, lambda: self._write_error(text))
-
-    def _write_error(self, text: str) -> None:
-        folder = self.run.path / ERRORS
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / f"rank-{self.place.rank}.json", text)
+            words |= {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
+            words["traceback"] = "".join(traceback.format_exception(error))
+        folder, text = self.run.path / ERRORS, json.dumps(without_secrets(words), indent=2)
+        with_room(self.run, lambda: folder.mkdir(exist_ok=True))
+        with_room(self.run, lambda: write_whole(folder / f"rank-{self.place.rank}.json", text))
 
 
 @contextlib.contextmanager
 def told_if_gone(run: Run) -> Iterator[None]:
-    """Within it, files that cannot be read or written as the run's folder is gone are an error that says so.
+    """Within it, failures to read or write files of a missing run folder raise an error that reports it.
 
     Raises:
         RunError: The folder is gone.
@@ -229,8 +221,8 @@ def told_if_gone(run: Run) -> Iterator[None]:
     except OSError as error:
         if (run.path / "status.json").exists():
             raise
-        what = f"{run.path} is gone: it was deleted or moved while the run went on"
-        raise RunError(what, hint="train it again, and leave its folder until it has ended") from error
+        what = f"{run.path} is gone: it was deleted or moved during the run"
+        raise RunError(what, hint="train again, and keep the folder until the run has ended") from error
 
 
 def forget_errors(run: Run) -> None:
@@ -240,9 +232,7 @@ def forget_errors(run: Run) -> None:
 
 def first_error_of(run: Run) -> dict[str, Any]:
     """Return the first error of a run that has failed, after waiting for the others to report theirs."""
-    until = time.monotonic() + SETTLE_SECONDS
-    while errors_of(run)[0]["kind"] == ExchangeError.__name__ and time.monotonic() < until:
-        time.sleep(SETTLE_SECONDS / 20)
+    wait_for(lambda: errors_of(run)[0]["kind"] != ExchangeError.__name__, SETTLE_SECONDS)
     return errors_of(run)[0]
 
 
@@ -259,22 +249,21 @@ CLAIM = ".claim.lock"
 
 @contextlib.contextmanager
 def claimed(run: Run) -> Iterator[None]:
-    """Within it no other process begins to go on with a run, or deletes it.
+    """Within it no other process resumes or deletes a run.
 
     Raises:
-        RunError: Another process does so just now, or the folder cannot be written.
+        RunError: Another process does so now, or the folder cannot be written.
     """
     claim = FileLock(run.path / CLAIM, timeout=0)
     try:
         claim.acquire()
     except Timeout:
-        problem = f"another process is about to go on with {run.name}, or deletes it"
-        raise RunError(problem, hint="look again in a moment") from None
+        raise RunError(f"another process is resuming or deleting {run.name}", hint="retry in a moment") from None
     except OSError as error:
         # On a full disk nobody else can have it either, and runs are deleted to make room.
         if error.errno not in FULL:
-            problem = f"{run.path} cannot be written: {error.strerror}"
-            raise RunError(problem, hint="let it be written, or copy the run to where it can be") from error
+            problem = f"cannot write to {run.path}: {error.strerror}"
+            raise RunError(problem, hint="make it writable, or copy the run to a writable folder") from error
     try:
         yield
     finally:
@@ -293,12 +282,12 @@ def may_go_back(recipe: Recipe) -> bool:
 def goes_back(run: Run, record: Record, error: Exception) -> bool:
     """Return whether a failed run is to be restarted, after preparing and recording that."""
     if isinstance(error, RollbackError):
-        words = "the step will be left out"
+        words = "the step will be skipped"
     elif isinstance(error, MemoryShortError) and run.recipe.train.retry_out_of_memory:
         smaller = _with_less(run)
         if smaller is None:
             return False
-        words = f"now with micro-batches of {smaller.batch_words}, and the same global batch"
+        words = f"retrying with micro-batches of {smaller.batch_words} and the same global batch"
     else:
         return False
     record.update_status(phase="starting")

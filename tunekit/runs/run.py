@@ -1,33 +1,34 @@
-"""A run folder: what was asked, how it was to be done, what happened, and what came out.
+"""A run folder: recipe, plan, events and result of a run.
 
     recipe.yaml    the complete recipe, defaults filled in and paths absolute
     plan.yaml      the plan with its reasons
-    recipe-1.yaml  the earlier ones, with plan-1.yaml, where the run was gone on with otherwise; resume.json says how
-    status.json    phase, step, process, and why it ended
-    tags.json      words that the user has given it
-    job.json       which job of a cluster it is, where it is one
-    events.jsonl   everything that happened (see `tunekit.runs.events`)
-    log.txt        what the libraries said
-    log-1.txt ...  the same from the other processes, where there are several
-    console.log    what a detached run printed
-    launcher.log   what else these wrote; errors/ has the words of those that failed
-    data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
-    ranks/         what each process is at, while it lives
-    stacks/        what every process was doing when one stood still
+    recipe-1.yaml  earlier versions, with plan-1.yaml, if the run was resumed with edits; resume.json has these
+    status.json    phase, step, process, and exit reason
+    tags.json      tags by the user
+    job.json       its cluster job, if it is one
+    events.jsonl   all events (see `tunekit.runs.events`)
+    log.txt        output of the libraries
+    log-1.txt ...  the same of the other processes
+    console.log    output of a detached run
+    launcher.log   other output of the processes; errors/ has the errors of those that failed
+    data/          the token ids and labels that are trained on, and skipped.jsonl if rows were skipped
+    ranks/         heartbeats of the processes
+    stacks/        stacks of all processes when one made no progress
     made_with.json versions, commit and threads that it was made with
-    code.json      the code that comes with its models, where the recipe allows it, by SHA-256
-    trackers/      what belongs to trackers that it is reported to: their files, the run's names there, log.txt
-    left_out.json  steps that were not finite, and are left out whenever they come again
-    checkpoints/   the last two, each with a manifest once it is whole
+    code.json      custom code of its models, if the recipe allows it, by SHA-256
+    trackers/      files of its trackers, the run's names there, log.txt
+    left_out.json  non-finite steps, which are skipped whenever they come again
+    checkpoints/   the last two, each with a manifest once it is complete
     model/         the result with tokenizer, chat template and model card
 
-A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
+A `Run` only reads and writes this folder: it is the same from the training process and from any other.
 
-A folder is called NAME-YYYYMMDD-HHMMSS, and -2, -3, ... where several began at once; so are those of sweeps. A text
-names, in this order: the folder that is wholly so called; the folders whose NAME it is; and, for commands that
-only look, the one folder that begins with it.
+A folder is named NAME-YYYYMMDD-HHMMSS, with -2, -3, ... if several started at once; so are those of sweeps. A name
+matches, in this order: the folder of exactly that name; the folders with that NAME; and, for commands that only read,
+the one folder with that prefix.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -45,21 +46,9 @@ from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.reading.phrases import near, plain_word
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
+from tunekit.runs import small_files
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.events import FINAL_PHASES, Event, judged_by, read_events, rows_of, words_of
-from tunekit.runs.small_files import (
-    DIED,
-    beats_in,
-    damaged,
-    identity_of,
-    read_job,
-    read_list,
-    read_object,
-    read_plan,
-    state_of,
-    state_of_processes,
-    write_whole,
-)
 
 if TYPE_CHECKING:
     import pandas
@@ -102,9 +91,9 @@ def matching(name: str, names: Sequence[str], *, noun: str, exact: bool) -> list
     if matches or not beginning:
         return matches
     if exact:
-        raise RunError(f"no {noun} is called {name!r}", hint=f"name the {noun} wholly: {_listed(beginning)}")
+        raise RunError(f"no {noun} named {name!r}", hint=f"use the full name: {_listed(beginning)}")
     if len(beginning) > 1:
-        raise RunError(f"{name!r} is the beginning of {len(beginning)} {noun}s", hint=f"name one: {_listed(beginning)}")
+        raise RunError(f"{name!r} matches {len(beginning)} {noun}s", hint=f"use one of: {_listed(beginning)}")
     return beginning
 
 
@@ -144,22 +133,27 @@ class Run:
         path: The folder.
 
     Raises:
-        RunError: It is not the folder of a run.
+        RunError: It is not a run folder.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "status.json").is_file():
-            raise RunError(f"{self.path} is not the folder of a run", hint="`tunekit runs` lists the runs")
+            raise RunError(f"{self.path} is not a run folder", hint="`tunekit runs` lists the runs")
 
     @classmethod
     def create(cls, plan: Plan) -> "Run":
-        """A new folder with the recipe and the plan in it.
+        """Create a run folder with the recipe and the plan.
 
         Raises:
             RunError: `output.dir` exists and is not empty, or cannot be made.
         """
-        path = _new_folder(plan.recipe)
+        output, hint = plan.recipe.output, "set output.dir to another folder"
+        if output.dir is None:
+            path = new_folder(RUNS, output.name, hint=hint)
+        else:
+            check_free(plan.recipe)
+            path = make_folder(Path(output.dir), hint=hint, exist_ok=True)
         (path / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
         (path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
         status = {
@@ -187,7 +181,7 @@ class Run:
     @property
     def plan(self) -> Plan:
         """Plan of the run."""
-        return read_plan(self.path / "plan.yaml", self.recipe)
+        return small_files.read_plan(self.path / "plan.yaml", self.recipe)
 
     @property
     def model_path(self) -> Path:
@@ -195,32 +189,32 @@ class Run:
         return self.path / "model"
 
     def status(self) -> dict[str, Any]:
-        """Phase, step, process and why the run ended, as last written.
+        """Return phase, step, process and exit reason, as last written.
 
         Raises:
-            RunError: The file that says so is damaged.
+            RunError: The status file is damaged.
         """
         file = self.path / "status.json"
-        status = read_object(file)
+        status = small_files.read_object(file)
         for key, kinds in STATUS.items():
             if not isinstance(status.get(key), kinds):
-                raise damaged(file, f"{key} is {status[key]!r}" if key in status else f"it has no {key}")
+                raise small_files.damaged(file, f"{key} is {status[key]!r}" if key in status else f"{key} is missing")
         return status
 
     def update_status(self, **changes: Any) -> None:
-        """Change the status; readers see the old or the new one, never half of one."""
+        """Change the status atomically."""
         _write_status(self.path, {**self.status(), **changes})
 
     @property
     def tags(self) -> list[str]:
-        """Words that the user has given the run, in their order."""
+        """Tags of the run, in order."""
         try:
-            return [str(tag) for tag in read_list(self.path / TAGS)]
+            return [str(tag) for tag in small_files.read_list(self.path / TAGS)]
         except FileNotFoundError:
             return []
 
     def begin(self) -> None:
-        """Say that the run starts, or goes on, and lives as long as this process."""
+        """Record that the run starts or resumes in this process."""
         self.update_status(phase="starting", exit_reason=None, place_in_line=None, **_this_process())
 
     @property
@@ -231,13 +225,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The phase; `died` where the processes or the cluster's job are gone and had not said that they were done.
+        """The phase; `died` if its processes or cluster job are gone without an end on record.
 
-        `stuck` where the process that is to say so lives, and does not.
+        `stuck` if the process that should record the end is alive and does not.
         """
         status = self.status()
         state = self._state_by(status)
-        if state == DIED and (later := self.status()) != status:
+        if state == small_files.DIED and (later := self.status()) != status:
             # It said how it ended, and was gone, between the look at its status and that at its processes.
             state = self._state_by(later)
         return state
@@ -245,32 +239,32 @@ class Run:
     def _state_by(self, status: dict[str, Any]) -> str:
         """Return the run's state by a status that was read."""
         phase = str(status["phase"])
-        job = read_job(self.path)
+        job = small_files.read_job(self.path)
         if job is not None and phase != "finished":
-            return state_of(job, phase)
+            return small_files.state_of(job, phase)
         # A job that was printed waits until somebody submits it; in the line for devices a process does.
         if phase in FINAL_PHASES or (phase == "queued" and status.get("place_in_line") is None):
             return phase
-        return state_of_processes(self.path, status)
+        return small_files.state_of_processes(self.path, status)
 
     @property
     def doing(self) -> str | None:
-        """Last activity of its first process: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
+        """Last activity of rank 0: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
 
-        None where no process has said anything yet.
+        None if there is no heartbeat yet.
         """
-        return next((beat["at"] for beat in beats_in(self.path) if beat["rank"] == 0), None)
+        return next((beat["at"] for beat in small_files.beats_in(self.path) if beat["rank"] == 0), None)
 
     def events(self) -> list[Event]:
-        """Everything that happened so far."""
+        """Return all events so far."""
         return read_events(self.path / "events.jsonl")[0]
 
     def result(self) -> dict[str, Any]:
-        """The summary of a finished run; empty before."""
+        """Return the summary of a finished run; empty before."""
         return next((event for event in reversed(self.events()) if event["event"] == "result"), {})
 
     def samples(self) -> list[dict[str, str]]:
-        """Prompts with the answers before and after training."""
+        """Return the sample prompts with the answers before and after training."""
         answers: dict[str, dict[str, str]] = {}
         for event in self.events():
             if event["event"] == "sample":
@@ -293,7 +287,7 @@ class Run:
         return numbers
 
     def plot(self) -> "Figure":
-        """Training and evaluation loss over the steps, or what tells more of a method: its reward, or its margins.
+        """Plot the training and evaluation loss by step, or the method's reward or margin.
 
         Raises:
             DependencyError: matplotlib is not installed.
@@ -301,8 +295,8 @@ class Run:
         try:
             from matplotlib import pyplot
         except ModuleNotFoundError as error:
-            problem = "plots need matplotlib"
-            raise DependencyError(problem, hint="install it with: pip install 'tunekit[notebook]'") from error
+            hint = "install it with: pip install 'tunekit[notebook]'"
+            raise DependencyError("plotting needs matplotlib", hint=hint) from error
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -340,9 +334,9 @@ class Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the newest first; not what is only linked to from there, nor what is being deleted.
+    """List the runs in a folder, newest first, without links and runs being deleted.
 
-    One whose status is damaged is left out: the others can be worked with.
+    Runs with a damaged status are skipped.
     """
     started = {run: since for run in _runs_in(root) if (since := _started(run)) is not None}
     return sorted(started, key=lambda run: started[run], reverse=True)
@@ -369,37 +363,37 @@ def _started(run: Run) -> float | None:
 
 
 def find_run(name: str, *, exact: bool = False) -> Run:
-    """A run by its folder or its name in `runs/`: the newest of that name, else the only one whose name starts so.
+    """Find a run by its folder or its name in `runs/`: the newest of that name, else the only one with that prefix.
 
     Args:
-        name: Its folder, its name with or without the time behind it, or the beginning of that.
-        exact: Whether the beginning of a name is not enough, as for what changes a run.
+        name: Its folder, its name with or without the time, or a prefix of it.
+        exact: Whether a prefix is refused, as for commands that change a run.
 
     Raises:
-        RunError: There is none, or the name is the beginning of several.
+        RunError: There is none, or the prefix is ambiguous.
     """
     return runs_named(name, exact=exact)[0]
 
 
 def runs_named(name: str, *, exact: bool = False) -> list[Run]:
-    """The runs that a name means as in `find_run`, the newest first: several where runs of one name began at times.
+    """Return all runs that match a name as in `find_run`, newest first.
 
     Raises:
-        RunError: There is none, or the name is the beginning of several.
+        RunError: There is none, or the prefix is ambiguous.
     """
     if not is_name(name):
-        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
+        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; a folder path works too")
     if (Path(name) / "status.json").is_file():
         return [Run(name)]
     if (RUNS / name / "status.json").is_file() and Path(name).name == name:
         if not is_inside(RUNS / name, RUNS):
             where = (RUNS / name).resolve()
-            raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
+            raise RunError(f"{RUNS / name} is a link out of {RUNS}", hint=f"pass its target: {where}")
         return [Run(RUNS / name)]
     runs = {run.name: run for run in list_runs()}
     matches = matching(name, list(runs), noun="run", exact=exact)
     if not matches:
-        hint = "`tunekit runs` lists them; a folder's path works too"
+        hint = "`tunekit runs` lists them; a folder path works too"
         likely = _likely(name, runs)
         raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
     return [runs[match] for match in matches]
@@ -413,25 +407,25 @@ def _likely(name: str, runs: Iterable[str]) -> str | None:
 
 
 def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
-    """Give a run words to find it by, in the place of those that it had, and return them.
+    """Replace the tags of a run, and return them.
 
     Args:
         run: The run.
-        tags: The words. Spaces around them do not count, nor does a word that is given again.
+        tags: The tags. Surrounding spaces and duplicates are removed.
 
     Raises:
-        RunError: One is empty, too long, or holds what is no letter of a line, or the folder cannot be written.
+        RunError: A tag is empty, too long or has control characters, or the folder cannot be written.
     """
     words = list(dict.fromkeys(tag.strip() for tag in tags))
     for word in words:
         if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
-            problem = f"{word[:MAX_TAG_LETTERS]!r} is no tag"
-            raise RunError(problem, hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line")
+            hint = f"use 1 to {MAX_TAG_LETTERS} characters on one line"
+            raise RunError(f"invalid tag {word[:MAX_TAG_LETTERS]!r}", hint=hint)
     try:
-        write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
+        small_files.write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
     except OSError as error:
-        problem = f"{run.path / TAGS} cannot be written: {error.strerror}"
-        raise RunError(problem, hint="let the folder be written") from error
+        problem = f"cannot write {run.path / TAGS}: {error.strerror}"
+        raise RunError(problem, hint="make the folder writable") from error
     return words
 
 
@@ -449,64 +443,64 @@ def check_free(recipe: Recipe) -> None:
         return
     if (path / "status.json").is_file():
         state = Run(path).state
-        hint = f"{_use_of(path, state)}; or name a new folder"
-        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=hint)
-    raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+        hint = f"{_use_of(path, state)}; or set a new folder"
+        raise RunError(f"output.dir: {path} contains a run, which is {state}", hint=hint)
+    raise RunError(f"output.dir: {path} exists and is not empty", hint="set a new folder, or unset it")
 
 
 def _use_of(path: Path, state: str) -> str:
     """Describe what can be done with the run of a folder."""
     folder = shlex.quote(str(path))
-    if state not in (*FINAL_PHASES, DIED):
-        return f"wait for its end, or stop it first: tunekit stop {folder}"
+    if state not in (*FINAL_PHASES, small_files.DIED):
+        return f"wait until it ends, or stop it first: tunekit stop {folder}"
     if state != "finished" and not any((path / CHECKPOINTS).glob("checkpoint-*")):
-        return "--resume here begins it again"
+        return "--resume here starts it over"
     if newest_complete(path).path is None:
-        return f"`tunekit runs show {folder}` says what is left of it"
+        return f"`tunekit runs show {folder}` shows what is left of it"
     if state == "finished":
-        return f"`tunekit resume {folder} train.max_steps=...` trains it further"
-    return f"`tunekit resume {folder}`, or --resume here, goes on with it"
+        return f"`tunekit resume {folder} train.max_steps=...` trains further"
+    return f"`tunekit resume {folder}`, or --resume here, resumes it"
 
 
-def _new_folder(recipe: Recipe) -> Path:
-    if recipe.output.dir is not None:
-        check_free(recipe)
-        path = Path(recipe.output.dir)
-        _make(path, exist_ok=True)
-        return path
-    stem = f"{recipe.output.name}-{datetime.now():%Y%m%d-%H%M%S}"
+def new_folder(root: Path, name: str | None, *, hint: str) -> Path:
+    """Make a folder that is called by a name and the time."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     for attempt in range(1, 1000):
-        path = RUNS / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            _make(path, exist_ok=False)
-        except FileExistsError:
-            continue
-        return path
-    raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
+        with contextlib.suppress(FileExistsError):
+            return make_folder(root / (stem if attempt == 1 else f"{stem}-{attempt}"), hint=hint)
+    raise RunError(f"{root / stem} and a thousand more already exist", hint="retry in a second")
 
 
-def _check_own(path: Path) -> None:
-    """Refuse a run folder that is none of a run's own, whatever is in it."""
-    if has_controls(str(path)):
-        raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
-    if path.is_symlink():
-        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="name the folder that is meant")
-    if path.resolve() in (Path(path.resolve().anchor), Path.home().resolve()):
-        raise RunError(f"output.dir: {path} is no folder of a run's own", hint="name a new folder in it")
+def make_folder(path: Path, *, hint: str, exist_ok: bool = False) -> Path:
+    """Make a folder.
 
-
-def _make(path: Path, *, exist_ok: bool) -> None:
+    Raises:
+        FileExistsError: It exists.
+        RunError: It cannot be made.
+    """
     try:
         path.mkdir(parents=True, exist_ok=exist_ok)
     except FileExistsError:
         raise
     except OSError as error:
-        raise RunError(f"{path} cannot be made: {error.strerror}", hint="set output.dir to another place") from error
+        raise RunError(f"cannot create {path}: {error.strerror}", hint=hint) from error
+    return path
+
+
+def _check_own(path: Path) -> None:
+    """Refuse a run folder that is none of a run's own, whatever is in it."""
+    if has_controls(str(path)):
+        raise RunError(f"output.dir: {str(path)!r} contains control characters", hint="set another folder")
+    if path.is_symlink():
+        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="set its target")
+    if path.resolve() in (Path(path.resolve().anchor), Path.home().resolve()):
+        raise RunError(f"output.dir: {path} is the root or home folder", hint="set a new folder in it")
 
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
-    write_whole(path / "status.json", json.dumps({**without_secrets(status), "updated": time.time()}, indent=2))
+    text = json.dumps({**without_secrets(status), "updated": time.time()}, indent=2)
+    small_files.write_whole(path / "status.json", text)
 
 
 def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "identity": identity_of(os.getpid()), "host": os.uname().nodename}
+    return {"pid": os.getpid(), "identity": small_files.identity_of(os.getpid()), "host": os.uname().nodename}

@@ -1,12 +1,12 @@
-"""Small files of a run's folder, and what they tell: requests to it, its job, the liveness of its processes.
+"""Small files of a run folder: stop and resume requests, its cluster job, and the liveness of its processes.
 
-The folder may come from another machine, or be damaged: a file is read only if it is one, up to a size, and what it
-holds is checked before anything relies on it.
+The folder may come from another machine, or be damaged: only regular files are read, up to a size, and their contents
+are checked.
 
-A stop request is a file, whoever asks and wherever the run's processes are: `tunekit stop` writes it, and so does every
-process of the run that gets a signal; then all know of it. A resume leaves its request for the processes likewise.
+A stop request is a file: `tunekit stop` writes it, and so does every process of the run that gets a signal; then all
+processes on all hosts see it. A resume leaves its request in a file, too.
 
-A process is known by more than its number, which is reused after its end; clocks are set.
+A process is identified by more than its pid, which is reused, and by no clock, which may be set.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.runs.checkpoints.complete import CHECKPOINTS
 from tunekit.runs.events import FINAL_PHASES
 
-RESTORE = "put it back from a copy"
+RESTORE = "restore it from a copy"
 
 
 def read_text(path: Path) -> str:
@@ -64,7 +64,7 @@ def read_object(path: Path, hint: str = RESTORE, *, keys: Sequence[str] = ()) ->
     content: dict[str, Any] = _read_json(path, dict, hint)
     for key in keys:
         if key not in content:
-            raise damaged(path, f"it has no {key}", hint)
+            raise damaged(path, f"{key} is missing", hint)
     return content
 
 
@@ -108,16 +108,24 @@ def _read_json(path: Path, kind: type, hint: str) -> Any:
         raise damaged(path, error, hint) from error
     if not isinstance(content, kind):
         kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a bool"}
-        what = f"a JSON {kinds[kind].split()[1]} was expected, got {kinds.get(type(content), 'a number')}"
+        what = f"expected a JSON {kinds[kind].split()[1]}, got {kinds.get(type(content), 'a number')}"
         raise damaged(path, what, hint)
     return content
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file; readers find the old or the new one, never half of one."""
+    """Write a small file atomically."""
     draft = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def wait_for(holds: Callable[[], bool], seconds: float, *, every: float = 0.2) -> bool:
+    """Wait until something holds, at most so long, and return whether it does."""
+    until = time.monotonic() + seconds
+    while not (is_so := holds()) and time.monotonic() < until:
+        time.sleep(every)
+    return is_so
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -178,7 +186,7 @@ DIED, STUCK = "died", "stuck"
 
 
 def state_of_processes(folder: Path, status: Mapping[str, Any]) -> str:
-    """Return the state of a run whose status is not final: its phase, as long as its processes live."""
+    """Return the state of a run whose status is not final: its phase while its processes live."""
     phase = str(status["phase"])
     beats = beats_in(folder)
     if status["host"] != os.uname().nodename:
@@ -248,10 +256,10 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place of a process that torchrun, mpirun, srun or tunekit started; alone where none of them did.
+    """Return the place of this process as torchrun, mpirun, srun or tunekit started it; alone if none of them did.
 
     Raises:
-        PlanError: What the launcher says cannot be true.
+        PlanError: The launcher's variables are inconsistent.
     """
     launch = read_launch(environment)
     if launch is None or not launch.num_processes or not launch.num_local:
@@ -351,7 +359,7 @@ class Request:
 
 
 def request(folder: Path, *, now: bool, by: str = COMMAND, grace_seconds: float | None = None) -> None:
-    """Ask a run to end. What was asked before stands where it is more."""
+    """Request a run to stop. An earlier stronger request remains."""
     before = requested(folder)
     if before is not None:
         now, by = now or before.now, before.by
@@ -372,7 +380,7 @@ def requested(folder: Path) -> Request | None:
 
 
 def forget_request(folder: Path) -> None:
-    """Take away what an earlier attempt was asked."""
+    """Delete the request to an earlier attempt."""
     _write_request(folder, "")
 
 
@@ -395,8 +403,8 @@ class Continuation:
 
     Attributes:
         step: The step of the checkpoint.
-        changes: What is otherwise than before, a phrase each.
-        weights: The checkpoint, below the run folder, of which only the weights are taken, while there is no newer one.
+        changes: Differences from before, a phrase each.
+        weights: The checkpoint, below the run folder, to start from with its weights alone, until there is a newer one.
     """
 
     step: int = 0
@@ -405,7 +413,7 @@ class Continuation:
 
 
 def write_continuation(folder: Path, continuation: Continuation) -> None:
-    """Leave it to the processes; they find this one or the one before."""
+    """Write the request for the processes, atomically."""
     write_whole(folder / CONTINUATION, json.dumps(asdict(continuation), indent=2))
 
 
@@ -421,8 +429,8 @@ def read_continuation(folder: Path) -> Continuation:
         return Continuation()
     step, changes, weights = (content.get(name) for name in ("step", "changes", "weights"))
     if not (isinstance(step, int) and isinstance(changes, list) and isinstance(weights, str | None)):
-        raise damaged(folder / CONTINUATION, "it is no continuation", "remove the file")
+        raise damaged(folder / CONTINUATION, "not a resume request", "remove the file")
     checkpoints = (folder / CHECKPOINTS).resolve()
     if weights is not None and not (folder / weights).resolve().is_relative_to(checkpoints):
-        raise RunError(f"{folder / CONTINUATION}: {weights} is none of its checkpoints", hint="remove the file")
+        raise RunError(f"{folder / CONTINUATION}: {weights} is not one of its checkpoints", hint="remove the file")
     return Continuation(step, tuple(map(str, changes)), weights)

@@ -1,1 +1,1 @@
-"""Sweeps: many runs of one recipe with some values changed, stopped, gone on with and looked at as one."""
+"""Sweeps: many runs of one recipe with some values changed, stopped, resumed and compared as one."""

@@ -1,4 +1,4 @@
-"""Start of a sweep: every combination is checked and planned before the first is trained, all faults at once."""
+"""Start of a sweep: every combination is checked and planned before the first is trained, with all faults reported."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,31 +37,31 @@ def sweep(
     parallel: int | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Sweep:
-    """Train a recipe with combinations of values, each a run of its own, and return how they stand in the end.
+    """Train a recipe with combinations of values, one run each, and return the sweep when all have ended.
 
         tunekit.sweep("mine.yaml", {"train.learning_rate": "1e-5..1e-3", "adapter.rank": [8, 32]}, random=10)
 
     Args:
         source: The recipe.
-        values: What to try by the dotted keys of the recipe: lists, or ranges such as `1e-5..1e-3`.
-        overrides: Changes to it that hold for all.
-        random: Draw so many combinations by chance; every one of the lists' is tried where left out.
-        optuna: Let Optuna choose so many, each after what those before it came to.
-        seed: For the draws.
-        by: What the runs are compared by, in TRL's name: `eval_loss`, `rewards/margins`. Left out: what their best
-            checkpoints are told by, and without rows to evaluate on the loss in training.
-        parallel: Runs at once. Left out: one, or one for each accelerator where every run fits one.
-        on_event: Told of the plans, and of each run that begins or ends.
+        values: Values to try by dotted key of the recipe: lists, or ranges such as `1e-5..1e-3`.
+        overrides: Overrides of the recipe for all runs.
+        random: Number of combinations to sample; by default every combination of the lists is tried.
+        optuna: Number of combinations for Optuna to choose, each from the results of those before.
+        seed: Seed of the sampling.
+        by: Metric to compare runs by, in TRL's name: `eval_loss`, `rewards/margins`. By default the metric of their
+            best checkpoints, or the training loss without evaluation data.
+        parallel: Runs at a time. By default one, or one per accelerator if every run fits one.
+        on_event: Called with the plans, and whenever a run starts or ends.
 
     Raises:
-        TunekitError: A value, the recipe, the model or the data has a fault. Nothing was started then.
-        Stopped: It was asked to end. `tunekit.resume_sweep` goes on.
+        TunekitError: A value, the recipe, the model or the data is invalid. No run was started.
+        Stopped: The sweep was stopped. `tunekit.resume_sweep` resumes it.
     """
     axes = axes_of(values)
     all_changes, search = _chosen(axes, random, optuna, seed)
     recipe = absolute(read_recipe(source, overrides)[0])
     if recipe.output.dir is not None or "output.dir" in axes:
-        problem = "output.dir: each run of a sweep has a folder of its own in runs/"
+        problem = "output.dir: unsupported in a sweep, whose runs have their own folders in runs/"
         raise RecipeError(problem, hint="set output.dir=null")
     begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
     num_runs = len(all_changes) or optuna or 0
@@ -81,11 +81,9 @@ def _chosen(
 ) -> tuple[list[Changes], Search]:
     """The combinations, and how they are chosen; none yet where Optuna chooses."""
     if not axes:
-        raise RecipeError(
-            "there is nothing to sweep over", hint="give a key several values: train.learning_rate=1e-5,1e-4"
-        )
+        raise RecipeError("no key has several values", hint="pass a list: train.learning_rate=1e-5,1e-4")
     if random is not None and optuna is not None:
-        raise RecipeError("--random and --optuna are both given", hint="give one of them")
+        raise RecipeError("--random and --optuna are mutually exclusive", hint="pass one of them")
     if random is not None:
         return drawn(axes, random, seed), "random"
     if optuna is None:
@@ -127,7 +125,7 @@ class _Planned:
         needed, free = sum(sizes) * num_runs // len(sizes), free_bytes(place)
         if needed > free:
             raise PlanError(
-                f"{num_runs} runs take up to {gib(needed)} on the disk of {place.absolute()}, and {gib(free)} are free",
+                f"{num_runs} runs need up to {gib(needed)} on the disk of {place.absolute()}, {gib(free)} free",
                 hint=f"free {gib(needed - free)} there, or try fewer combinations",
                 needed_bytes=needed,
                 limit_bytes=free,
@@ -155,9 +153,7 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     whole = when_served(probe_hardware())
     num = len(whole.accelerators)
     if parallel is not None and num and parallel > num:
-        raise PlanError(
-            f"--parallel {parallel}: accelerators that there are: {num}", hint="each run needs one at least"
-        )
+        raise PlanError(f"--parallel {parallel}: accelerators available: {num}", hint="each run needs at least one")
     each = num > 1 and parallel != 1
     if each:
         single = whole.model_copy(update={"accelerators": whole.freest(1)})

@@ -1,8 +1,8 @@
-"""Conducting a sweep: its runs are started one after another, or as many at once as it has, until none is left.
+"""Conductor of a sweep: starts its runs, one after another or several at a time, until none is left.
 
-Each run is a process of its own that outlives this one. What is to be done next is read from the folders of the runs
-whenever it is asked, so a conductor that was killed is succeeded by another one: it finds runs that still train and
-waits for them, goes on with those that ended early, and starts those that have not begun.
+Each run is a process of its own that outlives this one. The next action is always derived from the run folders, so
+another conductor can replace one that was killed: it waits for runs that still train, resumes those that ended early,
+and starts those that have not begun.
 """
 
 import contextlib
@@ -42,15 +42,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None] | None = None) -> Sweep:
-    """Go on with a sweep: runs that have finished or failed stay as they are, and all others are seen to their end.
+    """Resume a sweep: train all runs that have not finished or failed.
 
     Args:
         sweep: The sweep, its folder, or its name in `sweeps/`.
-        on_event: Told of each run that begins or ends.
+        on_event: Called whenever a run starts or ends.
 
     Raises:
-        RunError: There is no such sweep, or another process conducts it.
-        Stopped: It was asked to end again.
+        RunError: There is no such sweep, or another process is running it.
+        Stopped: The sweep was stopped again.
     """
     existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     if existing.spec.search == "optuna":
@@ -60,21 +60,21 @@ def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None]
 
 
 def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
-    """End a sweep from anywhere that sees its folder: its runs end, and it is over when this comes back.
+    """Stop a sweep from any machine that sees its folder, and return when its runs have stopped.
 
     Args:
         sweep: The sweep, its folder, or its name in `sweeps/`.
-        now: Whether its runs are to end at once, without another checkpoint.
-        on_wait: Told what is waited for, in words.
+        now: Stop its runs at once, without another checkpoint.
+        on_wait: Called with descriptions of what is waited for.
 
     Returns:
-        How it stands, in words.
+        A description of the states of its runs.
     """
     existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     tell = on_wait or (lambda words: None)
     if existing.is_conducted():
         write_whole(existing.path / folder.STOP, json.dumps({"now": now}))
-        tell(f"{existing.name} is asked to end")
+        tell(f"stopping {existing.name}")
         while existing.is_conducted():
             time.sleep(LOOK_SECONDS)
     # Runs that have lost their conductor, or began when it ended.
@@ -94,8 +94,8 @@ def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
             (sweep.path / folder.STOP).unlink(missing_ok=True)
             _Conductor(sweep, signals, on_event).run()
     except Timeout:
-        hint = f"end it there with Ctrl-C, or with: tunekit stop {sweep.path}"
-        raise RunError(f"another process conducts {sweep.path}", hint=hint) from None
+        hint = f"stop it there with Ctrl-C, or with: tunekit stop {sweep.path}"
+        raise RunError(f"another process is running {sweep.path}", hint=hint) from None
 
 
 def stand_of(outcomes: list[Outcome]) -> str:
@@ -208,7 +208,7 @@ class _Conductor:
         busy = {uuid for run in runs for uuid in devices_of(run.plan)}
         free = [device for device in devices() if device.uuid not in busy]
         if not free:
-            raise RunError("there are fewer accelerators than when the sweep began", hint="start the sweep anew")
+            raise RunError("fewer accelerators than at the start of the sweep", hint="start the sweep over")
         return min(free, key=lambda device: (len(device.runs) + len(device.waiting), -device.free_bytes)).uuid
 
     def _prune(self, trial: Trial) -> None:
@@ -235,7 +235,7 @@ class _Conductor:
         self._look()
         raise Stopped(
             f"stopped by {WHO.get(asked, asked)}: {stand_of(self._sweep.outcomes())}",
-            hint=f"go on with: tunekit resume {self._sweep.path}",
+            hint=f"resume with: tunekit resume {self._sweep.path}",
             exit_code=EXIT_CODES.get(asked, 0),
         )
 

@@ -1,20 +1,19 @@
-"""A sweep's folder: what is tried, which runs there are, and how they stand. Its runs lie among the others, in `runs/`.
+"""A sweep's folder: its values, its runs, and their states. Its runs are among the others, in `runs/`.
 
     recipe.yaml   the recipe of which each run changes some values
-    sweep.yaml    what is tried, how many runs there are at once, and what they are compared by
-    trials.json   the combinations, each with its number; a run's name is the sweep's with that number behind it
-    conductor     locked by the process that starts the runs, for as long as it lives
-    stop.json     somebody asks it to end
-    study.db      of Optuna, where it chooses the combinations: `optuna-dashboard sqlite:///study.db` shows it
-    sweep.png, sweep.html   what came of it
+    sweep.yaml    the values, the number of runs at a time, and the metric to compare them by
+    trials.json   the combinations, each with its number; a run's name is the sweep's with that number
+    conductor     locked by the process that starts the runs, while it lives
+    stop.json     stop request
+    study.db      Optuna's study, if it chooses the combinations: `optuna-dashboard sqlite:///study.db` shows it
+    sweep.png, sweep.html   the results
 
-How a run stands is read from its own folder whenever somebody asks: nothing here can contradict it.
+The state of a run is always read from its own folder: nothing here can contradict it.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +28,7 @@ from tunekit.recipe.reading.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import ENDED_EARLY
-from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run, matching
+from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run, matching, new_folder
 from tunekit.runs.small_files import read_list, read_text, write_whole
 from tunekit.sweeps.measure import Measure
 from tunekit.sweeps.values import Axis, Changes, Span, read_span
@@ -120,19 +119,19 @@ class Spec:
 
 
 class Sweep:
-    """A sweep, by its folder; a notebook shows it as a table.
+    """A sweep, by its folder; notebooks show it as a table.
 
     Args:
         path: The folder.
 
     Raises:
-        RunError: It is not the folder of a sweep.
+        RunError: It is not a sweep folder.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / TRIALS).is_file():
-            raise RunError(f"{self.path} is not the folder of a sweep", hint=f"those in {SWEEPS} are")
+            raise RunError(f"{self.path} is not a sweep folder", hint=f"sweeps are in {SWEEPS}")
 
     @classmethod
     def create(cls, recipe: Recipe, spec: Spec, all_changes: Sequence[Changes]) -> "Sweep":
@@ -141,7 +140,7 @@ class Sweep:
         Raises:
             RunError: It cannot be made.
         """
-        path = _new_folder(str(recipe.output.name))
+        path = new_folder(SWEEPS, recipe.output.name, hint="make the folder writable")
         (path / RECIPE).write_text(short_recipe(recipe), encoding="utf-8")
         axes = {key: str(axis) if isinstance(axis, Span) else list(axis) for key, axis in spec.axes.items()}
         words = {**asdict(replace(spec, axes={})), "axes": axes, "measure": asdict(spec.measure)}
@@ -172,23 +171,23 @@ class Sweep:
             axes = {key: read_span(key, a) or () if isinstance(a, str) else tuple(a) for key, a in written}
             return Spec(**{**words, "axes": axes, "measure": Measure(**words["measure"])})
         except (OSError, yaml.YAMLError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep anew") from error
+            raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep over") from error
 
     @property
     def tag(self) -> str:
-        """Tag of its runs; of a long name the end, which is its time."""
+        """Tag of its runs: the end of a long name, which is its time."""
         return f"sweep:{self.name[-(MAX_TAG_LETTERS - len('sweep:')) :]}"
 
     def trials(self) -> list[Trial]:
-        """The combinations so far.
+        """Return the combinations so far.
 
         Raises:
             RunError: The file that holds them is damaged.
         """
         try:
-            return [Trial(**words) for words in read_list(self.path / TRIALS, "start the sweep anew")]
+            return [Trial(**words) for words in read_list(self.path / TRIALS, "start the sweep over")]
         except (OSError, TypeError) as error:
-            raise RunError(f"{self.path / TRIALS} is damaged: {error}", hint="start the sweep anew") from error
+            raise RunError(f"{self.path / TRIALS} is damaged: {error}", hint="start the sweep over") from error
 
     def write(self, trial: Trial) -> None:
         """Write down a combination, in the place of what was known of it; readers see the old or the new."""
@@ -241,7 +240,7 @@ class Sweep:
         )
 
     def best(self, outcomes: Sequence[Outcome] | None = None) -> Outcome | None:
-        """The best of those that have finished; None while there is none."""
+        """Return the best finished combination; None if there is none."""
         ended = [one for one in outcomes or self.outcomes() if one.state == FINISHED and one.value is not None]
         choose = max if self.spec.measure.greater_is_better else min
         return choose(ended, key=lambda one: one.value or 0.0, default=None)
@@ -279,7 +278,7 @@ class Sweep:
         }
 
     def to_frame(self) -> "pandas.DataFrame":
-        """One row for each combination: its values, then how it stands."""
+        """Return one row per combination: its values, then its state."""
         import pandas
 
         runs = self.to_dict()["runs"]
@@ -301,7 +300,7 @@ def runs_of(sweep: Sweep) -> Iterator[tuple[Trial, Run]]:
 
 
 def list_sweeps() -> list[Sweep]:
-    """The sweeps of this folder, the newest first."""
+    """List the sweeps in `sweeps/`, newest first."""
     if not SWEEPS.is_dir():
         return []
     folders = [path for path in SWEEPS.iterdir() if (path / TRIALS).is_file() and is_inside(path, SWEEPS)]
@@ -309,14 +308,14 @@ def list_sweeps() -> list[Sweep]:
 
 
 def find_sweep(name: str, *, exact: bool = False) -> Sweep:
-    """A sweep by its folder or its name in `sweeps/`: the newest of that name, else the only one whose name starts so.
+    """Find a sweep by its folder or its name in `sweeps/`: the newest of that name, else the only one with that prefix.
 
     Args:
-        name: Its folder, its name with or without the time behind it, or the beginning of that.
-        exact: Whether the beginning of a name is not enough, as for what changes a sweep.
+        name: Its folder, its name with or without the time, or a prefix of it.
+        exact: Whether a prefix is refused, as for commands that change a sweep.
 
     Raises:
-        RunError: There is none, or the name is the beginning of several.
+        RunError: There is none, or the prefix is ambiguous.
     """
     existing = known_sweep(name)
     if existing is not None:
@@ -325,11 +324,10 @@ def find_sweep(name: str, *, exact: bool = False) -> Sweep:
     named = matching(name, list(sweeps), noun="sweep", exact=exact) if is_name(name) else []
     if not named:
         is_folder = is_name(name) and Path(name).is_dir()
-        problem = f"{name} is not the folder of a sweep" if is_folder else f"no sweep {name!r} in {SWEEPS}"
-        there = ", ".join(list(sweeps)[:5])
-        raise RunError(
-            problem, hint=f"there are {there}" if there else "`tunekit sweep RECIPE key=value,value` makes one"
-        )
+        problem = f"{name} is not a sweep folder" if is_folder else f"no sweep {name!r} in {SWEEPS}"
+        names = ", ".join(list(sweeps)[:5])
+        hint = f"available: {names}" if names else "create one with `tunekit sweep RECIPE key=value,value`"
+        raise RunError(problem, hint=hint)
     return sweeps[named[0]]
 
 
@@ -347,20 +345,6 @@ def heading(key: str) -> str:
 def short_words(changes: Changes) -> str:
     """Changes in a line, their keys in short."""
     return " ".join(f"{heading(key)}={to_inline_yaml(value)}" for key, value in changes.items())
-
-
-def _new_folder(name: str) -> Path:
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    for attempt in range(1, 100):
-        path = SWEEPS / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(f"{path} cannot be made: {error.strerror}", hint="let the folder be written") from error
-        return path
-    raise RunError(f"{SWEEPS / stem} and a hundred more exist", hint="try again in a second")
 
 
 def _write_trials(path: Path, trials: Sequence[Trial]) -> None:

@@ -46,10 +46,10 @@ class Measure:
     @property
     def how(self) -> str:
         """Sentence that says which runs are better."""
-        which = "greatest" if self.greater_is_better else "least"
+        which = "highest" if self.greater_is_better else "lowest"
         if self.is_held_out:
-            return f"the best has the {which} {self.words} at its end"
-        return f"nothing was evaluated: the best has the {which} mean {self.words} in training over its last steps"
+            return f"best: {which} {self.words} at the end"
+        return f"no evaluation; best: {which} mean training {self.words} over the last steps"
 
     def points(self, events: list[Event]) -> list[tuple[int, float]]:
         """Its finite values by step."""
@@ -90,9 +90,9 @@ def measure_of(plan: Plan, by: str | None) -> Measure:
         near = get_close_matches(bare, measures, n=1)
         suggestion = f"did you mean {near[0]!r}? " if near else ""
         raise PlanError(
-            f"--by {by}: runs of {plan.recipe.method.type} have no such measure",
-            hint=f"{suggestion}there are {', '.join(measures)}, each with {PREFIX} before it for evaluations",
+            f"--by {by}: {plan.recipe.method.type} runs log no such metric",
+            hint=f"{suggestion}available: {', '.join(measures)}, with the prefix {PREFIX} for evaluations",
         )
     if by.startswith(PREFIX) and name is None:
-        raise PlanError(f"--by {by}: there are no rows to evaluate on", hint=f"give data.eval, or name {bare}")
+        raise PlanError(f"--by {by}: no evaluation data", hint=f"set data.eval, or pass --by {bare}")
     return Measure(by, not by.endswith(LESS_IS_BETTER))

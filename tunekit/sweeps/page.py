@@ -51,7 +51,7 @@ def plot(sweep: Sweep) -> "Figure":
         DependencyError: matplotlib is not installed.
     """
     if not can_plot():
-        raise DependencyError("plots need matplotlib", hint="install it with: pip install 'tunekit[notebook]'")
+        raise DependencyError("plotting needs matplotlib", hint="install it with: pip install 'tunekit[notebook]'")
     from matplotlib import pyplot
 
     spec, outcomes = sweep.spec, sweep.outcomes()
@@ -190,7 +190,7 @@ def page(sweep: Sweep) -> str:
         best=None if best is None else (short_words(best.trial.changes), f"{best.value:.4f}"),
         headings=["run", *map(heading, spec.axes), "steps", spec.measure.words, "tokens/s", "time", "state"],
         rows=[_row(outcome, sweep, outcomes, best) for outcome in outcomes],
-        svg=draw(lines, title=f"{spec.measure.words} over the steps"),
+        svg=draw(lines, title=f"{spec.measure.words} by step"),
         labels=[line.label for line in lines],
         num_hidden=len(order) - len(visible),
         measure=spec.measure.words,

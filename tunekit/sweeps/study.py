@@ -1,7 +1,7 @@
-"""Combinations that Optuna chooses: each after what those before it came to, and runs that fall behind are ended.
+"""Combinations that Optuna chooses: each from the results of those before; runs that fall behind are pruned.
 
 The combinations and their runs are the record, and the study in `study.db` a copy of those that have ended, for Optuna
-and its dashboard. What is drawn next depends on them and on the seed, not on whether the sweep was stopped in between.
+and its dashboard. The next sample depends on them and on the seed, not on whether the sweep was stopped in between.
 """
 
 import contextlib

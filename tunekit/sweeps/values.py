@@ -92,7 +92,7 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Axis], list[str]]:
         if axis is None:
             overrides.append(word)
         elif key.strip() in axes:
-            raise RecipeError(f"{word}: {key.strip()} is swept over twice", hint="give all of its values in one word")
+            raise RecipeError(f"{word}: {key.strip()} is set twice", hint="pass all its values in one argument")
         else:
             axes[key.strip()] = axis
     return axes, overrides
@@ -111,7 +111,7 @@ def axes_of(values: Mapping[str, Sequence[Any] | str | Span]) -> dict[str, Axis]
         else:
             axis = values_text if isinstance(values_text, Span) else _distinct(key, values_text)
         if not axis:
-            raise RecipeError(f"{key}: there is nothing to try", hint="give a list, or a range such as '1e-5..1e-3'")
+            raise RecipeError(f"{key}: no values to try", hint="pass a list, or a range such as '1e-5..1e-3'")
         axes[key] = axis
     return axes
 
@@ -127,9 +127,9 @@ def read_span(word: str, written: str) -> Span | None:
         return None
     low, high = (int(end) if _WHOLE.fullmatch(end) else float(end) for end in match.groups()[1:])
     if not low < high:
-        raise RecipeError(f"{word}: {low} is not below {high}", hint="write the lower end first")
+        raise RecipeError(f"{word}: {low} is not below {high}", hint="write the lower bound first")
     if match[1] == "log" and low <= 0:
-        raise RecipeError(f"{word}: a logarithmic scale has no {low}", hint="begin above zero, or write linear:")
+        raise RecipeError(f"{word}: a log scale cannot start at {low}", hint="start above zero, or use linear:")
     log = match[1] == "log" if match[1] else low > 0 and high >= LOG_FACTOR * low
     return Span(low, high, log)
 
@@ -143,7 +143,7 @@ def _axis(word: str, written: str) -> Axis | None:
         ((key, values),) = read_values([word]).items()
     except RecipeError:
         hint = "write key=value,value such as adapter.rank=8,16"
-        raise RecipeError(f"{word}: cannot be read as values to try", hint=hint) from None
+        raise RecipeError(f"{word}: invalid list of values", hint=hint) from None
     return _distinct(key, values) if len(values) > 1 else None
 
 
@@ -151,7 +151,7 @@ def _distinct(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
     written = [to_inline_yaml(value) for value in values]
     twice = next((word for number, word in enumerate(written) if word in written[:number]), None)
     if twice is not None:
-        raise RecipeError(f"{key}: {twice} is named twice", hint="name each value once")
+        raise RecipeError(f"{key}: duplicate value {twice}", hint="list each value once")
     return tuple(values)
 
 
@@ -164,14 +164,14 @@ def grid(axes: Mapping[str, Axis]) -> list[Changes]:
     spans = [key for key, axis in axes.items() if isinstance(axis, Span)]
     if spans:
         raise RecipeError(
-            f"{', '.join(spans)}: a range is not a list of values", hint="draw from it with --random N or --optuna N"
+            f"{', '.join(spans)}: a grid needs lists, not ranges", hint="sample ranges with --random N or --optuna N"
         )
     lists = {key: axis for key, axis in axes.items() if not isinstance(axis, Span)}
     numbers = [len(values) for values in lists.values()]
     if prod(numbers) > MAX_RUNS:
         words = f"{' x '.join(map(str, numbers))} = {prod(numbers)}"
         raise RecipeError(
-            f"{words} runs are more than the {MAX_RUNS} of a sweep", hint="try fewer values, or --random N of them"
+            f"{words} runs exceed the limit of {MAX_RUNS} per sweep", hint="try fewer values, or sample with --random N"
         )
     return [dict(zip(lists, chosen, strict=True)) for chosen in product(*lists.values())]
 
@@ -203,15 +203,14 @@ def check_number(axes: Mapping[str, Axis], num: int) -> None:
         RecipeError: It is.
     """
     if num > MAX_RUNS:
-        raise RecipeError(f"{num} runs are more than the {MAX_RUNS} of a sweep", hint="draw fewer")
+        raise RecipeError(f"{num} runs exceed the limit of {MAX_RUNS} per sweep", hint="sample fewer")
     sizes = [
         (axis.high - axis.low + 1 if axis.is_whole else math.inf) if isinstance(axis, Span) else len(axis)
         for axis in axes.values()
     ]
     if num > prod(sizes):
         raise RecipeError(
-            f"{num} runs are more than the {prod(sizes)} combinations",
-            hint="draw fewer; all are tried where no number is given",
+            f"{num} runs exceed the {prod(sizes)} combinations", hint="sample fewer, or omit the number to try all"
         )
 
 

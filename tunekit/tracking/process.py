@@ -1,10 +1,10 @@
-"""The process that hands a run's figures to trackers: `python -m tunekit.tracking.process FOLDER TRACKER...`.
+"""Process that sends a run's metrics to trackers: `python -m tunekit.tracking.process FOLDER TRACKER...`.
 
-The process that trains starts it and has nothing more to do with trackers: whatever their libraries do, wait for or run
-into happens here, and takes no time, no random number and no memory from the training. It reads the events of the run
-as they are written, and gives them to transformers' own callbacks, each in a thread of its own. What fails is tried
-again from the same event on. It writes lines of JSON, which become events of the run, and ends when its input does,
-whose last line says how the run ended.
+The training process starts it and has nothing more to do with trackers: whatever their libraries do, wait for or run
+into happens here, and takes no time, random number or memory from the training. It reads the events of the run as they
+are written, and passes them to transformers' own callbacks, each in a thread of its own. Failures are retried from the
+same event on. It writes lines of JSON, which become events of the run, and exits at the end of its input, whose last
+line is the final phase of the run.
 """
 
 import json

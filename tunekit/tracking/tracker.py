@@ -19,7 +19,7 @@ from tunekit.recipe.sections.section import Tracker
 from tunekit.redact import redacted, without_secrets
 from tunekit.runs.events import Event, read_events
 from tunekit.runs.run import Run
-from tunekit.tracking.trackers import TITLES, Kept, kept_of, names_of
+from tunekit.tracking.trackers import Kept, facts_of, kept_of, names_of
 
 POLL_SECONDS = 1.0
 """Seconds between two looks for new events."""
@@ -191,26 +191,22 @@ class Pump(threading.Thread):
 
     def _close(self, callback: TrainerCallback) -> None:
         """Tell the tracker how the run ended, where it has a word for that."""
-        match self._tracker:
-            case "wandb":
-                import wandb
+        if self._tracker == "wandb":
+            import wandb
 
-                wandb.finish(exit_code=EXIT_CODES.get(self._phase, 1))
-            case "mlflow":
-                import mlflow
+            wandb.finish(exit_code=EXIT_CODES.get(self._phase, 1))
+        elif self._tracker == "mlflow":
+            import mlflow
 
-                mlflow.end_run(MLFLOW_STATUS.get(self._phase, "FAILED"))
-            case "tensorboard" | "trackio":
-                pass
-            case _:
-                assert_never(self._tracker)
+            mlflow.end_run(MLFLOW_STATUS.get(self._phase, "FAILED"))
         callback.on_train_end(self._args, self._state, self._control)
 
     def _say_what_failed(self, error: Exception, *, is_last: bool) -> None:
         words = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         words = redacted(words)[:200].rstrip(". ")
-        what = "its last figures are missing there" if is_last else "it is tried again, and training goes on"
-        self._tell("warning", tracker=self._tracker, message=f"{TITLES[self._tracker]}: {words}; {what}")
+        what = "its last metrics are missing" if is_last else "retrying, training continues"
+        title = facts_of(self._tracker)["title"]
+        self._tell("warning", tracker=self._tracker, message=f"{title}: {words}; {what}")
         print(f"{self._tracker}: {type(error).__name__}: {error}", file=sys.stderr)
 
 

@@ -1,14 +1,10 @@
-"""Trackers of a run, and the start of the process that reports to them.
+"""Trackers of a run: their settings and checks, and the process that reports to them.
 
-Trackers, which show figures of many runs: how a run is called there, where its files are, and what has to be there.
+The names of a run in a tracker (its project, its id) are decided once and stored in the folder `trackers` of the run
+folder, so that a resumed run continues there. Addresses and secrets are not stored: the environment has them.
 
-What names the run for a tracker (its project, its id) is decided once and kept in the folder `trackers` of the run
-folder, so that a run that is gone on with goes on there. Addresses and secrets are not kept: the environment has them.
-
-Start of the process that reports to trackers, by the main process of a run, and its release.
-
-See `tunekit.tracking.process`. That process outlives this one for as long as it needs to hand on the last figures, and
-sees by its pipe when this one is gone, whatever has ended it.
+The main process of a run starts `tunekit.tracking.process`, which outlives it until the last metrics are sent, and
+notices by its pipe when the main process is gone, whatever has ended it.
 """
 
 import contextlib
@@ -24,37 +20,33 @@ from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import Self, assert_never
+from typing import Any, Self
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from tunekit.errors import DependencyError, RunError, Stopped
+from tunekit.files import read_table
 from tunekit.process.processes import LAUNCHERS_OWN
 from tunekit.recipe.sections.section import Tracker
 from tunekit.redact import redacted
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import damaged, read_object
+from tunekit.runs.small_files import damaged, read_object, write_whole
 
 TRACKERS = "trackers"
 """Folder of a run folder with the files of its trackers, and `log.txt`, what their libraries said."""
-
-PROJECT = "tunekit"
-"""Project of runs for which the environment names none."""
 
 REACH_SECONDS = 10
 """Seconds for a server to answer before a run begins."""
 
 INSTALL = "pip install 'tunekit[tracking]'"
 
-TITLES: dict[Tracker, str] = {
-    "tensorboard": "TensorBoard",
-    "wandb": "Weights & Biases",
-    "mlflow": "MLflow",
-    "trackio": "trackio",
-}
-"""Display names of trackers."""
+
+def facts_of(tracker: Tracker) -> dict[str, Any]:
+    """Return the facts about a tracker: `trackers.yaml`, beside this file."""
+    facts: dict[str, Any] = read_table(Path(__file__).with_suffix(".yaml"))[tracker]
+    return facts
 
 
 def folder_of(run: Run) -> Path:
@@ -63,51 +55,19 @@ def folder_of(run: Run) -> Path:
 
 
 def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables by which a tracker knows a run: as it is known already, else as they are set, else tunekit's own.
+    """Return the variables of a tracker for a run: those stored with it, else as they are set, else the defaults.
 
     Args:
         run: The run.
         tracker: The tracker.
-        environment: What is set.
+        environment: The user's variables.
     """
-    folder = folder_of(run).resolve()
-    match tracker:
-        case "tensorboard":
-            elsewhere = environment.get("TENSORBOARD_LOGGING_DIR")
-            return {"TENSORBOARD_LOGGING_DIR": str(Path(elsewhere, run.name) if elsewhere else folder / "tensorboard")}
-        case "wandb":
-            defaults = {
-                "WANDB_PROJECT": PROJECT,
-                "WANDB_RUN_ID": secrets.token_hex(4),
-                "WANDB_RESUME": "allow",
-                "WANDB_DIR": str(folder),
-                "WANDB_CONSOLE": "off",
-                "WANDB_DISABLE_CODE": "true",
-                "WANDB_SILENT": "true",
-            }
-        case "mlflow":
-            defaults = {
-                "MLFLOW_EXPERIMENT_NAME": PROJECT,
-                "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
-                # What fails is tried again by the reporter itself.
-                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-                "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-            }
-        case "trackio":
-            defaults = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
-        case _:
-            assert_never(tracker)
+    texts, folder = facts_of(tracker)["defaults"], folder_of(run).resolve()
+    defaults = {name: text.format(folder=folder, id=secrets.token_hex(4)) for name, text in texts.items()}
     explicit = {name: environment[name] for name in defaults.keys() & environment.keys()}
+    if tracker == "tensorboard":
+        explicit = {name: str(Path(elsewhere, run.name)) for name, elsewhere in explicit.items() if elsewhere}
     return {**defaults, **explicit, **kept_of(run, tracker).names}
-
-
-NAMES: dict[Tracker, tuple[str, ...]] = {
-    "tensorboard": (),
-    "wandb": ("WANDB_PROJECT", "WANDB_RUN_ID"),
-    "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
-    "trackio": ("TRACKIO_PROJECT",),
-}
-"""Variables that name a run for its tracker."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +84,7 @@ class Kept:
 
     def save(self, run: Run, tracker: Tracker) -> None:
         """Put it into the run folder."""
-        path = _path_of(run, tracker)
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-        draft.replace(path)
+        write_whole(_path_of(run, tracker), json.dumps(asdict(self), indent=2))
 
 
 def kept_of(run: Run, tracker: Tracker) -> Kept:
@@ -147,11 +104,11 @@ def _path_of(run: Run, tracker: Tracker) -> Path:
 
 def names_of(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that name a run for a tracker, as they are set."""
-    return {name: environment[name] for name in NAMES[tracker] if name in environment}
+    return {name: environment[name] for name in facts_of(tracker)["names"] if name in environment}
 
 
 def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse trackers that could not be reported to, before anything expensive.
+    """Refuse trackers that are not available, before anything expensive.
 
     Args:
         trackers: Which.
@@ -165,17 +122,12 @@ def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] =
         if importlib.util.find_spec(tracker) is None:
             raise DependencyError(f"output.report_to: {tracker} is not installed", hint=INSTALL)
     for tracker in trackers:
-        match tracker:
-            case "wandb":
-                _check_wandb()
-            case "mlflow":
-                _check_mlflow(environment.get("MLFLOW_TRACKING_URI", ""))
-            case "trackio":
-                _check_trackio(environment)
-            case "tensorboard":
-                pass
-            case _:
-                assert_never(tracker)
+        if tracker == "wandb":
+            _check_wandb()
+        elif tracker == "mlflow":
+            _check_mlflow(environment.get("MLFLOW_TRACKING_URI", ""))
+        elif tracker == "trackio":
+            _check_trackio(environment)
 
 
 def _check_wandb() -> None:
@@ -184,46 +136,44 @@ def _check_wandb() -> None:
     completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if completed.returncode:
         words = redacted(completed.stderr.strip().rpartition("\n")[2])
-        raise RunError(
-            f"output.report_to: wandb does not start: {words}", hint=f"mend it, or install it anew: {INSTALL}"
-        )
+        raise RunError(f"output.report_to: wandb failed to start: {words}", hint=f"fix or reinstall it: {INSTALL}")
     account = json.loads(completed.stdout.strip().rpartition("\n")[2])
     if "problem" in account:
-        raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="mend its WANDB_ variables")
+        raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="fix its WANDB_ variables")
     if account["mode"] != "online":
         return
     if not account["has_login"]:
         raise RunError(
-            f"output.report_to: wandb has no login for {account['server']}",
-            hint="run `wandb login`, set WANDB_API_KEY, or keep its files in the run folder with WANDB_MODE=offline",
+            f"output.report_to: wandb is not logged in to {account['server']}",
+            hint="run `wandb login`, set WANDB_API_KEY, or log to the run folder only with WANDB_MODE=offline",
         )
-    _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and send the run later with `wandb sync`")
+    _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and upload the run later with `wandb sync`")
 
 
 def _check_mlflow(uri: str) -> None:
     if uri.startswith(("http://", "https://")):
-        hint = "mend or unset MLFLOW_TRACKING_URI; unset, runs are kept locally"
+        hint = "fix MLFLOW_TRACKING_URI, or unset it to log to the run folder"
         _reach("mlflow", f"{uri.rstrip('/')}/health", hint=hint)
 
 
 def _check_trackio(environment: Mapping[str, str]) -> None:
     server, space = environment.get("TRACKIO_SERVER_URL"), environment.get("TRACKIO_SPACE_ID")
     if server:
-        _reach("trackio", server, hint="mend or unset TRACKIO_SERVER_URL; unset, runs are kept in their folders")
+        _reach("trackio", server, hint="fix TRACKIO_SERVER_URL, or unset it to log to the run folder")
     elif space:
         from huggingface_hub import constants, get_token
 
-        hint = "unset TRACKIO_SPACE_ID: then runs are kept in their folders"
+        hint = "unset TRACKIO_SPACE_ID to log to the run folder"
         where = f"output.report_to: trackio's space {space}"
         if constants.HF_HUB_OFFLINE:
             raise RunError(f"{where} cannot be reached: HF_HUB_OFFLINE is set", hint=hint)
         if get_token() is None:
-            raise RunError(f"{where} needs a login to the hub", hint=f"run `hf auth login`, or {hint}")
+            raise RunError(f"{where} needs a login to the Hub", hint=f"run `hf auth login`, or {hint}")
         _reach("trackio", constants.ENDPOINT, hint=hint)
 
 
 def _reach(tracker: Tracker, url: str, *, hint: str) -> None:
-    """Refuse a server that does not answer. That it asks for a login is an answer."""
+    """Refuse a server that does not answer; a request to log in is an answer."""
     parts = urlsplit(url)
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
     try:
@@ -232,7 +182,7 @@ def _reach(tracker: Tracker, url: str, *, hint: str) -> None:
     except HTTPError as error:
         if error.code < 500:
             return
-        why = f"it answers {error.code} {error.reason}"
+        why = f"HTTP {error.code} {error.reason}"
     except URLError as error:
         why = str(error.reason)
     except (OSError, HTTPException, ValueError) as error:
@@ -248,11 +198,11 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 class Reporting:
-    """Reports on a run to trackers, from the beginning of a `with` block on; nothing where there are none.
+    """Reports on a run to trackers during a `with` block; does nothing without trackers.
 
     Args:
-        record: The run, and where the words of trackers go.
-        trackers: Which.
+        record: Record of the run, for messages of trackers.
+        trackers: The trackers.
     """
 
     def __init__(self, record: Record, trackers: Sequence[Tracker]) -> None:
@@ -309,7 +259,7 @@ class Reporting:
             self._record.write(**json.loads(line))
         if not self._is_over:
             log = folder_of(self._record.run) / "log.txt"
-            self._record.write("warning", message=f"trackers get no more figures, training goes on: see {log}")
+            self._record.write("warning", message=f"trackers receive no more metrics, training continues: see {log}")
 
     def _end(self, process: "subprocess.Popen[str]", phase: str) -> None:
         self._is_over = True
@@ -320,6 +270,6 @@ class Reporting:
         try:
             process.wait(WAIT_SECONDS[phase])
         except subprocess.TimeoutExpired:
-            names = ", ".join(TITLES[tracker] for tracker in self._trackers)
-            self._record.write("warning", message=f"{names}: the last figures are still on their way")
+            names = ", ".join(facts_of(tracker)["title"] for tracker in self._trackers)
+            self._record.write("warning", message=f"{names}: the last metrics are still uploading")
         self._reader.join(1)

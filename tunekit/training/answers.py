@@ -46,13 +46,9 @@ class Answers:
         if answers == self._seen:
             return None
         self._seen = answers
-        return contrast(
-            list(self._kept["prompt"]),
-            answers,
-            {name: list(values) for name, values in self._kept["rewards"].items()},
-            list(self._kept["advantages"]),
-            self._num_generations,
-        )
+        prompts, advantages = list(self._kept["prompt"]), list(self._kept["advantages"])
+        rewards = {name: list(values) for name, values in self._kept["rewards"].items()}
+        return contrast(prompts, answers, rewards, advantages, self._num_generations)
 
 
 def contrast(

@@ -97,16 +97,13 @@ def fuse_as_planned(model: "Module", plan: Plan) -> "Report | None":
     return fuse(model, dtype=getattr(torch, plan.dtype))
 
 
-def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
-    """The model that another one learns from, whole on each device."""
-    model = load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
-    fuse_as_planned(model, plan)
-    return model
-
-
-def load_reference(plan: Plan) -> "PreTrainedModel":
-    """The model as it was before training, whole on each device."""
-    model = load_policy(plan, device=plan.device.kind)
+def load_frozen(plan: Plan, teacher: ModelSection | None = None) -> "PreTrainedModel":
+    """A teacher, or else the reference: the model as it was before training. It is whole on each device."""
+    device, attention = plan.device.kind, plan.attn_implementation
+    if teacher is None:
+        model = load_policy(plan, device=device)
+    else:
+        model = load_model(teacher, dtype=plan.dtype, attn_implementation=attention, device=device)
     fuse_as_planned(model, plan)
     return model
 
@@ -145,8 +142,8 @@ def build_trainer(
         checkpoints=run.path / "checkpoints",
         callbacks=callbacks,
         engine=trainer_args(plan),
-        load_reference=partial(load_reference, plan),
-        load_teacher=partial(load_teacher, plan=plan),
+        load_reference=partial(load_frozen, plan),
+        load_teacher=partial(load_frozen, plan),
     )
     trainer: RunTrainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
     return trainer
@@ -202,7 +199,7 @@ def check_upstream(method: str) -> None:
         libraries = ("transformers", "trl", "accelerate")
         installed = ", ".join(f"{name} {version(name)}" for name in libraries)
         raise DependencyError(
-            f"tunekit overrides names that {installed} do not have as it knows them: " + "; ".join(map(str, problems)),
+            f"{installed} lack names that tunekit overrides: " + "; ".join(map(str, problems)),
             hint="install versions that this tunekit was tested with, or a newer tunekit",
         )
 
@@ -239,7 +236,7 @@ def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed
         if name not in used_by_base:
             yield Renamed(owner, name, "is not called")
         elif not callable(inspect.getattr_static(base, name, None)):
-            yield Renamed(owner, name, "is not there")
+            yield Renamed(owner, name, "does not exist")
         else:
             took = [parameter for parameter in inspect.signature(getattr(base, name)).parameters if parameter != "self"]
             if took != parameters:
@@ -262,7 +259,7 @@ def field_problems(wanted: Mapping[str, str]) -> Iterator[Renamed]:
     for path, name in wanted.items():
         module, _, owner = path.rpartition(".")
         if name not in {field.name for field in fields(vars(import_module(module))[owner])}:
-            yield Renamed(path, name, "is no field")
+            yield Renamed(path, name, "is not a field")
 
 
 def names_used(cls: type) -> set[str]:

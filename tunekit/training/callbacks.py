@@ -1,12 +1,11 @@
-"""Callbacks of a trainer: what is written of its steps, what it tells the heartbeat, and where it may end.
+"""Callbacks of a trainer: events of its steps, heartbeats, and stops at boundaries.
 
-Progress is kept in memory: a mark takes about a microsecond, and a step has a few of them. Layers tell in the forward
-pass, and through their outputs in the backward pass, so that one pass through a model that takes minutes is not taken
-for one that stands still; that takes some ten microseconds for each layer.
+Progress is kept in memory: a mark takes about a microsecond, and a step has a few of them. Layers count progress in the
+forward pass, and through their outputs in the backward pass, so that a pass that takes minutes does not count as a
+hang; that takes some ten microseconds per layer.
 
-Training may end at a boundary: after a step, or between two batches of an evaluation, in all processes alike. At each
-of these all of them tell each other whether one is to end, and what each knows of the time that is left. From the same
-figures all decide the same.
+Training may stop at a boundary: after a step, or between two batches of an evaluation, in all processes alike. At each
+boundary they exchange stop requests and the time left, and decide the same from the same figures.
 """
 
 import contextlib
@@ -15,18 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
@@ -45,11 +45,6 @@ from tunekit.training.measured_memory import held_bytes, resident_bytes, tensors
 from tunekit.training.non_finite import Guard
 from tunekit.training.timing import WINDOW_STEPS, Ranks, Timing, Trace
 
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
-
-    from tunekit.methods.run_trainer import RunTrainer
-
 LONG_SECONDS = 1e9
 """Stand-in for an end that is not in sight, where infinity could not be told from NaN."""
 
@@ -62,12 +57,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     """Writes logged metrics, evaluations and checkpoints as events, with tokens per second of the steps alone.
 
     Args:
-        record: Where events go, and the status that follows the steps.
+        record: Record of the run, for events and status.
         plan: The plan of the run.
-        heart: Where the process says at what it is.
+        heart: Heartbeats of the process.
     """
 
-    trainer: "RunTrainer"
+    trainer: RunTrainer
     """The trainer, once there is one."""
     before_training: Callable[[], None]
     """Hook that runs on the model before the first step, when it is on its device."""
@@ -114,7 +109,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.timing.mark()
 
     def on_train_begin(self, *_: object, model: Module, optimizer: Optimizer, **__: object) -> None:
-        """Measure the model, and see that what runs is what was planned."""
+        """Measure the model, and verify the engine against the plan."""
         self.record.write("engine", **verify(self.trainer, self.plan))
         self.held = self._held(model, None)
         self.context_bytes = resident_bytes() - sum(self.held.values())
@@ -126,7 +121,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.timing.attach(self.trainer, optimizer)
 
     def go_on(self, num_tokens: int) -> None:
-        """Take over what was done before the checkpoint that the run goes on from, if it does.
+        """Take over the counts of the checkpoint that the run resumes from, if it does.
 
         Args:
             num_tokens: Tokens that were trained on.
@@ -136,7 +131,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.evaluated_step = evaluated[-1] if evaluated else None
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        """Say that weights are updated from here on."""
+        """Mark the start of the optimizer step."""
         self.heart.mark("optimizer")
 
     def on_optimizer_step(self, *_: object, model: Module, optimizer: Optimizer, **__: object) -> None:
@@ -156,8 +151,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
 
-    def on_step_end(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
-        """Stop the clock of a step, tell the status, and at times compare the processes."""
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
+        """Stop the clock of a step, update the status, and at times compare the processes."""
         self.timing.end_step()
         self.heart.mark("logging")
         is_traced = self.trace.end_step(state.global_step)
@@ -165,7 +160,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
 
-    def on_log(self, args: object, state: "TrainerState", control: object, logs: dict[str, float], **_: object) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: dict[str, float], **_: object) -> None:
         """Write what the trainer logged."""
         # Steps behind the last ones that were logged come with the trainer's own summary.
         self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
@@ -190,7 +185,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._tell(step, figures)
 
     def _tell(self, step: int, logs: dict[str, float | None]) -> None:
-        """Show answers now and then, and warn of what the figures so far tell."""
+        """Record answers now and then, and warnings from the metrics so far."""
         num_steps = self.trainer.state.max_steps
         due = self._shown_step == 0 or step == num_steps or step >= self._shown_step + num_steps / NUM_SHOWN
         answers = self._answers.look() if self._answers is not None and due else None
@@ -204,8 +199,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Stop the clock of an evaluation."""
         self.timing.evaluation_seconds += self.timing.mark()
 
-    def on_save(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
-        """Stop the clock of saving, and say how the processes do."""
+    def on_save(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
+        """Stop the clock of saving, and record the times of the processes."""
         self.timing.saving_seconds += self.timing.mark()
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
@@ -216,18 +211,18 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.timing.mark()
 
     def on_result_saved(self) -> None:
-        """Stop the clock of saving, and hear of the other processes for the last time. Called by all together."""
+        """Stop the clock of saving, and gather the times of the processes for the last time. Called by all together."""
         self.timing.saving_seconds += self.timing.mark()
         self.compare_ranks()
 
     def compare_ranks(self) -> None:
-        """Exchange how the processes do, and warn of those that keep the others waiting. Called by all together."""
+        """Gather the times of the processes, and warn of slow ones. Called by all together."""
         self.ranks.exchange()
         for report, own, peers in self.ranks.newly_slow():
             rank, node = report["rank"], report["node"]
             self.record.write(
                 "warning",
-                message=f"rank {rank} on {node} is slow: in a step its rows and the forward pass take {own:.3g} s, "
+                message=f"rank {rank} on {node} is slow: its data and forward pass take {own:.3g} s per step, "
                 f"{own / peers - 1:.0%} more than the {peers:.3g} s of the other processes, which wait for it",
                 rank=rank,
                 node=node,
@@ -254,7 +249,7 @@ def rates(plan: Plan, num_tokens: float, seconds: float) -> dict[str, float | No
 
 
 def follow_layers(model: Module, heart: Heart) -> list[RemovableHandle]:
-    """Have the layers of a model tell that they are passed, from here on; the hooks can be taken away."""
+    """Hook the layers of a model to count progress; the hooks can be removed."""
 
     # Functions, which a copy of a model shares with it; a heart cannot be copied.
     def on_gradient(_: Any) -> None:
@@ -270,13 +265,13 @@ def follow_layers(model: Module, heart: Heart) -> list[RemovableHandle]:
     return [layer.register_forward_hook(on_layer) for layer in layers]
 
 
-def follow(trainer: "RunTrainer", heart: Heart, layers: list[RemovableHandle]) -> None:
-    """Have a trainer tell what it is at, from here on.
+def follow(trainer: RunTrainer, heart: Heart, layers: list[RemovableHandle]) -> None:
+    """Have a trainer mark its activities.
 
     Args:
         trainer: The trainer, before its model is wrapped.
-        heart: Which is told.
-        layers: The hooks of its model's layers, which would split what is compiled.
+        heart: Heartbeats of the process.
+        layers: The hooks of its model's layers, which would break compiled graphs.
     """
     if trainer.args.torch_compile:
         for hook in layers:
@@ -301,13 +296,13 @@ def follow(trainer: "RunTrainer", heart: Heart, layers: list[RemovableHandle]) -
 
 
 def _begin(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a call with which something begins that goes on until something else does."""
+    """Make a call that starts an activity, which lasts until the next one."""
     heart.mark(at)
     return call(*args, **kwargs)
 
 
 def _do(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a call that is something, at whose end what was before goes on."""
+    """Make a call that is an activity, and return to the one before."""
     before = heart.at
     heart.mark(at)
     answer = call(*args, **kwargs)
@@ -322,21 +317,21 @@ def _moving(rows: Iterator[Any], heart: Heart) -> Iterator[Any]:
 
 
 class EvaluationLeft(Exception):
-    """An evaluation was left in all processes, as the run is to end."""
+    """An evaluation was left in all processes, as the run stops."""
 
 
 class Boundary(TrainerCallback):  # type: ignore[misc]
-    """Ends a training that is to end, after the step, with a checkpoint if there is time for one.
+    """Stops a training after the step, with a checkpoint if there is time for one.
 
     Args:
-        plan: It knows of which steps a checkpoint can be made.
-        wishes: Whether the run is to end, as far as this process knows.
-        saver: Which knows how long a checkpoint takes.
+        plan: The plan, with the steps that can have a checkpoint.
+        wishes: Stop requests, as far as this process knows.
+        saver: Saver of the checkpoints, which knows their duration.
     """
 
     def __init__(self, plan: Plan, wishes: Wishes, saver: Saver) -> None:
         self.has_stopped = False
-        """True once the training was ended; alike in all processes."""
+        """True once the training was stopped; alike in all processes."""
         self._plan = plan
         self._wishes = wishes
         self._saver = saver
@@ -344,8 +339,8 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         self._step_seconds = 0.0
         self._planned_save_seconds = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
 
-    def attach(self, trainer: "RunTrainer") -> None:
-        """Mind this trainer, whose checkpoints are those of the saver."""
+    def attach(self, trainer: RunTrainer) -> None:
+        """Attach to a trainer, whose checkpoints are those of the saver."""
 
         def evaluate_aside(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with _same_random_numbers_after():
@@ -377,7 +372,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def on_step_begin(self, *_: object, **__: object) -> None:
-        """From here on the end of a step is waited for."""
+        """Leave stop requests to the end of the step from here on."""
         self._step_began = time.monotonic()
         if not self._wishes.at_boundaries:
             self._wishes.check()
@@ -385,18 +380,18 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
             self._wishes.at_boundaries = True
 
     def on_substep_end(self, *_: object, **__: object) -> None:
-        """End here if the run is to end at once: what Python raised for it may have been dropped."""
+        """Interrupt if the run is to stop at once: Python's own interrupt may have been dropped."""
         self._wishes.check()
 
-    def on_step_end(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
-        """End the training if that is wished of any process."""
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Stop the training if any process was asked to."""
         self._step_seconds = time.monotonic() - self._step_began
         if self._saver.seconds:
             self._wishes.save_seconds = fmean(self._saver.seconds)
         self._decide(state, control)
 
-    def on_prediction_step(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
-        """Leave the evaluation if the run is to end.
+    def on_prediction_step(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Leave the evaluation if the run is to stop.
 
         Raises:
             EvaluationLeft: It is.
@@ -404,20 +399,20 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         if self._decide(state, control):
             raise EvaluationLeft
 
-    def on_save(self, args: object, state: object, control: "TrainerControl", **_: object) -> None:
-        """End the training with the checkpoint that is just written if that was wished meanwhile."""
+    def on_save(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
+        """Stop the training with the checkpoint just written if that was requested during the save."""
         if not self.has_stopped and (source := self._told()[0]):
             self._stop(source, control, saves=False)
 
     def has_ended(self) -> bool:
-        """Return whether the run is to end here, behind the last step. Called by all processes together."""
+        """Return whether the run is to stop here, after the last step. Called by all processes together."""
         if not self.has_stopped and (source := self._told()[0]):
             self.has_stopped = True
             self._wishes.learn(WHO[round(source)])
         return self.has_stopped
 
-    def _decide(self, state: "TrainerState", control: "TrainerControl") -> bool:
-        """End the training here if it is to end; whether it is."""
+    def _decide(self, state: TrainerState, control: TrainerControl) -> bool:
+        """Stop the training here if requested, and return whether it is."""
         source, hurry, step_seconds, save_seconds = self._told()
         if not source:
             return False
@@ -434,7 +429,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         self._stop(source, control, saves=can_save and fits)
         return True
 
-    def _stop(self, asked: float, control: "TrainerControl", *, saves: bool) -> None:
+    def _stop(self, asked: float, control: TrainerControl, *, saves: bool) -> None:
         self.has_stopped = True
         self._wishes.learn(WHO[round(asked)])
         control.should_training_stop = True
@@ -467,7 +462,7 @@ def evaluation_is_due(run: Run, schedule: Schedule, step: int, place: Place) -> 
 
 @contextlib.contextmanager
 def _same_random_numbers_after() -> Iterator[None]:
-    """Have what follows draw as if nothing had been drawn within it, by an evaluation or by a part of one."""
+    """Restore the random state afterwards, as if nothing had been drawn within it."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     python, numpy_state = random.getstate(), numpy.random.get_state()
     try:

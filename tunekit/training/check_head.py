@@ -1,25 +1,21 @@
-"""Last check before training that the fused head scores as the model does, and the rows for it.
-
-A last look before training: does the fused head give the log-probabilities that the model gives itself?
+"""Check before training that the fused head scores as the model does, and the rows of such checks.
 
 A fused head scores tokens by the last hidden states and the head's weight, with a scale and soft cap that TRL knows by
-name (trl 1.16, `add_fused_lm_head`). A model that does anything else between the two would be trained on another loss,
-without a word. So a few rows are scored by both, in the model as it is trained, and where they differ by more than
-rounding the model's own logits are scored instead.
+name (trl 1.16, `add_fused_lm_head`). A model that does anything else between the two would silently be trained on
+another loss. So a few rows are scored by both, in the model as it is trained, and if they differ by more than rounding,
+the model's own logits are used instead.
 
-What rounding explains: both sides multiply the same hidden states with the same weight, sum in different orders and, in
-16 bits, round logits to steps of the type, the model after each of its operations. An error of a log-probability is
-that of one logit and of the logarithm of their sum, both below some steps of the token's largest logit (`ROUNDING` of
+Rounding: both sides multiply the same hidden states with the same weight, sum in different orders and, in 16 bits,
+round logits to steps of the dtype, the model after each of its operations. An error of a log-probability is that of one
+logit and of the logarithm of their sum, both below some steps of the token's largest logit (`ROUNDING` of
 `tunekit.models.fusion.proof`). Such errors are independent, and their sum over n tokens grows with the root of n alone:
 what is systematic, such as a scale, adds up, and is seen in the sum long before it is seen in a token.
-
-The few rows that a model is checked with, before the first step and after the last.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -27,21 +23,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.nn import Module
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
-from tunekit.methods.head import experts_of_layer, fused_heads
+from tunekit.methods.head import Head, experts_of_layer, fused_heads
 from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
 from tunekit.runs.record import Record
 from tunekit.training.engines.engine import between_checks
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from tunekit.methods.head import Head
-
 
 NUM_ROWS, ROW_TOKENS = 2, 32
 """Rows, and the largest number of tokens of each."""
@@ -93,7 +83,7 @@ SUM_SHARE = 4
 """A root of the sum of squares is held to a fourth of what a single token is allowed: it is no outlier."""
 
 
-def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: int) -> None:
+def check_head(trainer: Trainer, plan: Plan, record: Record, *, vocabulary: int) -> None:
     """Compare a trainer's fused head with the model's logits, and use these where they differ.
 
     Called by all processes together, which come to the same decision.
@@ -127,8 +117,8 @@ def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: in
     num_bytes = trainer.args.per_device_train_batch_size * plan.recipe.data.max_length * vocabulary * 4
     record.write(
         "warning",
-        message=f"{problem}; its own logits are scored: a micro-batch makes up to {num_bytes / 2**30:.2g} GiB, "
-        "several times, beyond the plan's memory estimate",
+        message=f"{problem}; using the model's own logits: up to {num_bytes / 2**30:.2g} GiB per micro-batch, several "
+        "times, beyond the plan's memory estimate",
         head="model",
     )
 
@@ -154,30 +144,29 @@ def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
             return
     if plan.recipe.method.trainer_args.get("router_aux_loss_coef"):
         raise RunError(
-            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no loss of routers",
-            hint="leave it out",
+            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no router loss", hint="unset it"
         )
     trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
     text_config.output_router_logits = False
 
 
-def _why_not_trls(trainer: Any, head: "Head") -> str | None:
+def _why_not_trls(trainer: Any, head: Head) -> str | None:
     """Return why TRL's head cannot compute the loss of a model's routers; None where it can, or need not."""
     text_config = head.bound["text_config"]
     if head.scorer != "trl" or not vars(trainer).get("aux_loss_enabled"):
         return None
     if "num_experts" in text_config.to_dict() or "num_experts" in text_config.attribute_map:
         return None
-    return "has no `num_experts` in its configuration, by which TRL's head computes the loss of routers"
+    return "has no `num_experts` in its configuration, which TRL's head needs for the router loss"
 
 
 def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
-    """See that both models of a distillation have the logits that TRL's divergence makes of their last hidden states.
+    """Check that both models of a distillation have the logits that TRL's divergence computes.
 
-    Its formula is that of TRL's fused head, which each model is given for as long as it is looked at.
+    Its formula is that of TRL's fused head, which each model has during the check.
 
     Raises:
-        RunError: One of them has not.
+        RunError: One of them differs.
     """
     from trl.trainer.utils import add_fused_lm_head
 
@@ -194,25 +183,25 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
                 model.forward = replaced
         if why is not None:
             raise RunError(
-                f"{field}: {type(model).__name__} {why}; TRL's distillation compares such logits alone",
-                hint="distil with another family, or train on the teacher's answers with method.type=sft",
+                f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head",
+                hint="distill with another model family, or train on the teacher's answers with method.type=sft",
             )
 
 
-def _check_own_logits(trainer: Any, head: "Head", problem: str) -> None:
-    """See that nothing asks for what the model's own logits are not.
+def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
+    """Check that no setting requires a fused head.
 
     Raises:
-        RunError: Something does.
+        RunError: One does.
     """
     if head.bound["cast_lm_head_to_fp32"]:
         raise RunError(
-            f"{problem}; its own logits cannot be computed in float32 alone",
-            hint="leave method.trainer_args.cast_lm_head_to_fp32 out",
+            f"{problem}; its own logits do not support a float32 head",
+            hint="unset method.trainer_args.cast_lm_head_to_fp32",
         )
     if vars(trainer).get("precompute_ref_logps"):
         raise RunError(
-            f"{problem}; the reference's log-probabilities were computed beforehand, by a fused head",
+            f"{problem}; the reference log-probabilities were precomputed with a fused head",
             hint="set method.precompute_ref_log_probs=false",
         )
 
@@ -236,8 +225,11 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         batch, labels = _rows(trainer, vocabulary)
         output = wrapped(**batch, **routed, use_cache=False)
         logits = output.logits
-        if routed and not _are_mixtrals(output.router_logits, experts_of_layer(model, bound["text_config"])):
-            return "has routers whose loss is not that of Mixtral's, which a fused head computes"
+        if routed:
+            # Mixtral's are `(tokens, experts)` for each layer.
+            num_experts, routers = experts_of_layer(model, bound["text_config"]), output.router_logits
+            if not routers or any(logit.dim() != 2 or logit.shape[-1] != num_experts for logit in routers):
+                return "has a router loss other than Mixtral's, which a fused head computes"
         # It gathers the weights of the head in another place, which ZeRO-3 would have fetched where it did before.
         between_checks(trainer, plan)
         try:
@@ -254,21 +246,12 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     errors = torch.tensor([[share, nats, balance]], dtype=torch.float32, device=trainer.accelerator.device)
     share, nats, balance = trainer.accelerator.gather(errors).amax(0).tolist()
     if not balance <= allowed:
-        return (
-            f"computes another loss of its routers than Mixtral's, by {balance:.2g} of it (rounding is {allowed:.2g})"
-        )
+        return f"has a router loss that differs from Mixtral's by {balance:.2g} of it (rounding: {allowed:.2g})"
     if share <= allowed:
         return None
     return (
-        "computes other logits than its head's weight gives of its last hidden states: log-probabilities differ by up "
-        f"to {nats:.2g} nats, {share:.2g} of the largest logit (rounding is {allowed:.2g})"
-    )
-
-
-def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
-    """Return whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
-    return bool(router_logits) and all(
-        layer_logits.dim() == 2 and layer_logits.shape[-1] == num_experts for layer_logits in router_logits
+        "has logits that differ from its head's weight times its last hidden states: log-probabilities by up to "
+        f"{nats:.2g} nats, {share:.2g} of the largest logit (rounding: {allowed:.2g})"
     )
 
 
@@ -300,9 +283,9 @@ def _why_unknown(model: Any) -> str | None:
     """Return why a fused head cannot be tried on a model."""
     embeddings = model.get_output_embeddings()
     if isinstance(embeddings, BaseTunerLayer):
-        return "has an adapter on its head, which the head's weight is without"
+        return "has an adapter on its head, which the head's weight does not include"
     if not isinstance(embeddings, nn.Linear | ModulesToSaveWrapper):
-        return f"has no linear layer as its head, but {type(embeddings).__name__}"
+        return f"has {type(embeddings).__name__} instead of a linear layer as its head"
     return None
 
 
@@ -325,7 +308,7 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
             raise _NotForHeadError(f"returns no last hidden states from {below}")
         width = output.last_hidden_state.shape[-1]
         if width != head_width:
-            raise _NotForHeadError(f"has last hidden states of {width} columns, and a head that takes {head_width}")
+            raise _NotForHeadError(f"has last hidden states of width {width}, but a head of width {head_width}")
 
     handle = model.base_model.register_forward_hook(check)
     try:

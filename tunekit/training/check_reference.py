@@ -1,23 +1,19 @@
-"""Last checks before training: the reference model, and packed documents kept apart.
+"""Checks before training: the model equals its reference, and packed documents are isolated.
 
-A last look before training: is the model that is trained the one that it is held to?
+Before the first step the model and its reference are the same, whatever keeps the reference: the model without a new
+adapter, a copy of an adapter, a second model, or precomputed log-probabilities. So the same tokens have the same
+log-probabilities in both, the loss of DPO is ln 2 and the divergence of GRPO 0. If not, the reference or the trained
+model is not the recipe's, and nothing that is logged later would show it.
 
-Before the first step both are the same, whatever keeps the reference: the model without a new adapter, a copy of an
-adapter, a second model, or log-probabilities that were computed beforehand. So the same tokens have the same
-log-probabilities in both, the loss of DPO is ln 2 and the divergence of GRPO 0. Where they are not, something else is
-held to than the recipe says, or something else is trained, and nothing that is logged later would tell.
+The log-probabilities of the reference are stored in the run folder. On resume the model has changed, and the reference
+is compared with these.
 
-What the reference gave is kept in the folder of the run. A run that goes on from a checkpoint has another model by
-then, and its reference is compared with that.
+The plan knows by the model's type whether packed documents are isolated. Here that is checked on the model itself, with
+its adapter, its attention and the trainer's own batches, so that no new architecture or library version can leak
+between documents unnoticed.
 
-A last look before training: does the loaded model keep documents apart that lie in one row, and is that right?
-
-The plan knows it of the model's type. Here it is seen at the model itself, with its adapter, its attention and the
-trainer's own batches, so that no new architecture and no change in a library can let documents see each other unsaid.
-
-tunekit's attention for packed rows is proved besides: as each layer calls for it, its results and gradients are those
-of attention as it is defined, in float64, and the windows that the model's masks would have are those that its layers
-hand on.
+tunekit's attention for packed rows is proved as well: as each layer calls it, its outputs and gradients are those of
+attention as it is defined, in float64, and the windows of the model's masks are those that its layers pass on.
 """
 
 import json
@@ -95,17 +91,17 @@ class _Found:
 
 
 def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int, goes_on: bool) -> None:
-    """Compare the model with what it is held to, and write down what was found. Called by all processes together.
+    """Compare the model with its reference, and record the result. Called by all processes together.
 
     Args:
-        trainer: The trainer, once its model is where it is trained.
-        plan: What the model is held to.
-        record: Where the finding goes.
+        trainer: The trainer, once its model is placed.
+        plan: The plan, with the kind of reference.
+        record: Record of the run.
         vocabulary: Number of tokens to make probes of.
-        goes_on: Whether the model comes from a checkpoint: then the reference is compared with what it was.
+        goes_on: Whether the model comes from a checkpoint: then the reference is compared with its earlier values.
 
     Raises:
-        RunError: They are not the same, or the reference is not the one that it was.
+        RunError: They differ, or the reference has changed.
     """
     rewarded = is_rewarded(plan.recipe.method)
     with _as_it_was(trainer):
@@ -114,8 +110,10 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
     if goes_on:
         _compare_with_earlier(result, record, tolerance)
         return
-    off = result.per_token(result.differences)
-    expected = _expected_loss(plan, trainer)
+    off, method = result.per_token(result.differences), plan.recipe.method
+    # The loss of a model that is its reference, where it is made of their difference alone.
+    is_plain = compares_with_reference(method) and method.has_plain_loss and not trainer.aux_loss_enabled
+    expected = math.log(2) if is_plain else None
     # As far as differences of the answers' log-probabilities can move it.
     far = 1e-6 + tolerance * 2 * max(result.num_tokens)
     is_off = expected is not None and result.loss is not None and not abs(result.loss - expected) <= far
@@ -135,9 +133,8 @@ def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> No
     off = found.per_token([now - then for now, then in zip(found.references, earlier, strict=True)])
     if not off <= tolerance:
         raise RunError(
-            f"the reference is not the one that training began with: its log-probabilities are {off:.3g} nats per "
-            "token off",
-            hint=f"what the run started from has changed since; begin anew: {begin_anew(record.run)}",
+            f"the reference has changed since training began: its log-probabilities differ by {off:.3g} nats per token",
+            hint=f"the model that the run started from has changed; start over: {begin_anew(record.run)}",
         )
 
 
@@ -203,18 +200,11 @@ def _scores(trainer: Any, model: Module, ids: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def _expected_loss(plan: Plan, trainer: Any) -> float | None:
-    """The loss of a model that is its reference, where it is made of their difference alone."""
-    method = plan.recipe.method
-    plain = compares_with_reference(method) and method.has_plain_loss
-    return math.log(2) if plain and not trainer.aux_loss_enabled else None
-
-
 def _words(reference: Reference, found: _Found, off: float, expected: float | None) -> str:
     largest = max(map(abs, found.differences), default=math.inf)
     words = (
-        f"before the first step the model is not what it is held to ({reference}): log-probabilities of an answer "
-        f"differ by {largest:.3g} nats, {off:.3g} a token"
+        f"before the first step the model differs from its reference ({reference}): log-probabilities of an answer "
+        f"differ by {largest:.3g} nats, {off:.3g} per token"
     )
     if expected is not None:
         words += f", and the loss is {found.loss:.6f} instead of ln 2"
@@ -225,12 +215,12 @@ def _causes(trainer: Any, reference: Reference) -> str:
     """Describe the possible cause."""
     dropping = {module.p for module in trainer.model.modules() if isinstance(module, Dropout) and module.p > 0}
     if dropping:
-        return f"dropout of {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
+        return f"dropout {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
     if reference == "beforehand":
-        return "the log-probabilities are of other weights, rows or another template: `tunekit data cache --clear`"
+        return "the log-probabilities are of other weights, rows or another template: run `tunekit data cache --clear`"
     if reference == "second model":
-        return "the second model has other weights: those of the folder or the hub may have changed while it was loaded"
-    return "the adapter was not loaded, or is of another base model, template or quantisation than it was trained with"
+        return "the second model has other weights: the folder or Hub repository may have changed during loading"
+    return "the adapter was not loaded, or was trained with another base model, template or quantization"
 
 
 DOCUMENT_TOKENS = 8
@@ -244,15 +234,15 @@ PROBE_WINDOW = 4
 
 
 def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked: str) -> None:
-    """Take two documents in one row through the trainer's model, and again with another first one.
+    """Check that the logits of a document do not depend on the one before it in a packed row.
 
-    The model is as it was afterwards, and no random number is drawn.
+    The model is unchanged afterwards, and no random number is drawn.
 
     Args:
         trainer: The trainer, before training.
         vocabulary: Number of tokens to make documents of.
         path: The model as the recipe names it.
-        asked: The field of the recipe to set to false where documents are not kept apart.
+        asked: The recipe's field to set to false if documents are not isolated.
 
     Raises:
         RunError: The second document changes with the first.
@@ -263,26 +253,27 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
         change = _change(trainer, first, other, second)
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"{path} cannot read documents that lie in one row: {str(error).strip()}", hint=f"set {asked}=false"
+            f"{path} does not support packed documents: {str(error).strip()}", hint=f"set {asked}=false"
         ) from error
+    half = trainer.args.bf16 or trainer.args.fp16 or trainer.model.dtype.itemsize < 4
     # Written so that what is not a number does not pass.
-    if not change <= _tolerance(trainer):
-        raise RunError(f"{path}'s attention lets packed documents see each other", hint=f"set {asked}=false")
+    if not change <= (HALF_TOLERANCE if half else FLOAT32_TOLERANCE):
+        raise RunError(f"{path}: attention leaks between packed documents", hint=f"set {asked}=false")
 
 
 def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAttention) -> str:
-    """Take tunekit's packed attention through a tiny forward and backward pass, as the trainer's model calls for it.
+    """Check tunekit's packed attention in a tiny forward and backward pass, as the trainer's model calls it.
 
     Args:
         trainer: The trainer, before training.
         vocabulary: Number of tokens to make documents of.
-        flash: What it goes to on CUDA.
+        flash: Its implementation on CUDA.
 
     Returns:
-        What was seen, in words.
+        A description of the result.
 
     Raises:
-        RunError: It does not run, or is not what it should be.
+        RunError: It does not run, or is inaccurate.
     """
     device = trainer.accelerator.device
     hint = "set model.attn_implementation=sdpa"
@@ -291,7 +282,7 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
         _change(trainer, ids[::2], ids[::2], ids[1::2])
     handed_on = {call.window for call in calls}
     if windows - {None} != handed_on - {None}:
-        raise RunError(f"layers hand on windows {handed_on} and masks would have {windows}", hint=hint)
+        raise RunError(f"layers use attention windows {handed_on}, but masks {windows}", hint=hint)
     errors = []
     for call in calls:
         for window in {None, None if call.window is None else PROBE_WINDOW}:
@@ -300,10 +291,10 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
             except (RuntimeError, ValueError, TypeError) as problem:
                 raise RunError(f"{VARLEN} ({flash}) does not run here: {problem}", hint=hint) from problem
             if not error <= (FLOAT32_TOLERANCE if call.dtype.itemsize == 4 else HALF_TOLERANCE):
-                raise RunError(f"{VARLEN} ({flash}) is wrong here, by {error:.1e} of the largest value", hint=hint)
+                raise RunError(f"{VARLEN} ({flash}) is off by {error:.1e} of the largest value here", hint=hint)
             errors.append(error)
-    by = flash if device.type == "cuda" else "sdpa for each document"
-    return f"{VARLEN} by {by}: results and gradients are right to {max(errors):.1e} of the largest value"
+    by = flash if device.type == "cuda" else "sdpa per document"
+    return f"{VARLEN} by {by}: outputs and gradients correct to {max(errors):.1e} of the largest value"
 
 
 def _error_of(call: "Call", window: int | None, device: torch.device) -> float:
@@ -368,9 +359,3 @@ def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> torch.Tensor:
     del batch["labels"]
     logits: torch.Tensor = trainer.model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits
     return logits[0].float()
-
-
-def _tolerance(trainer: "SFTTrainer") -> float:
-    """Return the rounding error of the dtype in which the trainer's model computes."""
-    half = trainer.args.bf16 or trainer.args.fp16 or trainer.model.dtype.itemsize < 4
-    return HALF_TOLERANCE if half else FLOAT32_TOLERANCE

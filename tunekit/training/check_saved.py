@@ -1,8 +1,8 @@
-"""Check at the end of a run that the model in its folder is the model that was trained.
+"""Check at the end of a run that the saved model equals the trained one.
 
-The last rows of a run are scored twice: by the model as it was trained, on every device that it is divided over, and by
-what was saved, loaded as anybody would load it: weights by Transformers, an adapter by PEFT on its base. Weights that
-were not saved, saved under another name, tied on loading or tied only in training differ here, and nowhere else.
+A few rows are scored twice: by the trained model, on every device that it is sharded over, and by the saved one, loaded
+as users load it: weights by Transformers, an adapter by PEFT on its base. Weights that were not saved, saved under
+another name, tied on loading or tied only in training show here, and nowhere else.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocab
         RunError: They differ by more than rounding, or the saved model cannot be loaded.
     """
     if plan.layout.sp_size > 1:
-        _skip(record, "the trained model takes sequences in parts")
+        _skip(record, "the trained model uses sequence parallelism")
         return
     rows = probe_rows(trainer, vocabulary)
     with in_evaluation(trainer, trainer.model):
@@ -59,17 +59,17 @@ def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocab
     if record.place.is_main:
         device = _device(plan)
         if any(row.isnan().any() for row in trained):
-            _skip(record, "the trained model's logits are not numbers")
+            _skip(record, "the trained model's logits are NaN")
         elif device is None:
-            _skip(record, "there is too little free memory to load it beside the trained one")
+            _skip(record, "too little free memory to load it beside the trained one")
         else:
             with _outside_of_engines(trainer, plan):
                 problem = _problem(plan, record, folder, device, rows, trained)
     problem = same_everywhere(problem, record.place)
     if problem is not None:
         raise RunError(
-            f"the saved model is not the trained one: {problem}",
-            hint=f"it is kept in {folder}; please report this with recipe.yaml and plan.yaml of the run",
+            f"the saved model differs from the trained one: {problem}",
+            hint=f"it is in {folder}; please report this with recipe.yaml and plan.yaml of the run",
         )
 
 
@@ -83,7 +83,7 @@ def _problem(
         with torch.no_grad(), torch.autocast(device, getattr(torch, plan.dtype), enabled=plan.autocast):
             saved = [_logits(model, row, device) for row in rows]
     except ModelError as error:
-        return f"it cannot be loaded: {error.problem}"
+        return f"cannot be loaded: {error.problem}"
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -94,9 +94,7 @@ def _problem(
     # Written so that what is not a number does not pass.
     if share <= tolerance:
         return None
-    return (
-        f"on {len(rows)} rows its logits differ by {share:.2%} of their spread, and rounding explains {tolerance:.2%}"
-    )
+    return f"on {len(rows)} rows its logits are off by {share:.2%} of their spread (rounding: up to {tolerance:.2%})"
 
 
 def logit_error(logits: torch.Tensor, reference: torch.Tensor) -> float:

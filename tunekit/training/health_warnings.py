@@ -161,7 +161,7 @@ def throughput_stalls(logs: Logs, method: Method) -> Figures:
         if now > before / STALLED_SHARE:
             grown.append((now - before, f"{label} {1000 * before:.3g} → {1000 * now:.3g}"))
     parts = ", ".join(part for _, part in sorted(grown, reverse=True))
-    return {"fastest": fastest, "usual": usual, "parts": parts or "nothing by twice"}
+    return {"fastest": fastest, "usual": usual, "parts": parts or "no part has doubled"}
 
 
 def gradient_grows(logs: Logs, method: Method) -> Figures:
@@ -258,10 +258,10 @@ def entropy_collapses(logs: Logs, method: Method) -> Figures:
 
 
 PARTS: Mapping[str, str] = {
-    "data_seconds": "waiting for rows",
-    "generation_seconds": "generating answers",
-    "optimizer_seconds": "updating weights",
-    "": "computing, and waiting for other processes",
+    "data_seconds": "waiting for data",
+    "generation_seconds": "generation",
+    "optimizer_seconds": "optimizer step",
+    "": "compute, and waiting for other processes",
 }
 """Parts of a step's time: those that are logged, and the rest."""
 

@@ -6,7 +6,7 @@ Under which licence a base model stands, from the card that its makers gave it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -22,9 +22,6 @@ from tunekit.redact import redacted
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.fingerprints import CODE, models_of
 from tunekit.runs.run import Run
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def write_card(
     rows = [
         *([] if plan.origin is None else [("Comes from", plan.origin.chain)]),
         ("Base model", f"{plan.base.path} ({plan.num_params:,} parameters)"),
-        ("Licence of the base model", str(licence or "not stated on its card")),
+        ("License of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
@@ -121,7 +118,11 @@ def write_card(
         *_figures(result, step),
     ]
     samples = run.samples() if step is None else []
-    card = _template().render(
+    # A cell is one line, and ends at its next bar.
+    template = load_template(
+        Path(__file__).with_suffix(".md.jinja"), cell=lambda text: text.replace("|", "\\|").replace("\n", " ")
+    )
+    card = template.render(
         metadata=data.to_yaml(),
         name=run.name,
         facts=rows,
@@ -133,20 +134,24 @@ def write_card(
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
 
 
-def _template() -> "Template":
-    """Return the page of a card: `model_card.md.jinja`, beside this file."""
-    # A cell is one line, and ends at its next bar.
-    return load_template(
-        Path(__file__).with_suffix(".md.jinja"), cell=lambda text: text.replace("|", "\\|").replace("\n", " ")
-    )
-
-
 def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
     """Return the metadata that the hub reads from a card: the names in it are names there."""
     recipe, base = run.recipe, run.plan.base.path
     task = "text-classification" if recipe.method.spec.classifies else "text-generation"
     is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     relation = "finetune" if is_full else "adapter"
+    figures = [
+        EvalResult(
+            task_type=task,
+            dataset_type=Path(score.of).name,
+            dataset_name=Path(score.of).name,
+            dataset_args={"num_rows": score.num_rows},
+            metric_type=score.name,
+            metric_name=score.words,
+            metric_value=round(score.after.value, 6),
+        )
+        for score in evaluated
+    ]
     data_names = list(dict.fromkeys(source.path for source in recipe.data.sources if is_hub_dataset(source.path)))
     return ModelCardData(
         library_name="transformers" if is_full else "peft",
@@ -159,20 +164,7 @@ def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, 
         license_link=None if licence is None else licence.link,
         datasets=data_names or None,
         model_name=run.name if evaluated else None,
-        eval_results=[_result(score, task) for score in evaluated] or None,
-    )
-
-
-def _result(score: Score, task: str) -> EvalResult:
-    """A figure as the hub reads it in a card's metadata."""
-    return EvalResult(
-        task_type=task,
-        dataset_type=Path(score.of).name,
-        dataset_name=Path(score.of).name,
-        dataset_args={"num_rows": score.num_rows},
-        metric_type=score.name,
-        metric_name=score.words,
-        metric_value=round(score.after.value, 6),
+        eval_results=figures or None,
     )
 
 
@@ -190,7 +182,7 @@ def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str,
 def _merged(recipe: Recipe, kind: str) -> str:
     if kind != "merged" or isinstance(recipe.adapter, FullAdapter):
         return ""
-    whole = ", unquantised" if isinstance(recipe.adapter, QloraAdapter) else ""
+    whole = ", unquantized" if isinstance(recipe.adapter, QloraAdapter) else ""
     return f", merged into the base model{whole}"
 
 
@@ -198,8 +190,8 @@ def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The code that comes with the models, where it was run."""
     for key, section in models_of(recipe):
         if section.trust_remote_code:
-            at = f"commit {section.revision}" if section.revision else f"as {CODE} of the run has it"
-            yield f"Code that {dotted(key)} brings", f"run (trust_remote_code), {at}"
+            at = f"commit {section.revision}" if section.revision else f"as recorded in {CODE} of the run"
+            yield f"Code of {dotted(key)}", f"run (trust_remote_code), {at}"
 
 
 def _from_to(first: float | None, last: float | None) -> str:

@@ -1,24 +1,23 @@
-"""Losses and gradients that are not numbers, or infinite, seen by all processes before a step changes anything.
+"""Non-finite losses and gradients, detected by all processes before a step changes anything.
 
-One such step makes all weights so, and what was trained is lost. So every step is looked at, whether it is logged or
-not: each process looks at the losses of its micro-batches and at the norm of the gradients of all, and tells the others
-in one small exchange over the processors' network, because a loss may be bad where no other process sees it. All decide
-alike then: to end the run, to leave the step out, or to go back.
+One such step makes all weights NaN. So every step is checked, logged or not: each process checks the losses of its
+micro-batches and the gradient norm, and they exchange the results over the CPU network, because a loss may be bad in
+one process alone. All then decide alike: to stop the run, to skip the step, or to roll back.
 
-A step that is left out changes neither weights nor optimizer states; the schedule counts it. It is written down, and
-left out again whenever it comes again, so that a run that is resumed is the run that was not interrupted.
+A skipped step changes neither weights nor optimizer states; the schedule counts it. It is recorded, and skipped again
+whenever it comes again, so that a resumed run equals one that was not interrupted.
 
-With fp16 gradients overflow now and then, and the scaler leaves the step out and lowers the scale: that is no fault,
-as long as there is a scale to lower.
+With fp16 gradients overflow now and then, and the scaler skips the step and lowers the scale: that is no fault, as long
+as there is a scale to lower.
 
 On an accelerator this waits once a step until the backward pass is done, for losses and norm together; with DeepSpeed,
 which has the norm on the processor by then, for the losses alone.
 
 Rows of a process in a step, by name, for reports of failures.
 
-Nothing is carried along with the micro-batches: which rows are in one follows from the seed, the epoch, the step and
-the process alone (see `tunekit.methods.run_trainer`), and is worked out when somebody asks. Prompts that a model
-answers are found again by what they say. Of a stream nothing is known but its tokens.
+The rows of a micro-batch follow from the seed, the epoch, the step and the process alone (see
+`tunekit.methods.run_trainer`), and are worked out on demand. Prompts are found by their text. Of a stream only the
+tokens are known.
 """
 
 import json
@@ -26,30 +25,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
+from datasets import Dataset
 from torch import Tensor
+from transformers import Trainer
 
 from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.rows import Places
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import NonFiniteError, RollbackError
-from tunekit.methods.run_trainer import Order, num_missing
+from tunekit.methods.run_trainer import Order, RunTrainer, num_missing
 from tunekit.planner.plan import Plan
 from tunekit.process.watchdog import any_of, of_all, same_everywhere
 from tunekit.runs.prepared_data import FILES, PLACES
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Place, read_list
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import Trainer
-
-    from tunekit.methods.run_trainer import Order, RunTrainer
-
+from tunekit.runs.small_files import Place, read_list, write_whole
 
 NUM_TOKENS = 64
 """Tokens of a sequence that are shown."""
@@ -68,7 +62,7 @@ class Rows:
         place: Which process this is.
     """
 
-    def __init__(self, trainer: "Trainer", run: Run, plan: Plan, place: Place) -> None:
+    def __init__(self, trainer: Trainer, run: Run, plan: Plan, place: Place) -> None:
         self._trainer = trainer
         self._folder = run.path / "data"
         self._plan = plan
@@ -124,7 +118,7 @@ class Rows:
         return order_callback
 
     @cached_property
-    def _rows(self) -> "Dataset":
+    def _rows(self) -> Dataset:
         read = read_dataset if self._plan.recipe.method.spec.trains_on == "tokens" else read_rows
         return read(self._folder / FILES["train"])
 
@@ -166,7 +160,7 @@ class Rows:
             for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
                 words = self._decoded(ids[start:end].tolist())
                 if words:  # an empty one fills a step
-                    yield f"a row that begins {words!r}"
+                    yield f"a row starting with {words!r}"
 
     def _decoded(self, ids: Iterable[int]) -> str:
         tokenizer = self._trainer.processing_class
@@ -188,22 +182,22 @@ def _cut(text: str) -> str:
 
 
 LEFT_OUT = "left_out.json"
-"""File of a run folder with the steps that are left out: of each its number, what was wrong, and its rows."""
+"""File of a run folder with the skipped steps: of each its number, its problem, and its rows."""
 
 NUM_NAMED = 8
 """Rows that are named in a message; the file has all of them."""
 
 
 class Guard:
-    """Looks at every step of a trainer whose model is wrapped.
+    """Detector of non-finite steps of a trainer whose model is wrapped.
 
     Args:
         trainer: The trainer.
-        plan: What is done with a step that is not finite.
-        record: Where it is told.
+        plan: The plan, with the policy for such steps.
+        record: Record of the run.
     """
 
-    def __init__(self, trainer: "RunTrainer", plan: Plan, record: Record) -> None:
+    def __init__(self, trainer: RunTrainer, plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
         usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter.type)
@@ -272,7 +266,7 @@ class Guard:
         optimizer._update_scale = look_and_adjust
 
     def _look(self, norm: Tensor | float) -> None:
-        """Tell the others of this process's losses and norm, and decide with them. Called by all together."""
+        """Exchange losses and norm with the other processes, and decide alike. Called by all together."""
         place, step = self.record.place, self.trainer.state.global_step + 1
         losses, norm = self._numbers(norm)
         bad = {number: loss for number, loss in enumerate(losses) if not math.isfinite(loss)}
@@ -307,29 +301,31 @@ class Guard:
         return bool(self.trainer.accelerator.scaler.get_scale() > 1)
 
     def _decide(self, step: int, problem: str, rows: list[str]) -> None:
-        """Do what the recipe says, in all processes alike."""
+        """Apply the recipe's policy, in all processes alike."""
         policy, most = self.train.non_finite, self.train.max_non_finite
         if policy == "stop":
             raise NonFiniteError(
                 problem,
-                hint="lower train.learning_rate, look at these rows, or leave such steps out: train.non_finite=skip",
+                hint="lower train.learning_rate, inspect these rows, or skip such steps: train.non_finite=skip",
                 changes=self._changes,
             )
         if len(self._left_out) == most:
             raise NonFiniteError(
-                f"{problem}; {most} such steps were left out before",
-                hint="lower train.learning_rate, look at these rows, or raise train.max_non_finite",
+                f"{problem}; {most} such steps were skipped before",
+                hint="lower train.learning_rate, inspect these rows, or raise train.max_non_finite",
                 changes=self._changes,
             )
         self._left_out.add(step)
         if self.record.place.is_main:
-            _write(self.record.run.path, {"step": step, "problem": problem, "rows": rows})
+            file = self.record.run.path / LEFT_OUT
+            steps = [*_read(file), {"step": step, "problem": problem, "rows": rows}]
+            write_whole(file, json.dumps(steps, ensure_ascii=False, indent=2))
         if policy == "rollback":
-            raise RollbackError(problem, hint="the step will be left out: `tunekit resume` goes on")
+            raise RollbackError(problem, hint="`tunekit resume` continues without this step")
         self.leaves_out = True
         self.record.write(
             "warning",
-            message=f"{problem}: the step changes nothing ({len(self._left_out)} of {most} that may)",
+            message=f"{problem}: step skipped ({len(self._left_out)} of {most} allowed)",
             left_out=step,
             rows=rows,
         )
@@ -356,27 +352,20 @@ class Guard:
 
 
 def left_out(run_folder: Path) -> set[int]:
-    """The steps of a run that are left out."""
-    return {record["step"] for record in _read(run_folder)}
+    """Return the skipped steps of a run."""
+    return {record["step"] for record in _read(run_folder / LEFT_OUT)}
 
 
-def _read(run_folder: Path) -> list[dict[str, Any]]:
-    file = run_folder / LEFT_OUT
+def _read(file: Path) -> list[dict[str, Any]]:
     return read_list(file) if file.exists() else []
-
-
-def _write(run_folder: Path, one: dict[str, Any]) -> None:
-    draft = run_folder / f".{LEFT_OUT}"
-    draft.write_text(json.dumps([*_read(run_folder), one], ensure_ascii=False, indent=2), encoding="utf-8")
-    draft.replace(run_folder / LEFT_OUT)
 
 
 def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:
     """Describe the fault of a step, by the losses of micro-batches that each process found to be bad."""
     bad = {rank: next(iter(own.values())) for rank, own in enumerate(losses) if own}
     if not bad:
-        return f"step {step}: the gradient norm is not finite, and the loss is"
-    descriptions = (f"{loss}{f' in rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
+        return f"step {step}: the gradient norm is not finite, but the loss is"
+    descriptions = (f"{loss}{f' on rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
     return f"step {step}: the loss is {' and '.join(descriptions)}"
 
 

@@ -28,9 +28,10 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import distributed
 from torch.nn import Module
@@ -38,15 +39,10 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import generates
 from tunekit.training.measured_memory import Peaks, peaks
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from tunekit.methods.run_trainer import RunTrainer
-
 
 TRACED_STEP = 3
 """Step of a process that is traced. In the first two DDP chooses its buckets and ZeRO-3 learns the order of the layers.
@@ -91,7 +87,7 @@ class Trace:
         self._profile: profile | None = None
         self._began = 0
 
-    def begin_step(self, accelerator: "Accelerator") -> None:
+    def begin_step(self, accelerator: Accelerator) -> None:
         """A step begins: turn the profiler on if it is the one to look at. Called by all processes together."""
         self._num_begun += 1
         if self._num_begun != TRACED_STEP or self.plan.layout.num_processes == 1:
@@ -214,7 +210,7 @@ class Timing:
         self._begun: dict[Module, Any] = {}
         self._passed: list[tuple[Any, Any]] = []
 
-    def attach(self, trainer: "RunTrainer", optimizer: Optimizer) -> None:
+    def attach(self, trainer: RunTrainer, optimizer: Optimizer) -> None:
         """Put clocks into a trainer whose model is wrapped: on its layers, its optimizer, and on how it gets rows."""
         trainer.wrap("batches_of_step", lambda take, rows, *args: take(self._timed(rows), *args))
         trainer.wrap("generate", self._generate)

@@ -2,14 +2,16 @@
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import RunError
 from tunekit.methods.arguments import give_weights, settle_reference
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
@@ -20,24 +22,8 @@ from tunekit.runs.fingerprints import check_run_code
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.record import give_room
 from tunekit.runs.run import Run
-from tunekit.training.build_trainer import (
-    build_trainer,
-    check_upstream,
-    continued_folder,
-    fuse_as_planned,
-    load_adapted,
-    load_policy,
-    loads_bare_reference,
-)
-from tunekit.training.callbacks import (
-    Boundary,
-    EvaluationLeft,
-    Watch,
-    evaluation_is_due,
-    follow,
-    follow_layers,
-    rates,
-)
+from tunekit.training import build_trainer
+from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
 from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
@@ -47,25 +33,20 @@ from tunekit.training.checkpointing.save import Saver, result_saved
 from tunekit.training.engines import engine
 from tunekit.training.model_card import write_card
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from tunekit.methods.run_trainer import RunTrainer
-
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
 
 
 def load_train_save(watch: Watch, wishes: Wishes) -> bool:
-    """Do all of it, and return whether it was left before its end.
+    """Load, train and save, and return whether the run was stopped before its end.
 
     Raises:
-        RunError: The plan cannot be trained by, or what runs is not what it says.
+        RunError: The plan has no schedule, or a check fails.
     """
     record, plan = watch.record, watch.plan
     run, recipe, place, schedule = record.run, plan.recipe, record.place, plan.schedule
     if schedule is None:
-        raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+        raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenized data")
     began = time.time()
     watch.enter("loading")
     trainer, tokenizer = build(watch, schedule)
@@ -144,18 +125,18 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     return False
 
 
-def build(watch: Watch, schedule: Schedule) -> "tuple[RunTrainer, PreTrainedTokenizerBase]":
+def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedTokenizerBase]:
     """Load what the folder names, and build the trainer around it."""
     record, plan = watch.record, watch.plan
     recipe = plan.recipe
     check_run_code(record.run)
-    check_upstream(recipe.method.type)
+    build_trainer.check_upstream(recipe.method.type)
     forget_overrides(recipe.train.optim)
     tokenizer = load_tokenizer(recipe.model)
     with engine.loading(plan):
         device = engine.weights_device(plan, record.place)
-        model = load_adapted(plan, device=device)
-    fused = fuse_as_planned(model, plan)
+        model = build_trainer.load_adapted(plan, device=device)
+    fused = build_trainer.fuse_as_planned(model, plan)
     if fused is not None:
         record.write("fused", message=fused.words(), **fused.to_dict())
     if plan.fp8:
@@ -164,21 +145,21 @@ def build(watch: Watch, schedule: Schedule) -> "tuple[RunTrainer, PreTrainedToke
         compile_layers(model)
     # What tells of a layer would split what is compiled.
     layers = [] if plan.torch_compile else follow_layers(model, watch.heart)
-    trainer = build_trainer(
+    trainer = build_trainer.build_trainer(
         record.run, plan, schedule, model=model, tokenizer=tokenizer, callbacks=[watch], place=record.place
     )
-    if loads_bare_reference(plan):
-        give_weights(trainer.ref_model, load_policy(plan, device="cpu"))
+    if build_trainer.loads_bare_reference(plan):
+        give_weights(trainer.ref_model, build_trainer.load_policy(plan, device="cpu"))
     keep_trained_in_float32(trainer.model)
-    settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
+    settle_reference(trainer.model, plan.reference, build_trainer.continued_folder(plan, device))
     engine.before_wrapping(trainer, plan)
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
             "warning",
-            message=f"{num_trained(trainer.model):,} parameters are trained, "
-            f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
+            message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "
+            "memory estimate is off by as much",
         )
     return trainer, tokenizer
 
@@ -202,7 +183,7 @@ def forget_overrides(optim: Optim) -> None:
         GlobalOptimManager.get_instance().initialize()
 
 
-def _sample(watch: Watch, tokenizer: "PreTrainedTokenizerBase", when: str, prompts: list[str], *, chat: bool) -> None:
+def _sample(watch: Watch, tokenizer: PreTrainedTokenizerBase, when: str, prompts: list[str], *, chat: bool) -> None:
     """Answer the prompts greedily."""
     model = watch.trainer.model
     was_training = model.training

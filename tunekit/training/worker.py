@@ -1,8 +1,8 @@
-"""Worker process of a run: reads the folder, loads, trains and saves. It decides nothing: the plan did.
+"""Worker process of a run: reads the folder, loads, trains and saves. All decisions are in the plan.
 
-The libraries' own words go to the run's log; what matters goes to the events. One of several processes is started as
-`python -m tunekit.training.worker FOLDER`, by tunekit or by another launcher, and finds its place in its environment.
-Libraries read theirs when they are imported, so that nothing here imports one before the plan's variables are set.
+Library output goes to the run's log, and what matters to the events. One of several processes is started as
+`python -m tunekit.training.worker FOLDER`, by tunekit or by another launcher, and has its ranks in its environment.
+Libraries read their variables on import, so nothing here imports one before the plan's variables are set.
 """
 
 import os
@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.planner.decisions.shortage import change_that_fits
 from tunekit.probe.model import probe_model
+from tunekit.process import watchdog
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
 from tunekit.process.signals import Ending, Wishes
-from tunekit.process.watchdog import (
-    DATA_WORKER_HINT,
-    Heart,
-    Watchdog,
-    data_worker_problem,
-    exchange_problem,
-    gone_words,
-)
 from tunekit.recipe.methods import has_teacher
 from tunekit.redact import Redacting
 from tunekit.runs.events import Listener
@@ -38,32 +31,34 @@ if TYPE_CHECKING:
     from tunekit.training.callbacks import Watch
 
 RESERVE_BYTES = 16 * 2**20
-"""Address space that is held back for saying that memory ran out; it is not written, and takes no memory."""
+"""Address space reserved to report exhausted memory; it is not written, and takes no memory."""
 
 DATA_WORKER_SECONDS = 5
 """Time between a broken connection to a data worker and the signal of its end, at most, in seconds."""
 
 
 def work(run: Run, listener: Listener | None = None, place: Place | None = None, *, supervised: bool = False) -> None:
-    """Train as the run folder says, in this process, from its newest complete checkpoint if it has one.
+    """Train a run in this process, from its newest complete checkpoint if there is one.
 
     Args:
         run: The run.
         listener: Called with every event.
-        place: Which of its processes this is; its only one where left out.
-        supervised: Whether another process says how the run ended. Otherwise the status does, whatever happens.
+        place: Place of this process; by default the only one.
+        supervised: Whether a supervisor records the end of the run. Otherwise this process does, whatever happens.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong.
-        Stopped: It was asked to end before it was done, and no supervisor says so.
+        TunekitError: An error that the user can fix.
+        Stopped: The run was stopped, and no supervisor reports it.
     """
     send_nothing_at_all()
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / ("log.txt" if place.is_main else f"log-{place.rank}.txt")
-    with Ending(record, supervised=supervised) as ending, Reporting(record, run.recipe.output.report_to):
+    ending = Ending(record, supervised=supervised)
+    with ending.wishes, Reporting(record, run.recipe.output.report_to):
         try:
-            with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
+            heart = watchdog.Heart(run, place)
+            with log.open("a", encoding="utf-8") as stream, library_words_to(stream), heart:
                 has_stopped = _train(record, heart, ending.wishes, supervised=supervised)
         except BaseException as error:
             if ending.is_due_to_a_wish(error):
@@ -91,7 +86,7 @@ def _why(run: Run, error: BaseException) -> str:
     return str(error) if isinstance(error, TunekitError) else f"{type(error).__name__}: {error}"
 
 
-def _train(record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
+def _train(record: Record, heart: watchdog.Heart, wishes: Wishes, *, supervised: bool) -> bool:
     plan = record.run.plan
     os.environ.update(plan.environment)
     set_allocator(plan.environment)
@@ -99,14 +94,14 @@ def _train(record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) ->
 
     watch = Watch(record, plan, heart)
     try:
-        with Watchdog(record, heart, plan, supervised=supervised):
+        with watchdog.Watchdog(record, heart, plan, supervised=supervised):
             return _work(watch, wishes)
     except RuntimeError as error:
         # torch raises it wherever the signal of the child reaches this process, also while another error is told.
-        lost = data_worker_problem(error, record.place)
+        lost = watchdog.data_worker_problem(error, record.place)
         if lost is None:
             raise
-        raise DataWorkerError(f"{_where(watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
+        raise DataWorkerError(f"{_where(watch, 'after')}: {lost}", hint=watchdog.DATA_WORKER_HINT) from error
 
 
 def _work(watch: "Watch", wishes: Wishes) -> bool:
@@ -134,11 +129,11 @@ def _work(watch: "Watch", wishes: Wishes) -> bool:
         del reserve
         if is_out_of_memory(error):
             raise _memory_error(watch, error) from error
-        problem = exchange_problem(error, place)
-        if problem is None or data_worker_problem(error, place) is not None:
+        problem = watchdog.exchange_problem(error, place)
+        if problem is None or watchdog.data_worker_problem(error, place) is not None:
             raise
-        hint = f"what the others did last stands in {run.path / 'log*.txt'}"
-        raise ExchangeError(f"{_where(watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
+        hint = f"see the logs of the other processes: {run.path / 'log*.txt'}"
+        raise ExchangeError(f"{_where(watch, 'after')}: {problem}{watchdog.gone_words(run)}", hint=hint) from error
 
 
 def _memory_error(watch: "Watch", error: BaseException) -> RunError:

@@ -1,11 +1,11 @@
 """Complete checkpoints of a run, and which of them are kept.
 
-The libraries write many files, from several processes, one after another, into a folder `.saving-N`. Behind them all
-comes a manifest with the size and the SHA-256 of each, and then the folder gets its name, `checkpoint-N`, in one step.
-So a checkpoint that is there was written to its end, and one that has changed since does not agree with its manifest.
-Such a one is set aside as `checkpoint-N.bad`: it is never gone on from and never deleted.
+The libraries write many files, from several processes, into a folder `.saving-N`. The last file is a manifest with the
+size and the SHA-256 of each, and then the folder is renamed to `checkpoint-N`, atomically. So a visible checkpoint was
+written completely, and one that has changed since does not match its manifest: it is renamed to `checkpoint-N.bad`, and
+neither resumed from nor deleted.
 
-The command that trains a run's recipe from its beginning, where there is no checkpoint to go on from.
+Also the command that starts a run over, for runs without a checkpoint.
 """
 
 import hashlib
@@ -143,7 +143,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def to_disk(path: Path) -> None:
-    """Have a file or a folder written to its disk, and not only given to the system."""
+    """Sync a file or a folder to its disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,9 +159,9 @@ def as_written(file: Path) -> Written:
 
 
 def publish(run_folder: Path, manifest: Manifest) -> Path:
-    """Write the manifest of a checkpoint whose files are on the disk, and make it visible: in the main process only.
+    """Write the manifest of a checkpoint whose files are on disk, and make it visible: in the main process only.
 
-    One of the same step that is there already is taken away only then.
+    An existing checkpoint of the same step is only removed then.
     """
     draft, to = draft_of(run_folder, manifest.step), checkpoint_of(run_folder, manifest.step)
     target = draft / to.name
@@ -177,14 +177,14 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
 
 
 def publish_result(draft: Path, to: Path) -> None:
-    """Make the result of a run visible, once all of it is on the disk: in the main process only."""
+    """Make the result of a run visible, once all of it is on disk: in the main process only."""
     for path in (*draft.rglob("*"), draft):
         to_disk(path)
     _take_name(draft, to, to.with_name(f".replaced-{to.name}"))
 
 
 def _take_name(draft: Path, to: Path, before: Path) -> None:
-    """Give a folder its name. One that has it is called `before` meanwhile, and is deleted then."""
+    """Rename a folder. An existing one of that name is renamed to `before` first, and deleted afterwards."""
     if to.exists():
         # One that was cut off here may have left a part of what it replaced.
         shutil.rmtree(before, ignore_errors=True)
@@ -195,7 +195,7 @@ def _take_name(draft: Path, to: Path, before: Path) -> None:
 
 
 def clear_drafts(run_folder: Path) -> None:
-    """Take away what a save that was cut off has left, and bring back what it was about to replace."""
+    """Delete the remains of interrupted saves, and restore checkpoints that they were about to replace."""
     checkpoints = run_folder / CHECKPOINTS
     for folder in checkpoints.glob(".replaced-*"):
         newer = checkpoints / folder.name.replace(".replaced-", "checkpoint-")
@@ -207,21 +207,21 @@ def clear_drafts(run_folder: Path) -> None:
 
 
 def newest_complete(run_folder: Path) -> Newest:
-    """The newest checkpoint of a run whose files are there in their sizes. What they hold is not read, but for READ."""
+    """Return the newest checkpoint of a run whose files exist with their sizes; of READ the contents are checked."""
     return _newest(run_folder, contents=False)
 
 
 def take_newest(run_folder: Path) -> Newest:
-    """The newest checkpoint of a run that holds what was written, after those that do not were set aside.
+    """Return the newest checkpoint of a run with intact contents, and rename damaged ones.
 
     Raises:
-        RunError: There are checkpoints, but none is whole.
+        RunError: There are checkpoints, but none is complete.
     """
     clear_drafts(run_folder)
     newest = _newest(run_folder, contents=True)
     if newest.path is None and newest.skipped:
-        problem = f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}"
-        raise RunError(problem, hint=f"begin anew: {command_anew(run_folder)}")
+        problem = f"{run_folder} has no complete checkpoint: {'; '.join(newest.skipped)}"
+        raise RunError(problem, hint=f"start over: {command_anew(run_folder)}")
     return newest
 
 
@@ -242,7 +242,7 @@ def superseded(run_folder: Path, limit: int, best: Best | None) -> list[Path]:
 
 
 def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[str]:
-    """Delete what is not kept, and return what went wrong, in words."""
+    """Delete superseded checkpoints, and return messages of failures."""
     problems = []
     for folder in superseded(run_folder, limit, best):
         try:
@@ -250,7 +250,7 @@ def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[s
             renamed = folder.rename(folder.with_name(folder.name.replace("checkpoint-", ".superseded-")))
             shutil.rmtree(renamed)
         except OSError as error:
-            problems.append(f"{folder.name} is superseded and cannot be deleted: {error.strerror}")
+            problems.append(f"cannot delete superseded {folder.name}: {error.strerror}")
     return problems
 
 
@@ -263,20 +263,20 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
             READ it always is.
     """
     if folder.is_symlink():
-        return "it is a link to another folder"
+        return "is a link to another folder"
     try:
         manifest = manifest_of(folder)
     except FileNotFoundError:
-        return "not written to its end"
+        return "not fully written"
     except (ValidationError, UnicodeDecodeError):
         return f"{MANIFEST} is damaged"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"
     if manifest.format != FORMAT:
-        return f"{MANIFEST} has format {manifest.format}, of another version of tunekit"
+        return f"{MANIFEST} has format {manifest.format} of another tunekit version"
     if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
-        return f"{MANIFEST} is one of step {manifest.step}"
-    fault = next(chain(_faults_of_files(folder, manifest), _missing_state(folder, manifest)), None)
+        return f"{MANIFEST} is for step {manifest.step}"
+    fault = next(chain(_faults_of_files(folder, manifest), _missing_state(manifest)), None)
     return fault or _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
 
 
@@ -286,20 +286,16 @@ def _newest(run_folder: Path, *, contents: bool) -> Newest:
         fault = fault_of(folder, contents=contents)
         if fault is None:
             return Newest(step, folder, tuple(skipped), manifest_of(folder).best)
-        note = f"; kept as {_set_aside(folder).name}" if contents else ""
+        note = f"; renamed to {_set_aside(folder).name}" if contents else ""
         skipped.append(f"{folder.name}: {fault}{note}")
     return Newest(skipped=tuple(skipped))
 
 
 def _found(run_folder: Path) -> list[tuple[int, Path]]:
     """Checkpoints by their names, the newest first."""
-    folders = ((_step_of(folder), folder) for folder in (run_folder / CHECKPOINTS).glob("checkpoint-*"))
-    return sorted(((step, folder) for step, folder in folders if step is not None), reverse=True)
-
-
-def _step_of(folder: Path) -> int | None:
-    match = re.fullmatch(r"checkpoint-(0|[1-9]\d*)", folder.name)
-    return int(match[1]) if match else None
+    folders = (run_folder / CHECKPOINTS).glob("checkpoint-*")
+    matches = ((re.fullmatch(r"checkpoint-(0|[1-9]\d*)", folder.name), folder) for folder in folders)
+    return sorted(((int(match[1]), folder) for match, folder in matches if match), reverse=True)
 
 
 def _set_aside(folder: Path) -> Path:
@@ -314,7 +310,7 @@ def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Files that are not there as the manifest says."""
     for name, written in manifest.files.items():
         if not is_inside(folder, name):
-            yield f"{MANIFEST} names {name!r}, which is not in its folder"
+            yield f"{MANIFEST} lists {name!r}, which is outside its folder"
         file = folder / name
         if not file.is_file():
             yield f"{name} is missing"
@@ -338,51 +334,43 @@ def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -
             written = as_written(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        return None if written == manifest.files[name] else f"{name} does not hold what was written"
+        return None if written == manifest.files[name] else f"{name} has changed since it was written"
 
     with ThreadPoolExecutor(READERS) as readers:
         return next((words for words in readers.map(fault, names) if words is not None), None)
 
 
-def _missing_state(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _missing_state(manifest: Manifest) -> Iterator[str]:
     """Yield the state required to resume that the manifest does not list, by the engines' names."""
-    for what, patterns in _state(manifest):
-        if not any(re.fullmatch(pattern, name) for pattern in patterns for name in manifest.files):
-            yield f"{what} is missing"
+    for state, name, pattern in _state(manifest):
+        if not any(re.fullmatch(pattern.format(re.escape(name)), file) for file in manifest.files):
+            yield f"{state} ({name}) is missing"
 
 
-def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the state required to resume, and patterns of the files of which one has it."""
-    yield "the state of the trainer (trainer_state.json)", (r"trainer_state\.json",)
-    yield "the state of the scheduler (scheduler.pt)", (r"scheduler\.pt",)
-    num = manifest.num_processes
+def _state(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """Yield the state required to resume, its file, and a pattern of files that have it, with braces for the former."""
+    num, strategy = manifest.num_processes, manifest.strategy
+    yield "trainer state", "trainer_state.json", "{}"
+    yield "scheduler state", "scheduler.pt", "{}"
     for rank in range(num):
-        name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
-        yield f"the state of random numbers of rank {rank} ({name})", (re.escape(name),)
-        yield f"what rank {rank} carries besides (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
-    if manifest.strategy.startswith("zero"):
-        yield from _zero_state(manifest)
-    elif manifest.strategy == "fsdp2":
-        for what, name in (("weights", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
-            yield f"the index of the {what} ({name}/.metadata)", (rf"{name}/\.metadata",)
-            yield f"the state of the {what} ({name})", (rf"{name}/.*\.distcp",)
+        yield f"random state of rank {rank}", "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth", "{}"
+        yield f"additional state of rank {rank}", f"carried-{rank}.pt", "{}"
+        if strategy.startswith("zero"):
+            part = f"zero_pp_rank_{rank}_mp_rank_00"
+            if strategy == "zero3":
+                yield f"weights state of rank {rank}", f"{part}_model_states.pt", "[^/]+/{}"
+            yield f"optimizer state of rank {rank}", f"{part}_optim_states.pt", "[^/]+/(bf16_)?{}"
+    if strategy.startswith("zero"):
+        yield "name of DeepSpeed's folder", "latest", "{}"
+        if strategy != "zero3":
+            yield "weights state", "mp_rank_00_model_states.pt", "[^/]+/{}"
+        return
+    if strategy == "fsdp2":
+        for what, folder in (("weights", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
+            yield f"{what} index", f"{folder}/.metadata", "{}"
+            yield f"{what} state", folder, r"{}/.*\.distcp"
     else:
-        weights = (r"model\.safetensors", r"model\.safetensors\.index\.json", r"adapter_model\.safetensors")
-        yield "the state of the weights (model.safetensors)", weights
-        yield "the state of the optimizer (optimizer.pt)", (r"optimizer\.pt",)
-    if manifest.dtype == "float16" and not manifest.strategy.startswith("zero"):
-        yield "the state of the gradient scaler (scaler.pt)", (r"scaler\.pt",)
-
-
-def _zero_state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "the name of DeepSpeed's folder (latest)", ("latest",)
-    parts = range(manifest.num_processes)
-    if manifest.strategy == "zero3":
-        for rank in parts:
-            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-            yield f"the state of the weights of rank {rank} ({name})", (rf"[^/]+/{re.escape(name)}",)
-    else:
-        yield "the state of the weights (mp_rank_00_model_states.pt)", (r"[^/]+/mp_rank_00_model_states\.pt",)
-    for rank in parts:
-        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        yield f"the state of the optimizer of rank {rank} ({name})", (rf"[^/]+/(bf16_)?{re.escape(name)}",)
+        yield "weights state", "model.safetensors", r"(adapter_)?{0}|{0}\.index\.json"
+        yield "optimizer state", "optimizer.pt", "{}"
+    if manifest.dtype == "float16":
+        yield "gradient scaler state", "scaler.pt", "{}"

@@ -1,7 +1,4 @@
-"""The checkpoints that a run has kept, as whoever wants to go on from one of them looks at them.
-
-A checkpoint that is asked for by its name, or for its weights alone.
-"""
+"""List of a run's checkpoints, and lookup of one by its name or for its weights alone."""
 
 import re
 from dataclasses import dataclass
@@ -10,15 +7,7 @@ from pathlib import Path
 
 from tunekit.errors import RunError
 from tunekit.files import is_name
-from tunekit.runs.checkpoints.complete import (
-    CHECKPOINTS,
-    as_written,
-    fault_of,
-    files_in,
-    is_inside,
-    manifest_of,
-    newest_complete,
-)
+from tunekit.runs.checkpoints import complete
 from tunekit.runs.reader import EventReader
 from tunekit.runs.run import Run
 
@@ -51,15 +40,15 @@ def steps_of(folder: Path) -> int:
 
 
 def named(run: Run, name: str, *, weights_only: bool) -> Found:
-    """The checkpoint of a run that a user names by its step, its name or its path.
+    """Find a checkpoint of a run by its step, its name or its path.
 
     Raises:
-        RunError: There is none, it is not this run's, or it is damaged.
+        RunError: It does not exist, is not this run's, or is damaged.
     """
-    root = (run.path / CHECKPOINTS).resolve()
+    root = (run.path / complete.CHECKPOINTS).resolve()
     whole = [folder for folder in sorted(root.glob("checkpoint-*"), key=steps_of) if folder.suffix == ""]
     names = ", ".join(folder.name for folder in whole) or "none"
-    hint = f"there is {names}"
+    hint = f"available: {names}"
     if not is_name(name):
         raise RunError(f"--from {name!r}: {run.name} has no such checkpoint", hint=hint)
     folder = root / f"checkpoint-{name}" if name.isdigit() else root / name
@@ -68,17 +57,17 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
     folder = folder.resolve()
     if not folder.is_dir() or not folder.is_relative_to(root) or steps_of(folder) < 0:
         raise RunError(f"--from {name}: {run.name} has no such checkpoint", hint=hint)
-    fault = weights_fault(folder) if weights_only else fault_of(folder, contents=True)
+    fault = weights_fault(folder) if weights_only else complete.fault_of(folder, contents=True)
     if fault is None:
-        return Found(steps_of(folder), run.path / CHECKPOINTS / folder.relative_to(root))
+        return Found(steps_of(folder), run.path / complete.CHECKPOINTS / folder.relative_to(root))
     if not weights_only and weights_fault(folder) is None:
-        hint = f"its weights are whole: --from {name} --weights-only begins with them and fresh states; {hint}"
+        hint = f"its weights are intact: --from {name} --weights-only starts from them with fresh states; {hint}"
     raise RunError(f"--from {name}: {fault}", hint=hint)
 
 
 def newest_weights(run: Run) -> Found | None:
-    """The newest checkpoint of a run whose weights are whole, whatever else of it is missing."""
-    folders = sorted((run.path / CHECKPOINTS).glob("checkpoint-*"), key=steps_of, reverse=True)
+    """Return the newest checkpoint of a run with intact weights, whatever else of it is missing."""
+    folders = sorted((run.path / complete.CHECKPOINTS).glob("checkpoint-*"), key=steps_of, reverse=True)
     whole = (folder for folder in folders if steps_of(folder) >= 0 and weights_fault(folder) is None)
     return next((Found(steps_of(folder), folder) for folder in whole), None)
 
@@ -86,15 +75,15 @@ def newest_weights(run: Run) -> Found | None:
 def weights_fault(folder: Path) -> str | None:
     """Return the fault of a checkpoint's weights, if any. All of them are read."""
     try:
-        files = manifest_of(folder).files
+        files = complete.manifest_of(folder).files
     except (OSError, ValueError):
-        return "it was not written to its end"
+        return "not fully written"
     weights = [name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
     if not weights:
-        return "it has no weights"
+        return "no weights"
     for name in weights:
         file = folder / name
-        if not is_inside(folder, name) or not file.is_file() or as_written(file) != files[name]:
+        if not complete.is_inside(folder, name) or not file.is_file() or complete.as_written(file) != files[name]:
             return f"{name} is damaged"
     return None
 
@@ -104,15 +93,15 @@ class Checkpoint:
     """A checkpoint of a run.
 
     Attributes:
-        name: What `tunekit resume --from` knows it by.
+        name: Its name for `tunekit resume --from`.
         path: Its folder.
-        step: After which step it was made.
-        size_bytes: What its files take on the disk.
-        loss: The loss of the step, or of the last one before it that was logged; None where none was.
-        eval_loss: The same of the evaluation.
-        is_best: Whether it is the best by what the recipe's evaluations are judged by.
-        fault: What is wrong with it, so that nothing goes on from it; None where it is whole. What its large files hold
-            is read only when a run goes on from it.
+        step: Its step.
+        size_bytes: Size of its files on disk.
+        loss: Loss of its step, or of the last logged step before; None if there is none.
+        eval_loss: The same for the evaluation loss.
+        is_best: Whether it is the best by the recipe's metric.
+        fault: Why a run cannot resume from it; None if it is complete. The contents of large files are checked only on
+            resume.
     """
 
     name: str
@@ -126,11 +115,11 @@ class Checkpoint:
 
 
 def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint]:
-    """The checkpoints of a run, the newest first; then those that were set aside, damaged or left behind.
+    """List the checkpoints of a run, newest first, then those set aside as damaged or superseded.
 
     Args:
         run: The run.
-        history: What happened in it, by whoever has read that already; it is read where left out.
+        history: Its events, if they have been read already.
     """
     folders = folders_of(run)
     if history is None:
@@ -138,20 +127,20 @@ def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint
         if folders:
             history.read()
     # The best evaluation, as the newest whole checkpoint tells it.
-    best = newest_complete(run.path).best
+    best = complete.newest_complete(run.path).best
     listed = []
     for name, path in folders.items():
         step = steps_of(path)
-        size_bytes = sum((path / file).lstat().st_size for file in files_in(path))
+        size_bytes = sum((path / file).lstat().st_size for file in complete.files_in(path))
         is_best = best is not None and name == f"checkpoint-{best.step}"
-        fault = "set aside, because it was damaged" if path.suffix else fault_of(path, contents=False)
+        fault = "set aside as damaged" if path.suffix else complete.fault_of(path, contents=False)
         listed.append(Checkpoint(name, path, step, size_bytes, *history.losses_at(step), is_best, fault))
     return listed
 
 
 def folders_of(run: Run) -> dict[str, Path]:
     """The folders of a run's checkpoints by their names, the newest first, and last those that were set aside."""
-    root = run.path / CHECKPOINTS
+    root = run.path / complete.CHECKPOINTS
     folders = [path for path in (*root.glob("checkpoint-*"), *root.glob("aside-*/checkpoint-*")) if steps_of(path) >= 0]
     folders.sort(key=lambda path: (path.parent != root, path.suffix != "", -steps_of(path)))
     return {path.relative_to(root).as_posix(): path for path in folders}

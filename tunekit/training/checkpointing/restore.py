@@ -1,25 +1,21 @@
-"""Restore the state of a trainer on resume.
+"""Restore of a trainer on resume, in every process, of state that the trainer does not restore itself.
 
-Restore on resume, in every process, of state that the trainer does not restore itself.
+The trainer takes from a checkpoint the steps to log, evaluate and save at, and the learning rate of the next step, even
+if the recipe has others now. It only loads checkpoints of FSDP2 in another number of processes, and does not convert
+between FSDP2 and unsharded ones. And it loads all of a checkpoint, or nothing.
 
-It takes from a checkpoint at which steps to log, to evaluate and to save, and the learning rate of the next step, even
-where the recipe asks for others by now. It knows no checkpoint of another number of processes but those of FSDP2, and
-none of FSDP2 in processes that hold everything, nor the other way round. And it takes all of one, or nothing.
-
-State of a trainer between steps besides the one that transformers saves: without it a resume is not exact.
-
-A checkpoint of transformers has weights, optimizer, schedule and the random numbers of each process. It takes a file of
-these that is missing for one that is not needed, and says so in its log at most. It does not have the answers that
-several steps learn from, the tokens that were counted, what was measured since something was logged last, in which
-passage through a stream a run is, and a reference that follows the model (transformers 5.23, trl 1.16). That is written
-here, by each process into its own file, and looked for before anything is loaded.
+A checkpoint of transformers has weights, optimizer, schedule and the random state of each process; a missing file of
+these is skipped, at most with a line in the log. It lacks the answers that several steps learn from, token counts,
+metrics since the last log, the epoch of a stream, and a reference that follows the model (transformers 5.23, trl 1.16).
+Without these a resume is not exact. They are written here, by each process into its own file, and checked for before
+anything is loaded.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, Trainer, set_seed
 
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
@@ -47,10 +43,6 @@ from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_ne
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place, read_continuation
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 
 WEIGHTS_IN_PARTS, OPTIMIZER_IN_PARTS = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of a checkpoint of FSDP2, by Accelerate's names."""
@@ -92,14 +84,14 @@ class Start:
                 weights_only=self.newest.path is None,
             )
 
-    def before_training(self, trainer: "Trainer", plan: Plan, place: Place) -> None:
+    def before_training(self, trainer: Trainer, plan: Plan, place: Place) -> None:
         """Restore state before anything is wrapped."""
         if self.newest.path is not None:
             _take_checkpoint_of_others(trainer, plan, self.newest, place)
         elif self.weights is not None and plan.layout.strategy != "fsdp2":
             _load_weights(trainer, plan, self.weights)
 
-    def once_placed(self, trainer: "Trainer", plan: Plan) -> None:
+    def once_placed(self, trainer: Trainer, plan: Plan) -> None:
         """Restore state once the model is on its device, and the trainer has loaded its own part."""
         if self.newest.path is not None:
             _follow_plan(trainer)
@@ -118,13 +110,15 @@ def start_of(run: Run, place: Place) -> Start:
     return Start(newest, weights, leftover.changes if weights is not None or begun is None else ())
 
 
-def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, place: Place) -> None:
+def _take_checkpoint_of_others(trainer: Trainer, plan: Plan, newest: Newest, place: Place) -> None:
     """Have a trainer take a checkpoint that was written by other processes than these."""
     assert newest.path is not None, "there is a checkpoint"
     saved = manifest_of(newest.path)
     if saved.num_processes != plan.layout.num_processes:
-        seed = plan.recipe.train.seed
-        trainer.wrap("load_random_state", lambda load, folder: _draw_afresh(seed, newest.step, place.rank))
+        # Random numbers of a process that no checkpoint has: others for each rank, the same ones each time.
+        entropy = (plan.recipe.train.seed, newest.step, place.rank)
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        trainer.wrap("load_random_state", lambda load, folder: set_seed(seed))
     if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
         load_weights, load_states = _weights_of_parts, _states_of_parts
     elif saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
@@ -135,7 +129,7 @@ def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, p
     trainer.wrap("load_optimizer", lambda load, folder: load_states(trainer, Path(folder)))
 
 
-def _follow_plan(trainer: "Trainer") -> None:
+def _follow_plan(trainer: Trainer) -> None:
     """Log, evaluate and save when the recipe says so, and take the next step at the rate of the schedule as it is now.
 
     Where the recipe is the same this changes nothing, to the bit.
@@ -148,7 +142,7 @@ def _follow_plan(trainer: "Trainer") -> None:
     scheduler._last_lr = rates
 
 
-def _load_weights(trainer: "Trainer", plan: Plan, folder: Path) -> None:
+def _load_weights(trainer: Trainer, plan: Plan, folder: Path) -> None:
     """Give the model the weights of a checkpoint, and nothing else of it.
 
     Args:
@@ -165,11 +159,6 @@ def _load_weights(trainer: "Trainer", plan: Plan, folder: Path) -> None:
         trainer.load_weights(str(folder), trainer.model_wrapped)
 
 
-def _draw_afresh(seed: int, step: int, rank: int) -> None:
-    """Random numbers of a process that no checkpoint has: others for each rank, the same ones each time."""
-    set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
-
-
 def _weights(model: Module) -> dict[str, Tensor]:
     """Return the part of a model that a checkpoint holds, by the names there: the trained adapter, or all weights."""
     if isinstance(model, PeftModel):
@@ -178,14 +167,10 @@ def _weights(model: Module) -> dict[str, Tensor]:
     return cast("dict[str, Tensor]", get_model_state_dict(model))
 
 
-def _read_parts(state: dict[str, Any], folder: Path) -> None:
-    """Fill tensors from a checkpoint of torch's, each process all that it asks for."""
-    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-
-
 def _weights_of_parts(model: Module, folder: Path) -> None:
     read = {"model": _weights(model)}
-    _read_parts(read, folder / WEIGHTS_IN_PARTS)
+    # Each process reads all that it asks for.
+    load(read, storage_reader=FileSystemReader(folder / WEIGHTS_IN_PARTS), no_dist=True)
     _fill(model, read["model"])
 
 
@@ -213,16 +198,16 @@ def _as_is(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _states_of_parts(trainer: "Trainer", folder: Path) -> None:
+def _states_of_parts(trainer: Trainer, folder: Path) -> None:
     # The optimizer itself, without what Accelerate puts around it.
     model, optimizer = trainer.model, trainer.optimizer.optimizer
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    _read_parts(state, folder / OPTIMIZER_IN_PARTS)
+    load(state, storage_reader=FileSystemReader(folder / OPTIMIZER_IN_PARTS), no_dist=True)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     _load_scheduler(trainer, folder)
 
 
-def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
+def _parts_of_states(trainer: Trainer, folder: Path) -> None:
     optimizer = trainer.optimizer.optimizer
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
     # States are kept by the numbers of the parameters, in the order of the groups, which are the same ones everywhere.
@@ -236,7 +221,7 @@ def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
     _load_scheduler(trainer, folder)
 
 
-def _load_scheduler(trainer: "Trainer", folder: Path) -> None:
+def _load_scheduler(trainer: Trainer, folder: Path) -> None:
     trainer.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
 
@@ -289,8 +274,8 @@ class Carried:
         first = states[0]
         if "answers" in first and saved.num_processes != self.place.num_processes:
             raise RunError(
-                f"{source.name} holds answers of {saved.num_processes} processes that are not used up",
-                hint=f"go on with as many: parallel.num_processes={saved.num_processes}",
+                f"{source.name} contains unused answers of {saved.num_processes} processes",
+                hint=f"resume with as many: parallel.num_processes={saved.num_processes}",
             )
         # It is what is logged next: the mean of all processes.
         first["loss"] = sum((other["loss"] for other in states[1:]), first["loss"]) / saved.num_processes
@@ -387,6 +372,6 @@ def check_whole(folder: Path, strategy: str, place: Place) -> None:
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         raise RunError(
-            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} would go on with something else",
-            hint=f"move {folder} away, so that an earlier checkpoint is taken",
+            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} cannot resume exactly",
+            hint=f"move {folder} away to resume from an earlier checkpoint",
         )

@@ -1,12 +1,8 @@
-"""Resume a run: its checkpoint, and edits of its recipe.
+"""Resume of a run: its checkpoint, edits of its recipe, and notes for the user.
 
-Going on with a run: from which checkpoint, with which edits of its recipe, and what is said of it.
-
-`decide` looks at everything and changes nothing. `carry_out` then sets aside the checkpoints that are no part of what
-follows, replaces the recipe and the plan and keeps the earlier ones. The processes go on as they do after any end, from
-the newest checkpoint; what else they are to know stands in `resume.json`.
-
-Classify edits of a run's recipe on resume, one by one and before anything is done.
+`decide` checks everything and changes nothing; it classifies edits of the recipe one by one. `carry_out` then sets
+aside the checkpoints that are superseded, and replaces the recipe and the plan, of which the earlier ones are kept. The
+processes then resume from the newest checkpoint; `resume.json` has the rest of their instructions.
 """
 
 import os
@@ -21,13 +17,12 @@ from tunekit.planner.resume import differences, obstacle, rescheduled
 from tunekit.recipe.edits import Edit, Effect, edits, ruling
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
-from tunekit.runs import fingerprints
+from tunekit.runs import fingerprints, small_files
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.checkpoints.listing import Found, folders_of, named, newest_weights, steps_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
-from tunekit.runs.small_files import Continuation, read_continuation, read_plan, read_text, write_continuation
 
 LENGTH = ("train.max_steps", "train.num_epochs")
 """Fields that say how long to train."""
@@ -42,14 +37,14 @@ class Decision:
 
     Attributes:
         run: The run.
-        checkpoint: What it goes on from.
+        checkpoint: The checkpoint to resume from.
         before: The recipe of the checkpoint.
         recipe: The recipe from here on.
         plan: Its plan.
-        changes: What is otherwise than before, a phrase each.
-        notes: What the user should know, a sentence each.
-        weights_only: Whether only the weights are taken.
-        aside: Checkpoints that are no part of what follows.
+        changes: Differences from before, a phrase each.
+        notes: Notes for the user, a sentence each.
+        weights_only: Whether only the weights are used.
+        aside: Superseded checkpoints.
     """
 
     run: Run
@@ -79,20 +74,18 @@ def decide(
         run: The run.
         overrides: Edits of its recipe, besides those in its `recipe.yaml`.
         recipe: A recipe in the place of that one.
-        make_plan: Plans a recipe for the processes that are to go on with it, on the rows of an earlier plan.
-        is_here: Whether a plan is one for the devices that there are.
-        checkpoint: The checkpoint to go on from; the newest whole one where left out.
-        weights_only: Take nothing of it but the weights.
+        make_plan: Plans a recipe for the processes that resume it, on the rows of an earlier plan.
+        is_here: Whether a plan is for the available devices.
+        checkpoint: The checkpoint to resume from; by default the newest complete one.
+        weights_only: Use only its weights.
 
     Raises:
         TunekitError: It cannot, or not so.
     """
-    _check_ended(run)
-    _check_writable(run)
+    _check_free(run)
     went_back = checkpoint is not None
     chosen, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
-    before = recipe_of(run, chosen)
-    saved = plan_of(run, chosen, before)
+    before, saved = made_by(run, chosen)
     recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
     edited = edits(before, recipe)
     again = _another_run(run, chosen)
@@ -112,7 +105,7 @@ def decide(
 
 
 def carry_out(decision: Decision) -> tuple[str, ...]:
-    """Make the folder of a run ready to go on, and return what the user should know."""
+    """Prepare the folder of a run for the resume, and return notes for the user."""
     run, checkpoint, notes = decision.run, decision.checkpoint, decision.notes
     checkpoints, checkpoint_path = run.path / CHECKPOINTS, checkpoint.path
     if decision.aside:
@@ -128,7 +121,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
         checkpoint_path = checkpoint_path.rename(checkpoints / checkpoint_path.name)
     weights = checkpoint_path.relative_to(run.path).as_posix() if decision.weights_only else None
     # First what does no harm where the recipe and the plan are still the earlier ones.
-    write_continuation(run.path, Continuation(checkpoint.step, decision.changes, weights))
+    small_files.write_continuation(run.path, small_files.Continuation(checkpoint.step, decision.changes, weights))
     _replace(run, decision)
     num_steps = decision.plan.schedule.num_steps if decision.plan.schedule is not None else None
     run.update_status(num_steps=num_steps, step=0 if weights is not None else checkpoint.step)
@@ -138,7 +131,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
 def _replace(run: Run, decision: Decision) -> None:
     """Put the recipe and the plan in the place of the earlier ones, which are kept by a number."""
     texts = {"plan.yaml": decision.plan.to_yaml(), "recipe.yaml": dump_recipe(decision.recipe)}
-    earlier = {"plan.yaml": read_text(run.path / "plan.yaml")}
+    earlier = {"plan.yaml": small_files.read_text(run.path / "plan.yaml")}
     # Not by the text of the recipe: 32, where nobody asked for a number, is 32.0 when it is read.
     if run.recipe == decision.recipe == decision.before and earlier["plan.yaml"] == texts["plan.yaml"]:
         return
@@ -147,40 +140,36 @@ def _replace(run: Run, decision: Decision) -> None:
     number = next(number for number in count(1) if not (run.path / f"recipe-{number}.yaml").exists())
     for name, text in texts.items():
         (run.path / name.replace(".yaml", f"-{number}.yaml")).write_text(earlier[name], encoding="utf-8")
-        draft = run.path / f".{name}"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(run.path / name)
+        small_files.write_whole(run.path / name, text)
 
 
-def _check_ended(run: Run) -> None:
+def _check_free(run: Run) -> None:
+    """Refuse a run that has not ended, or whose folder is read-only."""
     state = run.state
     if state not in FINAL_PHASES and state != "died":
         status = run.status()
         raise RunError(
             f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint=f"wait for its end, or stop it first: tunekit stop {run.path}",
+            hint=f"wait until it ends, or stop it first: tunekit stop {run.path}",
         )
-
-
-def _check_writable(run: Run) -> None:
     for folder in (run.path, run.path / CHECKPOINTS):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise RunError(
-                f"{folder} cannot be written: it is read-only, or another user's",
-                hint=f"let it be written, or copy {run.path} to where it can be and resume it there",
+                f"cannot write to {folder}: it is read-only, or another user's",
+                hint=f"make it writable, or copy {run.path} to a writable folder and resume it there",
             )
 
 
 def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:
     """The checkpoint to go on from, and whether only its weights are taken."""
-    anew = f"begin anew: {begin_anew(run)}"
+    anew = f"start over: {begin_anew(run)}"
     why = run.plan.layout.why_not_resumed
     if why is not None:
         raise RunError(f"{run.name} has no checkpoints: {why}", hint=anew)
     if name is not None:
         return named(run, name, weights_only=weights_only), weights_only
     newest = newest_complete(run.path)
-    begun = read_continuation(run.path).weights
+    begun = small_files.read_continuation(run.path).weights
     if newest.path is None and begun is not None and (run.path / begun).is_dir():
         # It began with the weights of a checkpoint, and ended before the first one of its own.
         return Found(steps_of(run.path / begun), run.path / begun), True
@@ -188,25 +177,21 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     weights = newest_weights(run)
     if weights_only:
         if weights is None:
-            raise RunError(f"{run.name} has no checkpoint whose weights are whole{skipped}", hint=anew)
+            raise RunError(f"{run.name} has no checkpoint with intact weights{skipped}", hint=anew)
         return weights, True
     if newest.path is None:
         if weights is not None:
-            anew = f"--weights-only begins with those of {weights.path.name} and fresh states; or {anew}"
-        raise RunError(f"{run.name} has no complete checkpoint to go on from{skipped}", hint=anew)
+            anew = f"--weights-only starts from the weights of {weights.path.name} with fresh states; or {anew}"
+        raise RunError(f"{run.name} has no complete checkpoint to resume from{skipped}", hint=anew)
     return Found(newest.step, newest.path, newest.skipped), False
 
 
-def recipe_of(run: Run, found: Found) -> Recipe:
-    """The recipe that a checkpoint was made by: it may hold a copy, as the run's own may be edited by now."""
-    copy = found.path / "recipe.yaml"
-    return reload_recipe(copy if copy.is_file() else run.path / "recipe.yaml")
-
-
-def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
-    """The plan that a checkpoint was made by."""
-    copy = found.path / "plan.yaml"
-    return read_plan(copy if copy.is_file() else run.path / "plan.yaml", recipe)
+def made_by(run: Run, found: Found) -> tuple[Recipe, Plan]:
+    """The recipe and the plan that a checkpoint was made by: it may hold copies, as the run's own may be edited."""
+    copies = {name: found.path / name for name in ("recipe.yaml", "plan.yaml")}
+    files = {name: copy if copy.is_file() else run.path / name for name, copy in copies.items()}
+    recipe = reload_recipe(files["recipe.yaml"])
+    return recipe, small_files.read_plan(files["plan.yaml"], recipe)
 
 
 def _another_run(run: Run, found: Found) -> str:
@@ -214,7 +199,7 @@ def _another_run(run: Run, found: Found) -> str:
     is_finished = run.state == "finished"
     source = found.path if not is_finished and any(found.path.glob("*.safetensors")) else run.path
     when = "" if is_finished or source == found.path else " once it has finished"
-    return f"another run starts from its weights{when}: model: {source} in a new recipe"
+    return f"another run can start from its weights{when}: model: {source} in a new recipe"
 
 
 def _refuse_edits(
@@ -229,33 +214,30 @@ def _refuse_edits(
     if lines:
         hint = again
         if all_in_state:
-            hint = f"leave it out, or add --weights-only, which begins anew with it from the weights; {again}"
-        raise RunError("\n".join((f"{run.name} cannot go on with these edits of its recipe:", *lines)), hint=hint)
+            hint = f"revert it, or add --weights-only to start over from the weights with it; {again}"
+        raise RunError("\n".join((f"{run.name} cannot resume with these edits of its recipe:", *lines)), hint=hint)
 
 
 def _refuse_changes(run: Run, recipe: Recipe, again: str) -> None:
     changed = fingerprints.changes(run, recipe)
     if changed:
-        raise RunError(
-            "\n".join((f"{run.name} is not made of the same things any more:", *changed)),
-            hint=f"put back what it was; {again}",
-        )
+        raise RunError("\n".join((f"the inputs of {run.name} have changed:", *changed)), hint=f"restore them; {again}")
 
 
 def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only: bool) -> None:
     """Refuse a plan that a checkpoint does not fit."""
     if weights_only and plan.layout.strategy == "zero3":
         raise RunError(
-            f"{run.name}: ZeRO-3 divides weights before any of a checkpoint could be read into them",
-            hint="use parallel.strategy=fsdp2, or zero2",
+            f"{run.name}: ZeRO-3 shards weights before those of a checkpoint can be loaded into them",
+            hint="set parallel.strategy=fsdp2, or zero2",
         )
     barrier = None if weights_only else obstacle(saved.layout, plan.layout)
     if barrier is not None:
         num, name = plan.layout.num_processes, plan.layout.name
         spread = f"{name} in {num} process{'es' * (num > 1)}"
-        raise RunError(f"{run.name} cannot go on by {spread}: {barrier.why}", hint=barrier.hint)
+        raise RunError(f"{run.name} cannot resume with {spread}: {barrier.why}", hint=barrier.hint)
     if plan.reference != saved.reference:
-        raise RunError(f"{run.name} was held to {saved.reference}, and would be held to {plan.reference}", hint=again)
+        raise RunError(f"the reference of {run.name} was {saved.reference}, now {plan.reference}", hint=again)
 
 
 def _check_length(
@@ -267,11 +249,11 @@ def _check_length(
     num_steps, is_edited = plan.schedule.num_steps, any(edit.name in LENGTH for edit in edited)
     if num_steps > found.step or (num_steps == found.step and run.state != "finished" and not is_edited):
         return
-    more = f"ask for more: tunekit resume {run.path} train.max_steps={2 * found.step}"
+    more = f"train further: tunekit resume {run.path} train.max_steps={2 * found.step}"
     if not is_edited:
         raise RunError(f"{run.name} is finished, after {found.step} steps", hint=more)
     back = "" if went_back else "; or go back to an earlier checkpoint with --from"
-    raise RunError(f"{run.name} has done {found.step} steps, and is asked for {num_steps}", hint=more + back)
+    raise RunError(f"{run.name} has trained {found.step} steps, {num_steps} are requested", hint=more + back)
 
 
 def _given(edited: Sequence[Edit]) -> Iterator[str]:
@@ -287,20 +269,20 @@ def _notes(
 ) -> Iterator[str]:
     """Yield notes on the resume, a sentence each."""
     num_steps = None if plan.schedule is None else plan.schedule.num_steps
-    yield from (f"passed over {words}" for words in found.skipped)
+    yield from (f"skipped {words}" for words in found.skipped)
     if weights_only:
         yield (
-            f"begins anew with the weights of step {found.step}, for {num_steps} steps: optimizer, schedule, random "
-            "numbers and the order of the rows are fresh"
+            f"starting over from the weights of step {found.step}, for {num_steps} steps, with fresh optimizer, "
+            "schedule, random state and data order"
         )
     else:
-        yield f"goes on from step {found.step} of {num_steps}"
+        yield f"resuming from step {found.step} of {num_steps}"
     if changed:
-        yield f"takes effect: {', '.join(changed)}"
+        yield f"applied: {', '.join(changed)}"
     if weights_only:
         return
     if changed:
-        yield "kept from the checkpoint: optimizer and its peak learning rate, random numbers, and the rows seen so far"
+        yield "restored from the checkpoint: optimizer and its peak learning rate, random state and data position"
     was = None if saved.schedule is None else saved.schedule.num_steps
     scheduler = plan.recipe.train.lr_scheduler_type
     if was != num_steps and scheduler not in CONSTANT:
@@ -309,8 +291,8 @@ def _notes(
         yield f"the learning rate follows the new schedule from here ({scheduler})"
     if saved.layout.num_processes != plan.layout.num_processes:
         yield (
-            f"the checkpoint has the random numbers of {saved.layout.num_processes} processes: those of "
-            f"{plan.layout.num_processes} are drawn afresh from the seed, and sums are rounded in another order"
+            f"the checkpoint has the random state of {saved.layout.num_processes} processes: that of "
+            f"{plan.layout.num_processes} is derived from the seed, and sums round in another order"
         )
 
 
@@ -332,10 +314,10 @@ class EditEffect:
         key: Its dotted key.
         before: Its value in the checkpoint's recipe, as YAML.
         now: The edited one.
-        effect: `takes effect`; `saved state`, where the checkpoint holds the earlier value, so that the edit takes
-            effect only where nothing but its weights are taken; or `refused`.
-        why: Why it does not take effect; empty where it does.
-        replans: Whether it takes effect by a new plan for the machine.
+        effect: `takes effect`; `saved state` if the checkpoint holds the earlier value, so that the edit takes effect
+            only with `weights_only`; or `refused`.
+        why: Why it does not take effect; empty if it does.
+        replans: Whether it needs a new plan.
     """
 
     key: str
@@ -349,23 +331,21 @@ class EditEffect:
 def effects_of(
     run: Run, overrides: Sequence[str] = (), *, from_: str | None = None, weights_only: bool = False
 ) -> list[EditEffect]:
-    """Return the effects of the edits with which a run is to resume; empty where there are none.
+    """Return the effects of recipe edits on a resume; empty if there are none.
 
     Args:
         run: The run.
-        overrides: Edits, as for `resume`; those in its `recipe.yaml` count too.
-        from_: The checkpoint to go on from, by its step or its name. Whether it is whole is not looked at.
-        weights_only: Whether only its weights are taken: then what its state holds takes effect.
+        overrides: Edits, as for `resume`, besides those in its `recipe.yaml`.
+        from_: The checkpoint to resume from, by its step or its name. It is not checked for completeness.
+        weights_only: Start from its weights alone: then edits of what its state holds take effect.
 
     Raises:
-        TunekitError: There is no such checkpoint, or the edits are no valid ones.
+        TunekitError: There is no such checkpoint, or the edits are invalid.
     """
-    checkpoint = _meant(run, from_)
-    before = recipe_of(run, checkpoint)
-    strategy = plan_of(run, checkpoint, before).layout.strategy
+    before, saved = made_by(run, _meant(run, from_))
     effects = []
     for edit in edits(before, reload_recipe(run.path / "recipe.yaml", overrides)):
-        effect, why, replans = ruling(edit, before, strategy)
+        effect, why, replans = ruling(edit, before, saved.layout.strategy)
         if effect == "saved state" and weights_only:
             effect, why = "takes effect", ""
         effects.append(EditEffect(edit.name, edit.shown_before, edit.shown_now, effect, why, replans))
@@ -378,9 +358,9 @@ def _meant(run: Run, name: str | None) -> Found:
     if name is None:
         newest = newest_complete(run.path).path or next(iter(folders.values()), None)
         if newest is None:
-            raise RunError(f"{run.name} has no checkpoint to go on from", hint=f"begin anew: {begin_anew(run)}")
+            raise RunError(f"{run.name} has no checkpoint to resume from", hint=f"start over: {begin_anew(run)}")
         return Found(steps_of(newest), newest)
     folder = folders.get(f"checkpoint-{name}" if name.isdigit() else name)
     if folder is None:
-        raise RunError(f"{run.name} has no checkpoint {name}", hint=f"there is {', '.join(folders) or 'none'}")
+        raise RunError(f"{run.name} has no checkpoint {name}", hint=f"available: {', '.join(folders) or 'none'}")
     return Found(steps_of(folder), folder)

@@ -47,10 +47,10 @@ _TABLE_CLASSES = {
 
 
 def check_states(checkpoint: Path) -> None:
-    """See that every state of a checkpoint can be opened without running anything.
+    """Check that every state of a checkpoint can be loaded without running code.
 
     Raises:
-        RunError: One cannot. It is named.
+        RunError: One cannot.
     """
     if checkpoint.is_symlink():
         raise _refused(checkpoint, "is a link out of the run")
@@ -60,12 +60,12 @@ def check_states(checkpoint: Path) -> None:
         elif file.suffix in STATES:
             with file.open("rb") as stream:
                 if not zipfile.is_zipfile(stream):
-                    raise _refused(file, "is a bare pickle, and no file of torch's")
+                    raise _refused(file, "is a bare pickle, not a torch file")
             _load(file, file)
     latest = checkpoint / "latest"
     # DeepSpeed reads there in which folder its states are.
     if latest.is_file() and not re.fullmatch(r"\w[\w-]*", latest.read_text(encoding="utf-8", errors="replace").strip()):
-        raise _refused(latest, "names a folder outside of the checkpoint")
+        raise _refused(latest, "names a folder outside the checkpoint")
 
 
 def load_states(path: str, map_location: Any = None) -> Any:
@@ -118,10 +118,10 @@ def _naming(file: Path) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         # The rest of torch's words tells how to open it nevertheless.
         match = re.search(r"GLOBAL (\S+)", str(error))
-        raise _refused(file, f"holds {match[1].rstrip('.,`')}" if match else "is no state of training") from None
+        raise _refused(file, f"holds {match[1].rstrip('.,`')}" if match else "is not a training state") from None
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise RunError(f"{file} cannot be read: {lines[0]}", hint="go on from another checkpoint") from error
+        raise RunError(f"{file} cannot be read: {lines[0]}", hint="resume from another checkpoint") from error
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -142,12 +142,12 @@ def _check_table(file: Path) -> None:
     with _naming(file), file.open("rb") as stream:
         table: Metadata = _TableUnpickler(stream).load()
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
-        raise _refused(file, "is no table of a checkpoint")
+        raise _refused(file, "is not a checkpoint table")
     folder = file.parent
     for index, stored in table.storage_data.items():
         part = folder / stored.relative_path
         if not is_inside(part, folder) or part.suffix != PARTS or stored.transform_descriptors:
-            raise _refused(file, f"names {stored.relative_path!r} as a part of the checkpoint")
+            raise _refused(file, f"lists {stored.relative_path!r} as a part of the checkpoint")
         # Tensors are opened by torch as weights alone; what else there is, is not.
         if isinstance(table.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             with part.open("rb") as bytes_of_part:
@@ -156,5 +156,5 @@ def _check_table(file: Path) -> None:
 
 
 def _refused(file: Path, why: str) -> RunError:
-    hint = "no run of tunekit wrote it; go on from another checkpoint, or begin anew"
-    return RunError(f"{file} {why}: opening it could run code, so it is not opened", hint=hint)
+    hint = "tunekit did not write it; resume from another checkpoint, or start over"
+    return RunError(f"{file} {why}: loading it could run code, so it is not loaded", hint=hint)

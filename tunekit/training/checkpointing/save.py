@@ -1,14 +1,13 @@
-"""Checkpoints of a run that trains: written by all of its processes, and there for others only once they are whole.
+"""Checkpoints of a running training: written by all of its processes, and visible only once they are complete.
 
-The Trainer's own pieces write them, as it loads them, into a folder that nobody looks at. What can fail in one process
-alone, its files, raises nothing there: what went wrong is kept until all processes tell each other, so that none waits
-for another that has failed. Then every file is brought to the disk and read back for its checksum, each process
-reading its share; the main one writes the manifest and gives the folder its name.
+The Trainer's own methods write them, as it loads them, into a hidden folder. A failed write in one process raises
+nothing there: the error is kept until all processes exchange theirs, so that none waits for another that has failed.
+Then every file is synced to disk and read back for its checksum, each process reading its share; the main one writes
+the manifest and renames the folder.
 
-Where the plan says so (FSDP2 and DeepSpeed, whose processes write as many files), training waits only until the states
-are copied to main memory. What follows goes on in a thread of each process, with exchanges in a process group of its
-own. That it is done, or what went wrong, all hear at the end of the same later step, before the next checkpoint, or at
-the end of the training.
+If the plan says so (FSDP2 and DeepSpeed, whose processes write as many files), training waits only until the states are
+copied to host memory. The rest runs in a thread of each process, with collectives in a process group of its own. All
+learn of its end or failure at the end of the same later step, before the next checkpoint, or at the end of training.
 """
 
 import contextlib
@@ -22,42 +21,23 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunekit.errors import DiskError, RunError
+from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.plan import Plan
 from tunekit.process.watchdog import Heart, any_of, exchange_problem, of_all, same_everywhere
-from tunekit.runs.checkpoints.complete import (
-    CHECKPOINTS,
-    COPIES,
-    FORMAT,
-    Best,
-    Manifest,
-    Written,
-    as_written,
-    checkpoint_of,
-    clear_drafts,
-    delete_superseded,
-    draft_of,
-    files_in,
-    publish,
-    to_disk,
-)
+from tunekit.runs.checkpoints import complete
 from tunekit.runs.fingerprints import versions
 from tunekit.runs.record import Record, free_bytes, not_saved, tokenizers_errors, words_of
 from tunekit.training.engines import deepspeed, fsdp2
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from tunekit.methods.run_trainer import RunTrainer
 
 T = TypeVar("T")
 
@@ -95,7 +75,7 @@ class _Save:
     """
 
     step: int
-    best: Best | None
+    best: complete.Best | None
     began: float
     writes: list[Callable[[], None]] = field(default_factory=list)
     wait_seconds: float = 0.0
@@ -108,16 +88,16 @@ class _Save:
 
 
 class Saver(TrainerCallback):  # type: ignore[misc]
-    """Writes the checkpoints of a trainer, keeps the newest and the best, and says what each took.
+    """Writes the checkpoints of a trainer, keeps the newest and the best, and records the time of each.
 
     Args:
-        record: The run, and where events go.
+        record: Record of the run.
         plan: The plan of the run.
-        heart: Where the process says at what it is.
-        best: The best evaluation before, where the run goes on.
+        heart: Heartbeats of the process.
+        best: The best evaluation before, on resume.
     """
 
-    def __init__(self, record: Record, plan: Plan, heart: Heart, best: Best | None) -> None:
+    def __init__(self, record: Record, plan: Plan, heart: Heart, best: complete.Best | None) -> None:
         self.record, self.run = record, record.run
         self.plan = plan
         self.heart = heart
@@ -133,7 +113,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._saving: _Save | None = None
         self._num_steps = 0
 
-    def attach(self, trainer: "RunTrainer") -> None:
+    def attach(self, trainer: RunTrainer) -> None:
         """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
         self.trainer = trainer
         self._group: distributed.ProcessGroup | None = None
@@ -179,7 +159,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if "eval_loss" in logs:
             self._evaluation = dict(logs)
 
-    def on_evaluate(self, args: object, state: "TrainerState", control: "TrainerControl", **_: object) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Have a checkpoint made where an evaluation is better than all before, if one can be made there.
 
         Raises:
@@ -190,7 +170,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         if metric not in self._evaluation:
             names = ", ".join(sorted(name for name in self._evaluation if name.startswith("eval_")))
-            raise RunError(f"train.metric_for_best_model: the evaluations tell no {metric}", hint=f"they tell {names}")
+            raise RunError(f"train.metric_for_best_model: evaluations report no {metric}", hint=f"available: {names}")
         schedule = self.plan.schedule
         assert schedule is not None
         # The evaluation before the first step is of a step that has its checkpoint, or of none.
@@ -198,12 +178,10 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         value = same_everywhere(float(self._evaluation[metric]), self.record.place)
         if is_better(value, self.best, greater=self.plan.saving.greater_is_better):
-            self.best = Best(metric=metric, value=value, step=state.global_step)
+            self.best = complete.Best(metric=metric, value=value, step=state.global_step)
             control.should_save = True
 
-    def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
         self._num_steps += 1
         if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
@@ -228,7 +206,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.record.place.is_main:
             self._keep(saving, lambda: self._begin(saving))
         self._agree(saving)
-        self._target = draft_of(self.run.path, step)
+        self._target = complete.draft_of(self.run.path, step)
         self._keep(saving, lambda: save_pieces(model, trial))
         if self.record.place.is_main:
             self._keep(saving, lambda: self._add_own(saving))
@@ -242,24 +220,24 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             self._finish()
 
     def _begin(self, saving: _Save) -> None:
-        clear_drafts(self.run.path)
+        complete.clear_drafts(self.run.path)
         target = self._draft_of(saving)
         if self._bytes is not None and free_bytes(target) < self._bytes:
-            saving.problem = "the disk is too full"
+            saving.problem = "too little free disk space"
         else:
             # Not the run's folder again, where somebody has deleted it.
-            (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
+            (self.run.path / complete.CHECKPOINTS).mkdir(exist_ok=True)
             target.mkdir(parents=True)
 
     def _draft_of(self, saving: _Save) -> Path:
         """Return the folder of a checkpoint that is not visible yet."""
-        return draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        return complete.draft_of(self.run.path, saving.step) / complete.checkpoint_of(self.run.path, saving.step).name
 
     def _add_own(self, saving: _Save) -> None:
         target = self._draft_of(saving)
         # A pickle, which nobody reads.
         (target / "training_args.bin").unlink(missing_ok=True)
-        for name in COPIES:
+        for name in complete.COPIES:
             if (self.run.path / name).is_file():
                 shutil.copyfile(self.run.path / name, target / name)
         if self.plan.layout.strategy.startswith("zero"):
@@ -317,10 +295,10 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self._hear_problem(saving):
             return
         problems: list[str] = []
-        self._keep(saving, lambda: problems.extend(files_in(target)))
+        self._keep(saving, lambda: problems.extend(complete.files_in(target)))
         self._keep(saving, lambda: self._bring_to_disk(target, problems))
         gathered = of_all(problems, self.record.place, self._group)
-        files: dict[str, Written] = {}
+        files: dict[str, complete.Written] = {}
         self._keep(saving, lambda: files.update(_read_back(target, _share(gathered, self.record.place.rank))))
         if self._hear_problem(saving):
             return
@@ -336,11 +314,11 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Bring files to the disk: on each node its processes share all that were written there."""
         place = self.record.place
         for name in names[place.local_rank :: place.num_local]:
-            to_disk(folder / name)
+            complete.to_disk(folder / name)
 
-    def _publish(self, saving: _Save, files: dict[str, Written]) -> None:
-        manifest = Manifest(
-            format=FORMAT,
+    def _publish(self, saving: _Save, files: dict[str, complete.Written]) -> None:
+        manifest = complete.Manifest(
+            format=complete.FORMAT,
             step=saving.step,
             num_processes=self.plan.layout.num_processes,
             strategy=self.plan.layout.strategy,
@@ -351,8 +329,9 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             best=saving.best,
             files=files,
         )
-        publish(self.run.path, manifest)
-        saving.warnings += delete_superseded(self.run.path, self.plan.recipe.train.save_total_limit, saving.best)
+        complete.publish(self.run.path, manifest)
+        limit = self.plan.recipe.train.save_total_limit
+        saving.warnings += complete.delete_superseded(self.run.path, limit, saving.best)
 
     def _finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and tell of it.
@@ -379,7 +358,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self.record.write(
             "checkpoint",
             step=saving.step,
-            path=str(checkpoint_of(self.run.path, saving.step)),
+            path=str(complete.checkpoint_of(self.run.path, saving.step)),
             bytes=saving.total_bytes,
             wait_seconds=saving.wait_seconds,
             seconds=saving.seconds,
@@ -427,7 +406,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         saving.problem = next((problem for problem in gathered if problem is not None), None)
         if saving.problem is not None and self.record.place.is_main:
             # Nobody writes any more: what was written makes room for the words about it.
-            shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
+            shutil.rmtree(complete.draft_of(self.run.path, saving.step), ignore_errors=True)
         return saving.problem is not None
 
     def _raise(self, saving: _Save) -> None:
@@ -463,7 +442,7 @@ def result_saved(record: Record, draft: Path) -> Iterator[None]:
         raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
 
 
-def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
+def is_better(value: float, best: complete.Best | None, *, greater: bool) -> bool:
     """Return whether an evaluation is better than the best before; one that is not a number is not."""
     if value != value:
         return False
@@ -477,6 +456,6 @@ def _share(seen: list[list[str]], rank: int) -> list[str]:
     return [name for number, name in enumerate(names) if readers[number][number % len(readers[number])] == rank]
 
 
-def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:
+def _read_back(folder: Path, names: list[str]) -> dict[str, complete.Written]:
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
-        return dict(zip(names, readers.map(lambda name: as_written(folder / name), names), strict=True))
+        return dict(zip(names, readers.map(lambda name: complete.as_written(folder / name), names), strict=True))

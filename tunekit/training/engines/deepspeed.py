@@ -4,11 +4,11 @@ Nothing is left to `auto`: the numbers of the configuration are those that the p
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
@@ -16,16 +16,13 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 from torch.nn import Module, Parameter
+from transformers import Trainer
 from transformers.integrations import HfDeepSpeedConfig
 
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.memory.sharding import SUB_GROUP_PARAMS
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
-from tunekit.training.engines.fsdp2 import names
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 def join(plan: Plan) -> None:
@@ -44,8 +41,17 @@ def join(plan: Plan) -> None:
 
 def trainer_args(plan: Plan) -> dict[str, Any]:
     """Arguments of TRL's config that choose DeepSpeed and divide sequences."""
-    ulysses = _ulysses(plan) if plan.layout.sp_size > 1 else {}
-    return {"deepspeed": config(plan), "ddp_timeout": plan.exchange_timeout_seconds, **ulysses}
+    layout = plan.layout
+    args = {"deepspeed": config(plan), "ddp_timeout": plan.exchange_timeout_seconds}
+    if layout.sp_size == 1:
+        return args
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation=plan.attn_implementation
+    )
+    sequences = ParallelismConfig(
+        dp_shard_size=layout.dp_shard_size, sp_backend="deepspeed", sp_size=layout.sp_size, sp_handler=handler
+    )
+    return {**args, "parallelism_config": sequences, "pad_to_multiple_of": plan.pad_to_multiple_of}
 
 
 def config(plan: Plan) -> dict[str, Any]:
@@ -80,19 +86,7 @@ def config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _ulysses(plan: Plan) -> dict[str, Any]:
-    sequences = ParallelismConfig(
-        dp_shard_size=plan.layout.dp_shard_size,
-        sp_backend="deepspeed",
-        sp_size=plan.layout.sp_size,
-        sp_handler=DeepSpeedSequenceParallelConfig(
-            sp_seq_length_is_variable=True, sp_attn_implementation=plan.attn_implementation
-        ),
-    )
-    return {"parallelism_config": sequences, "pad_to_multiple_of": plan.pad_to_multiple_of}
-
-
-def cast_trained(trainer: "Trainer", plan: Plan) -> None:
+def cast_trained(trainer: Trainer, plan: Plan) -> None:
     """Give ZeRO-3 all that is trained in the type of the products, where modules are trained whole beside an adapter.
 
     PEFT keeps them in float32, and without autocast, which DeepSpeed has none of for `bf16` (0.19), they would return
@@ -130,7 +124,7 @@ class EachEpoch:
         self.rows.set_epoch(epoch)
 
 
-def divide_every_epoch(trainer: "Trainer") -> None:
+def divide_every_epoch(trainer: Trainer) -> None:
     """Have every epoch of a trainer begin at its beginning, where its sequences are divided."""
     accelerator = trainer.accelerator
     adapt = accelerator.deepspeed_ulysses_dl_adapter
@@ -146,7 +140,7 @@ def loading(plan: Plan) -> Iterator[None]:
     del ds_config
 
 
-def open_states_as_data(trainer: "Trainer") -> None:
+def open_states_as_data(trainer: Trainer) -> None:
     """Have the engine that a trainer's model will get open its checkpoints without running what they name.
 
     It opens them as pickles (deepspeed 0.19, `TorchCheckpointEngine.load`).
@@ -170,8 +164,8 @@ def open_states_as_data(trainer: "Trainer") -> None:
     accelerator.prepare = prepared
 
 
-def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
-    """Return the running configuration, by the names of the `engine` event, and misplaced parameters."""
+def found(trainer: Trainer, plan: Plan) -> dict[str, Any]:
+    """Return the running configuration, by the names of the `engine` event, and misplaced and updated parameters."""
     from deepspeed import DeepSpeedEngine
 
     engine = trainer.model_wrapped
@@ -198,9 +192,9 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "mesh": {name: number for name, number in mesh.items() if number > 1},
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "trained_dtype": names(master.dtype for master in masters),
-        "compute_dtype": names([computed]),
-        "reduce_dtype": names([engine.communication_data_type]),
+        "trained_dtype": [master.dtype for master in masters],
+        "compute_dtype": [computed],
+        "reduce_dtype": [engine.communication_data_type],
         "optimizer": type(engine.basic_optimizer).__name__,
         "is_recipes_optimizer": type(engine.basic_optimizer) is optimizer_class,
         "offload_param_device": "none" if param is None else param.device,
@@ -208,17 +202,11 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         # Of all weights in stage 3; below, of the float32 copies that the optimizer updates.
         "local_share": round(local_share, 4),
         "misplaced": misplaced,
-        "not_updated": not_among([parameter for group in groups for parameter in group], named),
+        "updated": [parameter for group in groups for parameter in group],
     }
 
 
-def not_among(updated: Iterable[Parameter], named: Iterable[tuple[str, Parameter]]) -> list[str]:
-    """Return the names of trained parameters that are not among those that an optimizer updates."""
-    ids = {id(parameter) for parameter in updated}
-    return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in ids]
-
-
-def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
+def held(trainer: Trainer, plan: Plan) -> "dict[Part, list[Tensor]]":
     """Return the tensors that this process holds on its device from step to step.
 
     Gradients of stages 1 and 2 are not among it: when the trainer says that a step was taken they are gone.
@@ -247,7 +235,7 @@ def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
     return {part: [tensor for tensor in tensors if tensor.device.type == kind] for part, tensors in parts.items()}
 
 
-def write_through(trainer: "Trainer", write: Callable[[Callable[[Any, str], None], Any, str], None]) -> None:
+def write_through(trainer: Trainer, write: Callable[[Callable[[Any, str], None], Any, str], None]) -> None:
     """Have an engine write its files through a function, which is given its own, the states and the path.
 
     DeepSpeed can write in another process itself, which is not used: that one ends with the next update of the weights
@@ -264,12 +252,12 @@ def write_through(trainer: "Trainer", write: Callable[[Callable[[Any, str], None
     engine.save_checkpoint = functools.partial(engine.save_checkpoint, save_latest=False)
 
 
-def write_latest(trainer: "Trainer", folder: Path) -> None:
+def write_latest(trainer: Trainer, folder: Path) -> None:
     """Write where DeepSpeed's states are in a checkpoint, for its loading."""
     (folder / "latest").write_text(f"global_step{trainer.model_wrapped.global_steps}", encoding="utf-8")
 
 
-def forget_order(trainer: "Trainer") -> None:
+def forget_order(trainer: Trainer) -> None:
     """Make ZeRO-3 forget in which order the modules ran, after passes that are not those of training.
 
     It gathers weights ahead of their use by that order. TRL's fused head takes the weight of the head and calls no
@@ -280,7 +268,7 @@ def forget_order(trainer: "Trainer") -> None:
         coordinator._invalidate_trace()
 
 
-def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
+def full_state(trainer: Trainer, plan: Plan) -> dict[str, Tensor]:
     """The weights to save, whole and in the main memory of the main process; nothing elsewhere. Called by all together.
 
     One weight after the other is put together, so that no device ever holds the whole model. Of what is trained it is

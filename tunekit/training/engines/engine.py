@@ -15,30 +15,26 @@ The result is one model or adapter as Hugging Face has it, written by the main p
 """
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import SaveStrategy
 
 from tunekit.errors import RunError
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
-from tunekit.process.network import name_interface_to_main
+from tunekit.process.processes import name_interface_to_main
 from tunekit.recipe.sections.model import FullAdapter
 from tunekit.runs.small_files import Place
 from tunekit.training.engines import deepspeed, fsdp2
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-    from transformers.distributed import DistributedConfig
 
 
 def join(plan: Plan, place: Place) -> None:
@@ -78,7 +74,8 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
         unused = plan.ddp_find_unused_parameters
         return {"ddp_find_unused_parameters": unused, "ddp_timeout": plan.exchange_timeout_seconds}
     if layout.tp_size > 1:
-        return _divided_args(plan)
+        # The model was divided when it was loaded.
+        return {**fsdp2.accelerator_args(plan), "save_only_model": True}
     if layout.strategy == "fsdp2":
         return fsdp2.trainer_args(plan)
     return deepspeed.trainer_args(plan)
@@ -101,7 +98,7 @@ def weights_device(plan: Plan, place: Place) -> str | None:
     return plan.device.kind
 
 
-def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
+def before_wrapping(trainer: Trainer, plan: Plan) -> None:
     """Prepare an engine before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
         # Nothing could go on from one.
@@ -117,19 +114,19 @@ def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
         fsdp2.untie_head(trainer)
 
 
-def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
+def after_wrapping(trainer: Trainer, plan: Plan) -> None:
     """Prepare an engine after it has wrapped the model, in every process, before the first step."""
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.gather_head(trainer)
 
 
-def between_checks(trainer: "Trainer", plan: Plan) -> None:
+def between_checks(trainer: Trainer, plan: Plan) -> None:
     """Reset an engine between passes of different kinds, in every process."""
     if plan.layout.strategy == "zero3":
         deepspeed.forget_order(trainer)
 
 
-def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
+def before_steps(trainer: Trainer, plan: Plan, *, goes_on: bool) -> None:
     """Reset an engine after passes that are not those of training, in every process.
 
     Args:
@@ -142,7 +139,7 @@ def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
     between_checks(trainer, plan)
 
 
-def settle_buckets(trainer: "Trainer") -> None:
+def settle_buckets(trainer: Trainer) -> None:
     """Have gradients summed from the first step on as in a run that is under way. Called by all processes together.
 
     DDP puts them into buckets in the order of the parameters, and after the first backward pass anew, in the order in
@@ -167,12 +164,7 @@ def distributed_config(plan: Plan) -> DistributedConfig | None:
     )
 
 
-def _divided_args(plan: Plan) -> dict[str, Any]:
-    """Arguments of TRL's config for a model that was divided when it was loaded."""
-    return {**fsdp2.accelerator_args(plan), "save_only_model": True}
-
-
-COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of the products by Accelerate's names of mixed precision."""
 
 
@@ -183,7 +175,7 @@ NAMES = {"fsdp": "dp_shard", "tp": "tp"}
 """Accelerate's names for the dimensions of transformers' mesh."""
 
 
-def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+def verify(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     """Compare the engine of a trainer whose model is wrapped with the plan.
 
     Returns:
@@ -192,8 +184,16 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     Raises:
         RunError: It is not what was planned.
     """
-    _verify_processes(trainer, plan)
     args, accelerator = trainer.args, trainer.accelerator
+    is_group = torch.distributed.is_initialized()
+    # All who count the processes must agree: otherwise each may train by itself, on the same rows.
+    counts = {
+        "processes of the group": torch.distributed.get_world_size() if is_group else 1,
+        "processes by WORLD_SIZE": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes of the trainer": args.world_size,
+    }
+    for what, num in counts.items():
+        _same(what, plan.layout.num_processes, num)
     accumulation = accelerator.gradient_state.plugin_kwargs
     actual = {
         "num_processes": accelerator.num_processes,
@@ -203,8 +203,10 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "sync_each_batch": bool(accumulation.get("sync_each_batch")),
         **_found(trainer, plan),
     }
-    _none("not divided as planned", actual.pop("misplaced"))
-    _none("not updated by the optimizer", actual.pop("not_updated"))
+    for what, key in (("not sharded as planned", "misplaced"), ("not updated by the optimizer", "not_updated")):
+        names = actual.pop(key)
+        if names:
+            raise _fault(f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}")
     for what, planned in _planned(plan).items():
         _same(what, planned, actual[what])
     return actual
@@ -240,32 +242,40 @@ def planned_mesh(layout: Layout) -> dict[str, int]:
     return {name: sizes[f"{name}_size"] for name in MESH if sizes[f"{name}_size"] > 1}
 
 
-def _verify_processes(trainer: "Trainer", plan: Plan) -> None:
-    """See that all who count the processes agree: otherwise each may train by itself, on the same rows."""
-    is_group = torch.distributed.is_initialized()
-    _same("processes of the group", plan.layout.num_processes, torch.distributed.get_world_size() if is_group else 1)
-    _same("processes by WORLD_SIZE", plan.layout.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
-    _same("processes of the trainer", plan.layout.num_processes, trainer.args.world_size)
-
-
-def _found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+def _found(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     """Return the running configuration, whatever was planned, by the names of the `engine` event.
 
-    Besides these, `misplaced` and `not_updated` name parameters that are not where they should be, or are trained by
-    nobody.
+    Besides these, `misplaced` and `not_updated` name parameters that are not where they should be, or that the
+    optimizer does not have: another tensor took their place in it, or in the model.
     """
+    named = list(trainer.model.named_parameters())
+    trained_dtypes = [parameter.dtype for _, parameter in named if parameter.requires_grad]
+    # Accelerate casts by a forward method of its own, where the device can.
+    casts = trainer.accelerator.native_amp and "_original_forward" in vars(trainer.model)
+    actual: dict[str, Any] = {
+        "trained_dtype": trained_dtypes,
+        "compute_dtype": [COMPUTE[trainer.accelerator.mixed_precision if casts else "no"]],
+        # As DDP sums them, and the parts of a model that was divided when it was loaded.
+        "reduce_dtype": trained_dtypes,
+    }
     if trainer.is_deepspeed_enabled:
-        return deepspeed.found(trainer, plan)
-    actual = {"trained_dtype": _trained_dtype(trainer), "not_updated": _not_updated(trainer)}
-    if trainer.accelerator.is_fsdp2:
-        return actual | fsdp2.found(trainer, plan)
-    if trainer.is_distributed_loading_by_transformers:
-        return actual | _divided_at_load(trainer)
-    return actual | _whole(trainer)
+        actual |= deepspeed.found(trainer, plan)
+    elif trainer.accelerator.is_fsdp2:
+        actual |= fsdp2.found(trainer, plan)
+    elif trainer.is_distributed_loading_by_transformers:
+        actual |= _divided_at_load(trainer)
+    else:
+        actual |= _whole(trainer)
+    for what in ("trained_dtype", "compute_dtype", "reduce_dtype"):
+        actual[what] = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in actual[what]}))
+    in_groups = (parameter for group in trainer.optimizer.param_groups for parameter in group["params"])
+    updated = set(map(id, actual.pop("updated", in_groups)))
+    actual["not_updated"] = [name for name, weight in named if weight.requires_grad and id(weight) not in updated]
+    return actual
 
 
-def _whole(trainer: "Trainer") -> dict[str, Any]:
-    """Return the configuration where each process holds all: alone, or in DDP, which sums gradients in their own dtype.
+def _whole(trainer: Trainer) -> dict[str, Any]:
+    """Return the configuration where each process holds all: alone, or in DDP.
 
     A process that was started as the only one of a group is alone, though Accelerate wraps its model too.
     """
@@ -274,54 +284,27 @@ def _whole(trainer: "Trainer") -> dict[str, Any]:
     return {
         "engine": "ddp" if is_ddp else "single",
         "mesh": {"dp_replicate": wrapped.process_group.size()} if is_ddp else {},
-        "compute_dtype": _autocast_dtype(trainer),
-        "reduce_dtype": _trained_dtype(trainer),
         "local_share": 1.0,
         "misplaced": [],
     }
 
 
-def _divided_at_load(trainer: "Trainer") -> dict[str, Any]:
-    """Return the configuration where transformers divided the model. Gradients have the dtype of the trained
-    parameters.
-    """
+def _divided_at_load(trainer: Trainer) -> dict[str, Any]:
+    """Return the configuration where transformers divided the model."""
     parameters = dict(trainer.model.named_parameters())
     meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.size())
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
-    def spans(parameter: "Tensor") -> bool:
+    def spans(parameter: Tensor) -> bool:
         return isinstance(parameter, DTensor) and parameter.device_mesh.size() == mesh.size()
 
     return {
         "engine": "fsdp2",
         "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1},
-        "compute_dtype": _autocast_dtype(trainer),
-        "reduce_dtype": _trained_dtype(trainer),
         "local_share": fsdp2.local_share(trainer.model),
         "misplaced": [name for name, parameter in parameters.items() if parameter.dim() > 1 and not spans(parameter)],
     }
-
-
-def _autocast_dtype(trainer: "Trainer") -> str:
-    """Type of the products, where Accelerate casts by a forward method of its own; it does where the device can."""
-    casts = trainer.accelerator.native_amp and "_original_forward" in vars(trainer.model)
-    return COMPUTE[trainer.accelerator.mixed_precision] if casts else "float32"
-
-
-def _trained_dtype(trainer: "Trainer") -> str:
-    return fsdp2.names(parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad)
-
-
-def _not_updated(trainer: "Trainer") -> list[str]:
-    """Trained parameters that the optimizer does not have: another tensor took their place in it, or in the model."""
-    updated = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
-    return deepspeed.not_among(updated, trainer.model.named_parameters())
-
-
-def _none(what: str, names: Sequence[str]) -> None:
-    if names:
-        raise _fault(f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}")
 
 
 def _same(what: str, planned: object, found: object) -> None:
@@ -330,10 +313,10 @@ def _same(what: str, planned: object, found: object) -> None:
 
 
 def _fault(problem: str) -> RunError:
-    return RunError(problem, hint="this is a fault of the set-up: `tunekit doctor`")
+    return RunError(problem, hint="check the setup with `tunekit doctor`")
 
 
-def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
+def save_model(trainer: Trainer, plan: Plan, folder: Path) -> None:
     """Write the trained model or adapter to a folder. Called by all processes together.
 
     Args:
@@ -354,7 +337,7 @@ def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor] | None:
+def full_state(trainer: Trainer, plan: Plan) -> dict[str, Tensor] | None:
     """The trained weights as a whole on the CPU of the main process; None where each process has them anyway.
 
     Called by all processes together.

@@ -6,9 +6,9 @@ that the main process alone has read; the others have its shapes. So nothing may
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -23,15 +23,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 def let_accelerate_shard_on_a_cpu() -> None:
@@ -85,14 +82,14 @@ def _mesh(plan: Plan) -> dict[str, Any]:
     return {"parallelism_config": config, "pad_to_multiple_of": 2 * layout.cp_size}
 
 
-def keep_losses_in_float32(trainer: "Trainer", plan: Plan) -> None:
+def keep_losses_in_float32(trainer: Trainer, plan: Plan) -> None:
     """Give FSDP2 the types of the plan. Accelerate's own policy casts what the model returns too: the losses."""
     if plan.autocast:
         policy = MixedPrecisionPolicy(getattr(torch, plan.dtype), getattr(torch, plan.reduce_dtype))
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
 
-def name_layers(trainer: "Trainer") -> None:
+def name_layers(trainer: Trainer) -> None:
     """Tell Accelerate which layers to divide: of those that transformers names, the ones that the model has.
 
     Accelerate refuses a name without a module (1.15, `fsdp2_prepare_auto_wrap_policy`), and transformers gathers the
@@ -104,7 +101,7 @@ def name_layers(trainer: "Trainer") -> None:
     trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
 
 
-def untie_head(trainer: "Trainer") -> None:
+def untie_head(trainer: Trainer) -> None:
     """Give a head the frozen table of its own that it has where PEFT trains a copy of the embedding that it shares.
 
     PEFT leaves the head tied to the original, in training on one device and wherever the adapter is loaded. Accelerate
@@ -129,7 +126,7 @@ def untie_head(trainer: "Trainer") -> None:
             config.tie_word_embeddings = False
 
 
-def gather_head(trainer: "Trainer") -> None:
+def gather_head(trainer: Trainer) -> None:
     """See that a trained head is whole when TRL takes its weight, where nothing else gathers it. Once it is wrapped.
 
     TRL's loss does not call the head: it takes its weight, and gathers that by itself if it is divided. Then no
@@ -146,7 +143,7 @@ def gather_head(trainer: "Trainer") -> None:
     language_model.base_model.register_forward_hook(lambda *_: head.unshard() and None)
 
 
-def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
+def full_state(trainer: Trainer, plan: Plan) -> dict[str, Tensor]:
     """The trained weights, whole and on the CPU of the main process; nothing elsewhere. Called by all together.
 
     They are put together one by one: no device ever holds the whole model.
@@ -160,7 +157,7 @@ def full_state(trainer: "Trainer", plan: Plan) -> dict[str, Tensor]:
     return state
 
 
-def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
+def states(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return each process's state of weights and optimizer, by the folder that Accelerate loads it from."""
     options = StateDictOptions()
     # As `load_fsdp_model` asks for them: of a model with an adapter, the adapter's alone.
@@ -174,20 +171,18 @@ def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
     save(states, storage_writer=FileSystemWriter(folder), process_group=group)
 
 
-def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+def found(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     """Return the running configuration, by the names of the `engine` event, and parameters that are not sharded as
     planned.
     """
     model = trainer.model_wrapped
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
-    compute = {policy.param_dtype or torch.float32 for policy in policies}
-    reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
-        "compute_dtype": names(compute),
-        "reduce_dtype": names(reduce),
+        "compute_dtype": [policy.param_dtype or torch.float32 for policy in policies],
+        "reduce_dtype": [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies],
         "reshard_after_forward": _reshards(model),
         "local_share": local_share(model),
         "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
@@ -215,12 +210,7 @@ def local_share(model: Module) -> float:
     return round(num_bytes / total, 4)
 
 
-def names(dtypes: Iterable[torch.dtype]) -> str:
-    """Return the names of types, each once."""
-    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
-
-
-def _found_mesh(trainer: "Trainer") -> dict[str, int]:
+def _found_mesh(trainer: Trainer) -> dict[str, int]:
     """Accelerate's mesh; it makes none of a single dimension."""
     mesh = trainer.accelerator.torch_device_mesh
     if mesh is None:
