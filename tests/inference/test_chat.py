@@ -99,9 +99,9 @@ def test_an_answer_comes_in_pieces_and_can_be_left(talk):
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [
-        ([], {}, "nothing was said"),
-        (QUESTION, {"temperature": -1.0}, "temperature is 0 or more"),
-        (QUESTION, {"top_p": 0.0}, "top_p above 0"),
+        ([], {}, "the conversation is empty"),
+        (QUESTION, {"temperature": -1.0}, "temperature >= 0"),
+        (QUESTION, {"top_p": 0.0}, "0 < top_p"),
         ([{"role": "user", "content": "long " * 2000}], {}, "takes 1,024"),
     ],
 )
@@ -161,7 +161,7 @@ def test_the_process_goes_with_the_one_that_talks_however_that_ends(runs):
 def test_a_process_that_dies_is_told_of(runs):
     with tunekit.chat(runs["lora"], device="cpu") as opened:
         psutil.Process(opened.pid).kill()
-        with pytest.raises(tunekit.TunekitError, match="ended with code -9"):
+        with pytest.raises(tunekit.TunekitError, match="exited with code -9"):
             said(opened)
 
 
@@ -169,11 +169,11 @@ def test_a_process_that_dies_is_told_of(runs):
     ("name", "options", "words"),
     [
         ("nothing", {}, "no run 'nothing'"),
-        ("", {}, "is no name of a run"),
-        ("a\0b", {}, "is no name of a run"),
-        ("/", {}, "holds no config.json"),
-        ("pico", {"compare": True}, "nothing was before it"),
-        ("pico", {"checkpoint": "2"}, "is a model and no run"),
+        ("", {}, "is not a run name"),
+        ("a\0b", {}, "is not a run name"),
+        ("/", {}, "has no config.json"),
+        ("pico", {"compare": True}, "no model before training"),
+        ("pico", {"checkpoint": "2"}, "is a model, not a run"),
         ("pico", {"backend": "vllm"}, "vLLM"),
     ],
 )

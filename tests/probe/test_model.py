@@ -117,8 +117,8 @@ BROKEN = {
     "no-weights": (drop("model.safetensors"), "{path!r} lacks model.safetensors; the folder is incomplete"),
     "pickled": (
         pickled_weights,
-        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when they are "
-        "opened and are not loaded; convert them first",
+        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when opened "
+        "and are not loaded; convert them to safetensors",
     ),
     "truncated": (truncate_weights, "{path!r}: model.safetensors is damaged; copy or download it again"),
     "short-header": (
@@ -162,12 +162,11 @@ OTHERS = {
     "mamba": (
         {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 71, "state_size": 8},
         "the config.json of {path!r} (mamba) has no num_attention_heads or n_head or n_heads or num_heads or "
-        "attention_heads; tunekit plans decoders whose layers attend, by these numbers: use one",
+        "attention_heads; use a decoder-only transformer: tunekit plans by these values",
     ),
     "bart": (
         {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 71},
-        "{path!r} (bart) is configured as an encoder and a decoder, which tunekit does not train; "
-        "use a model that is a decoder alone",
+        "{path!r} (bart) is an encoder-decoder model, which tunekit does not train; use a decoder-only model",
     ),
 }
 
@@ -340,5 +339,5 @@ def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
 
 
 def test_a_name_that_cannot_be_is_said_to_be_so():
-    with pytest.raises(ModelError, match="is neither a folder here nor a name that the hub could have"):
+    with pytest.raises(ModelError, match="is neither a folder here nor a valid name on the Hub"):
         probe_model(ModelSection(path="some model!"))

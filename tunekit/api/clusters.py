@@ -81,7 +81,7 @@ def launch_ray(
         on_event: Called with every event of the run as it happens.
 
     Raises:
-        TunekitError: Ray is not installed, or something that the user can mend went wrong.
+        TunekitError: Ray is not installed, or or an error that the user can correct.
     """
     from tunekit.launching.ray_train import train_on_ray
 
@@ -117,7 +117,7 @@ def launch_sky(
         task = cluster.write_task(run, on)
         words = "written, not started"
         if submit:
-            words = f"started; its results are fetched by: {cluster.launch_task(run, task)}"
+            words = f"started; fetch its results with: {cluster.launch_task(run, task)}"
     return Submitted(run, task, words)
 
 

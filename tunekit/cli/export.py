@@ -41,14 +41,14 @@ def export(
     from tunekit.exporting import export as exporting
 
     if merged and adapter:
-        raise TunekitError("--merged and --adapter are both given", hint="give one of them")
+        raise TunekitError("--merged and --adapter exclude each other", hint="pass one of them")
     console = make_console(outlives_readers=True)
     words = {
         "loading": "loading the model",
-        "writing": "writing it",
-        "checking": "checking it in a process of its own",
+        "writing": "writing the export",
+        "checking": "verifying it in a separate process",
         "converting": "converting it to GGUF",
-        "pushing": f"sending it to {push}",
+        "pushing": f"uploading it to {push}",
     }
     kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
     exported = exporting.export(
@@ -77,14 +77,14 @@ def _show(done: "Export", console: "Console") -> None:
     rows = [
         ("exported", f"{done.kind}, {done.dtype}, {done.total_bytes:,} bytes"),
         ("to", done.folder),
-        *([] if done.pushed is None else [("on the hub", done.pushed)]),
-        ("logits", f"differ by {check.logit_error:.2g} of their spread; {check.tolerance:.2g} is allowed"),
+        *([] if done.pushed is None else [("on the Hub", done.pushed)]),
+        ("logits", f"differ by {check.logit_error:.2g} of their spread; tolerance {check.tolerance:.2g}"),
     ]
     if check.adapter_change is not None:
         rows.append(("", f"the adapter changes them by {check.adapter_change:.2g}"))
     if check.num_tokens:
-        rows.append(("tokens", f"{check.num_same_tokens} of {check.num_tokens} greedy ones are the same"))
-    rows.append(("template", f"{check.num_conversations} conversations are rendered alike"))
+        rows.append(("tokens", f"{check.num_same_tokens} of {check.num_tokens} greedy tokens match"))
+    rows.append(("template", f"{check.num_conversations} conversations render identically"))
     console.print(facts_table(rows))
     for note in done.notes:
         console.print(f"note: {note}", markup=False)

@@ -101,7 +101,7 @@ def generate(
             )
     except KeyboardInterrupt:
         part = out.with_name(out.name + ".part")
-        print(f"stopped; {part} holds what was answered" if part.exists() else "stopped", file=sys.stderr)
+        print(f"stopped; answers so far are in {part}" if part.exists() else "stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print_json(result.to_dict())
@@ -111,7 +111,7 @@ def generate(
     rows = [
         ("answered", f"{result.num_prompts:,} prompts with {result.num_answers:,} answers, by {result.name}"),
         ("to", result.out),
-        ("ended", f"{ended:,} by themselves, {result.num_cut:,} at the longest length"),
+        ("finish reason", f"{ended:,} stop, {result.num_cut:,} length"),
         ("speed", f"{result.num_tokens:,} tokens in {result.seconds:.1f} s, {rate:,.0f} tokens/s on {result.device}"),
     ]
     make_console().print(facts_table(rows))
@@ -147,7 +147,7 @@ def serve(
             body = {"messages": [{"role": "user", "content": "Hello"}]}
         request = json.dumps({"model": name, **body, "temperature": 0}, ensure_ascii=False)
         header = "" if key is None else f' -H "Authorization: Bearer ${serving.KEY_VARIABLE}"'
-        print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C ends it\n")
+        print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C stops it\n")
         print(f"curl {url}{event['path']} -H 'Content-Type: application/json'{header} \\\n  -d '{request}'", flush=True)
 
     serving.serve(
@@ -184,7 +184,7 @@ def chat(
     with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
-            print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)
+            print(f"{talk.name} on {where}; /clear starts over, Ctrl-D quits", file=sys.stderr)
         first = [] if system is None else [{"role": "system", "content": system}]
         sides = (False, True) if compare else (False,)
         histories = {base: list(first) for base in sides}

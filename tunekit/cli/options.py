@@ -60,11 +60,11 @@ def secret_in(file: Path, option: str, what: str) -> str:
     Raises:
         TunekitError: It cannot be read, or holds none.
     """
-    hint = f"name a text file that holds nothing but the {what}"
+    hint = f"pass a text file that contains only the {what}"
     try:
         secret = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise TunekitError(f"{option} {file}: it cannot be read: {error}", hint=hint) from error
+        raise TunekitError(f"{option} {file}: cannot be read: {error}", hint=hint) from error
     if not secret:
-        raise TunekitError(f"{option} {file}: there is nothing in it", hint=hint)
+        raise TunekitError(f"{option} {file}: is empty", hint=hint)
     return secret

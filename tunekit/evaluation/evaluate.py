@@ -221,8 +221,8 @@ def _measured(
         if not is_out_of_memory(error):
             raise
         raise ModelError(
-            f"{found.name} does not fit the memory that is free",
-            hint="take a smaller --batch-size, --dtype bfloat16, or --device cpu",
+            f"{found.name} does not fit in free memory",
+            hint="pass a smaller --batch-size, --dtype bfloat16, or --device cpu",
         ) from error
 
 

@@ -14,7 +14,7 @@ from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
-from tunekit.evaluation.losses import Told, Values
+from tunekit.evaluation.losses import Told, Values, logged_figure
 from tunekit.inference.inference_model import Answer, Loaded, Sampling, answer
 from tunekit.methods.rewards.load import RewardFunction
 from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
@@ -90,10 +90,10 @@ class Questions:
             for values in (ours, theirs):
                 if values is not None:
                     values["reward"] = self._total(values, names)
-            figures.insert(0, Figure("reward", "reward, summed by weight", ".3f", higher_is_better=True))
+            figures.insert(0, Figure("reward", "reward, weighted sum", ".3f", higher_is_better=True))
         figures += (
-            Figure("completions/mean_length", "tokens of an answer", ".1f", higher_is_better=None),
-            Figure("completions/clipped_ratio", "answers cut off", ".1%", higher_is_better=False),
+            logged_figure("completions/mean_length"),
+            logged_figure("completions/clipped_ratio", higher=False),
         )
         rows_of_scores = []
         for figure in figures:
@@ -127,15 +127,17 @@ def questions_in(rows: Rows) -> list[Row]:
     if rows.format == "messages":
         return [_last_turn(row, rows.place(index)) for index, row in enumerate(rows.rows)]
     raise DataError(
-        f"{rows.source}: rows of {rows.read_as or rows.format} hold nothing that can be asked",
-        hint="name rows with a prompt and what the metric reads, such as answer",
+        f"{rows.source}: rows of {rows.read_as or rows.format} have no prompts",
+        hint="use rows with a prompt and the column that the metric reads, such as answer",
     )
 
 
 def _last_turn(row: Row, place: str) -> Row:
     messages = row["messages"]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(f"{place}: the conversation does not end with an answer", hint="leave it out, or complete it")
+        raise DataError(
+            f"{place}: conversation does not end with an assistant message", hint="remove or complete the row"
+        )
     columns = {name: value for name, value in row.items() if name != "messages"}
     return {"prompt": messages[:-1], "answer": messages[-1]["content"], **columns}
 

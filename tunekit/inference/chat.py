@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tunekit.errors import RunError
-from tunekit.inference.inference_model import Device, find_trained
+from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
 from tunekit.inference.vllm import Backend, missing
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
@@ -71,9 +71,9 @@ class Talk:
     ) -> None:
         trained = find_trained(run, checkpoint)
         if trained.judges:
-            raise RunError(f"{trained.name} judges answers and gives none", hint="talk with a run of another method")
+            raise RunError(f"{trained.name} {GENERATES_NOTHING}", hint="chat with a run of another method")
         if compare and not trained.can_compare:
-            raise RunError(f"{trained.name} is a model that no run made: nothing was before it", hint="name a run")
+            raise RunError(f"{trained.name} was not trained by a run: no model before training", hint="pass a run")
         if backend == "vllm" and (absent := missing()) is not None:
             raise absent
         self.name = trained.name
@@ -148,8 +148,8 @@ class Talk:
             RunError: The conversation is too long or of another shape, or the process is gone.
         """
         if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
-            problem = f"an answer cannot have temperature {temperature:g}, top_p {top_p:g} and {max_new_tokens} tokens"
-            raise RunError(problem, hint="temperature is 0 or more, top_p above 0 and at most 1, and tokens at least 1")
+            problem = f"invalid sampling: temperature {temperature:g}, top_p {top_p:g}, {max_new_tokens} tokens"
+            raise RunError(problem, hint="use temperature >= 0, 0 < top_p <= 1 and at least 1 token")
         options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
         with self._turn:
             self.last = None
@@ -234,13 +234,13 @@ class Talk:
             code = None
         # Last, as another thread may close it while this one waits.
         if self._words.closed:
-            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
+            return RunError(f"the chat with {self.name} is closed", hint="start another one")
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         detail = f": {lines[-1]}" if lines else ""
         return RunError(
-            f"the process of {self.name} ended{f' with code {code}' if code else ''}{detail}",
-            hint="there may be too little memory: close other models, or take --device cpu",
+            f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}",
+            hint="memory may have run out: close other models, or pass --device cpu",
         )
 
 

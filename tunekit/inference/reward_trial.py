@@ -153,23 +153,23 @@ class RewardTrial:
             yield BARE_PROMPTS
         if self.no_signal_share >= _NO_SIGNAL_SHARE:
             silent = sum(not group.has_signal for group in self.groups)
-            what = "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"
+            what = "learning will be slow; use easier prompts, a larger method.num_generations, or a finer reward"
             if silent == len(self.groups):
-                what = "there is nothing to learn from; train on such answers first, or take easier prompts"
-            yield f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: {what}"
+                what = "no learning signal; fine-tune on such answers first, or use easier prompts"
+            yield f"all answers have equal rewards in {silent} of {counted(len(self.groups), 'group')}: {what}"
         if self.truncated_share >= _TRUNCATED_SHARE:
-            what = "; raise method.max_completion_length, or add a stop text"
+            what = "; raise method.max_completion_length, or add a stop string"
             if self.masks_truncated:
-                what = ", and are left out of the loss; raise method.max_completion_length"
+                what = ", and are masked from the loss; raise method.max_completion_length"
             most = f"{self.max_completion_length:,} tokens"
-            yield f"{self.truncated_share:.0%} of the answers reach {most} without an end{what}"
+            yield f"{self.truncated_share:.0%} of the answers are truncated at {most}{what}"
         for reward in self.rewards:
             if reward.mean is None:
-                yield f"{reward.name} has nothing to say of any answer"
+                yield f"{reward.name} returns None for every answer"
             elif reward.spread == 0:
-                yield f"{reward.name} gives {reward.mean:g} to every answer"
+                yield f"{reward.name} returns {reward.mean:g} for every answer"
             if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
-                yield f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
+                yield f"{reward.name} takes longer than generation: {reward.seconds_per_step:.1f} s per step"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -264,7 +264,7 @@ def _prompts(
             if len(ids) <= room:
                 prompts.append(_Prompt(rows.place(index), row, ids))
     if not prompts:
-        problem = f"none of the prompts leaves room for an answer: they may have {room:,} tokens"
+        problem = f"no prompt leaves room for an answer: limit {room:,} tokens"
         raise DataError(problem, hint="raise data.max_length")
     return prompts
 

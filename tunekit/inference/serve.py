@@ -104,8 +104,8 @@ def check_address(host: str, api_key: str | None) -> None:
     except ValueError:
         is_loopback = host == "localhost"
     if not is_loopback and not api_key:
-        hint = f"set {KEY_VARIABLE} or --api-key-file; or leave --host out, and use `ssh -L` from elsewhere"
-        raise RunError(f"--host {host}: others could use this model, as there is no API key", hint=hint)
+        hint = f"set {KEY_VARIABLE} or --api-key-file; or remove --host, and use `ssh -L` from other machines"
+        raise RunError(f"--host {host}: others could use this model without an API key", hint=hint)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -118,8 +118,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        problem = f"cannot listen at {host}:{port}: {error.strerror}"
-        raise RunError(problem, hint="choose another with --port; 0 takes a free one") from error
+        problem = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise RunError(problem, hint="pass another --port; 0 picks a free one") from error
 
 
 def _answer(

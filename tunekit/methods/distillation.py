@@ -28,10 +28,9 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
     num_differing = sum(its.get(token) != number for token, number in own.items())
     if num_differing or len(own) != len(its):
         raise ModelError(
-            f"method.teacher: {path!r} has another tokenizer: {num_differing:,} of {len(own):,} tokens have "
-            "another number "
-            f"or are not among its {len(its):,}",
-            hint="take a larger model of the same family as the teacher: probabilities are compared token by token",
+            f"method.teacher: {path!r} has a different tokenizer: {num_differing:,} of {len(own):,} tokens have "
+            f"another id or are missing from its {len(its):,}",
+            hint="use a larger model of the same family as the teacher: probabilities are compared token by token",
         )
 
 
