@@ -459,7 +459,7 @@ UNSUPPORTED = {
         "gradient_acumulation_steps": "did you mean 'gradient_accumulation_steps'?",
         "quantizer._component_": "quantization-aware training is unsupported",
         "quantizer.groupsize": "quantization-aware training is unsupported",
-        "lr_scheduler._component_": "get_exponential_schedule: `tunekit explain train.lr_scheduler_type` lists the supported ones",
+        "lr_scheduler._component_": "get_exponential_schedule: `tunekit explain train.lr_scheduler_type` lists",
         "metric_logger.project": "not a recipe key: set WANDB_PROJECT=trial",
     },
     "swift-doubtful.sh": {
@@ -486,7 +486,8 @@ SUSPICIOUS = {
     "axolotl-doubtful.yaml": [
         "learning rate 1e-06 is low for LoRA", "20 epochs", "train_on_inputs", "sample_packing without flash",
         "conversation: is deprecated", "warmup_steps 10 and warmup_ratio 0.1 are both set",
-        "bf16 and fp16 are both on", "without embed_tokens and lm_head in lora_modules_to_save", "the number of devices is not in the file",
+        "bf16 and fp16 are both on", "without embed_tokens and lm_head in lora_modules_to_save",
+        "the number of devices is not in the file",
     ],
     "axolotl-mixed-sources.yaml": ["rows are shuffled twice"],
     "llamafactory-doubtful.yaml": [

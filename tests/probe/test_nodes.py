@@ -116,7 +116,7 @@ CONTRADICTIONS = {
     "devices-of-others": (
         8,
         STEP | {"SLURM_GPUS_ON_NODE": "1"},
-        "Slurm gave 1 accelerator on this node, but this process sees 8 accelerators; "
+        "Slurm allocated 1 accelerator on this node, but this process sees 8 accelerators; "
         "hide the others: set CUDA_VISIBLE_DEVICES to the allocated ones",
     ),
     "uneven": (
