@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from tunekit.cli.options import CheckpointOption, DeviceOption, ModelArgument, TemperatureOption, print_json
+from tunekit.cli.options import CheckpointOption, DeviceOption, ModelArgument, TemperatureOption, passed_on, print_json
 
 
 def evaluate(
@@ -43,6 +43,7 @@ def evaluate(
     as_json: Annotated[bool, Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a model on held-out rows, rewards or tasks, before and after training, with intervals."""
+    options = passed_on(locals(), "metric", "tasks", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -63,22 +64,9 @@ def evaluate(
             bar.update(task, description=words, completed=event["done"], total=event["total"])
 
         evaluation = evaluating.evaluate(
-            model,
-            checkpoint=checkpoint,
-            data=data,
+            **options,
             metrics=metric or (),
             tasks=[name.strip() for name in tasks.split(",") if name.strip()] if tasks else (),
-            include_path=include_path,
-            before=before,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            dtype=dtype,
             on_event=show,
         )
     if as_json:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from tunekit.cli.options import CheckpointOption, RunArgument, facts_table, print_json
+from tunekit.cli.options import CheckpointOption, RunArgument, facts_table, passed_on, print_json
 from tunekit.errors import TunekitError, writing
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def export(
     as_json: Annotated[bool, Option("--json", help="Print the export report as JSON.")] = False,
 ) -> None:
     """Export a run's model for other tools and verify it by reloading."""
+    options = passed_on(locals(), "merged", "adapter", "as_json")
     from tunekit.display.console import make_console
     from tunekit.exporting import export as exporting
 
@@ -52,16 +53,8 @@ def export(
     }
     kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
     exported = exporting.export(
-        run,
-        dest,
+        **options,
         kind=kind,
-        dtype=dtype,
-        checkpoint=checkpoint,
-        max_shard_size=max_shard_size,
-        gguf=gguf,
-        push=push,
-        private=private,
-        replace=replace,
         on_event=lambda event: (
             None if as_json or event["phase"] not in words else console.print(words[event["phase"]], style="dim")
         ),

@@ -16,6 +16,7 @@ from tunekit.cli.options import (
     PortOption,
     TemperatureOption,
     facts_table,
+    passed_on,
     print_json,
     secret_in,
 )
@@ -58,6 +59,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
     """Answer the prompts of a file with a trained or any other model."""
+    options = passed_on(locals(), "model", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -81,24 +83,7 @@ def generate(
 
     try:
         with bar:
-            result = generating.generate(
-                model,
-                prompts,
-                out,
-                checkpoint=checkpoint,
-                system=system,
-                temperature=temperature,
-                top_p=top_p,
-                max_new_tokens=max_new_tokens,
-                num_samples=num_samples,
-                seed=seed,
-                batch_size=batch_size,
-                column=column,
-                device=device,
-                dtype=dtype,
-                backend=backend,
-                on_event=show,
-            )
+            result = generating.generate(model, **options, on_event=show)
     except KeyboardInterrupt:
         part = out.with_name(out.name + ".part")
         print(f"stopped; answers so far are in {part}" if part.exists() else "stopped", file=sys.stderr)
@@ -130,6 +115,7 @@ def serve(
     backend: BackendOption = "transformers",
 ) -> None:
     """Serve a trained or any other model over an OpenAI-compatible API."""
+    options = passed_on(locals(), "model", "api_key_file")
     from tunekit.inference import serve as serving
     from tunekit.runs.events import Event
 
@@ -150,17 +136,7 @@ def serve(
         print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C stops it\n")
         print(f"curl {url}{event['path']} -H 'Content-Type: application/json'{header} \\\n  -d '{request}'", flush=True)
 
-    serving.serve(
-        model,
-        checkpoint=checkpoint,
-        host=host,
-        port=port,
-        api_key=key,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        on_event=show,
-    )
+    serving.serve(model, **options, api_key=key, on_event=show)
 
 
 def chat(
@@ -176,6 +152,7 @@ def chat(
     backend: BackendOption = "transformers",
 ) -> None:
     """Chat with a trained or any other model. Type /clear to start over, /exit or Ctrl-D to quit."""
+    sampling = passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
     from tunekit.inference import chat as talking
 
     at_terminal = sys.stdin.isatty()
@@ -197,15 +174,7 @@ def chat(
             for base in sides:
                 histories[base].append({"role": "user", "content": line})
                 name = "" if not compare else "before: " if base else "after:  "
-                pieces = talk.say(
-                    histories[base],
-                    base=base,
-                    temperature=temperature,
-                    top_p=top_p,
-                    max_new_tokens=max_new_tokens,
-                    seed=seed,
-                )
-                words = _answer(talk, pieces, name)
+                words = _answer(talk, talk.say(histories[base], base=base, **sampling), name)
                 histories[base].append({"role": "assistant", "content": words})
 
 

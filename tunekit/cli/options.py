@@ -33,6 +33,11 @@ TemperatureOption = Annotated[float, Option(help="Sampling temperature; 0: greed
 PortOption = Annotated[int, Option(min=0, max=65535, help="Port; 0 picks a free one.")]
 
 
+def passed_on(arguments: dict[str, Any], *own: str) -> dict[str, Any]:
+    """Return the arguments of a command that its verb has under the same names: all but the command's own."""
+    return {name: value for name, value in arguments.items() if name not in own}
+
+
 def print_json(document: Any) -> None:
     """Print plain data as JSON for other programs."""
     print(json.dumps(document, indent=2, ensure_ascii=False))

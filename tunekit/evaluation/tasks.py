@@ -34,16 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 METRICS = (
-    "exact_match",
-    "numeric_match",
-    "math",
-    "code",
-    "regex",
-    "json_schema",
-    "length",
-    "repetition",
-    "reward_model",
-    "judge",
+    *("exact_match", "numeric_match", "math", "code", "regex", "json_schema"),
+    *("length", "repetition", "reward_model", "judge"),
 )
 """Rewards that come with tunekit, by their names as metrics."""
 

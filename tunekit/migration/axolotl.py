@@ -68,7 +68,7 @@ def finish(draft: Draft) -> None:
     if draft.method == "grpo":
         hf.room_for_answers(draft, prompt=0)
     if draft.has_adapter:
-        draft.assume({"adapter.rank": 8, "adapter.alpha": 8}, "PEFT's default, where the file says nothing")
+        draft.assume({"adapter.rank": 8, "adapter.alpha": 8}, "PEFT's default; not set in the file")
         if "adapter.target_modules" not in draft.values and not draft.get("lora_target_linear"):
             draft.suspect(
                 "adapter", "neither lora_target_linear nor lora_target_modules: the recipe adapts all linear layers"

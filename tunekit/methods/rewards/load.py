@@ -67,19 +67,9 @@ def judge_of(reward: Reward) -> Judge:
     """
     from tunekit.methods.rewards import code, judge, maths, model, text
 
-    judges: dict[str, Callable[[Any], Judge]] = {
-        "exact_match": text.exact_match,
-        "numeric_match": text.numeric_match,
-        "regex": text.regex,
-        "length": text.length,
-        "repetition": text.repetition,
-        "json_schema": text.json_schema,
-        "math": maths.math,
-        "code": code.code,
-        "reward_model": model.reward_model,
-        "judge": judge.judge,
-    }
-    return judges[reward.type](reward)
+    modules = {"math": maths, "code": code, "reward_model": model, "judge": judge}
+    judge_for: Callable[[Any], Judge] = vars(modules.get(reward.type, text))[reward.type]
+    return judge_for(reward)
 
 
 def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
