@@ -49,7 +49,7 @@ def start(
         overrides: Changes to it, such as `train.max_steps=10`.
         resume: Resume the unfinished run of this recipe, if there is one.
         devices: The accelerators to use, by index or UUID; by default those that the plan chooses.
-        queue: Wait in line until no other run of this machine has the devices.
+        queue: Wait until no other run on this machine uses the devices.
 
     Raises:
         TunekitError: There is no run, for the same reasons as with `train`.
@@ -77,7 +77,7 @@ def start_resume(
         from_: The checkpoint to resume from, by its step, name or path. Default: the newest complete one.
         weights_only: Start over with the weights of that checkpoint, and load nothing else of it.
         devices: The accelerators to use, by index or UUID.
-        queue: Wait in line until no other run of this machine has the devices.
+        queue: Wait until no other run on this machine uses the devices.
 
     Raises:
         TunekitError: It cannot be resumed, for the same reasons as with `resume`.

@@ -51,7 +51,7 @@ class Lookup:
         Args:
             machines: Their names, None for this one.
             look: How facts of a model are found.
-            here: What counts as this machine; it is looked at where left out.
+            here: Hardware of this machine. Default: probed.
             shares_disk: Whether what that writes is on the disk of the machine that asks.
 
         Raises:

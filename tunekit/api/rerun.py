@@ -86,17 +86,9 @@ class Agreement:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
-        return {
-            "run": str(self.run.path),
-            "again": str(self.again.path),
-            "agrees": self.agrees,
-            "otherwise": list(self.otherwise),
-            "tolerance": self.tolerance,
-            "num_values": self.num_values,
-            "first": None if self.first is None else asdict(self.first),
-            "beyond": None if self.beyond is None else asdict(self.beyond),
-            "same_weights": self.same_weights,
-        }
+        plain = {"run": str(self.run.path), "again": str(self.again.path), "otherwise": list(self.otherwise)}
+        differences = {name: asdict(one) if (one := vars(self)[name]) else None for name in ("first", "beyond")}
+        return {**vars(self), **plain, **differences, "agrees": self.agrees}
 
     def lines(self) -> Iterator[str]:
         """The verdict in sentences."""

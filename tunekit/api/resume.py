@@ -36,7 +36,7 @@ def resumed(
         from_: The checkpoint to resume from.
         weights_only: Start over with the weights of that checkpoint.
         nodes: Machines that are named.
-        on_event: Told the plan.
+        on_event: Called with the plan.
 
     Raises:
         TunekitError: It cannot be resumed, or not with these edits.

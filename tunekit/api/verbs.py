@@ -185,7 +185,7 @@ def train(
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe.
         resume: Resume the unfinished run of this recipe, if there is one.
-        queue: Wait in line until no other run of this machine has the devices that this one needs.
+        queue: Wait until no other run on this machine uses the devices.
         on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
 
     Raises:
@@ -217,8 +217,7 @@ def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
         TunekitError: The recipe has a fault.
     """
     run = run_of(read_recipe(source, overrides)[0])
-    is_over = run is not None and run.state in ENDED_EARLY
-    return run if run is not None and is_over and can_go_on(run) else None
+    return run if run is not None and run.state in ENDED_EARLY and can_go_on(run) else None
 
 
 def resume(
@@ -238,8 +237,8 @@ def resume(
         overrides: Edits of its recipe, such as `train.max_steps=200`; those in its `recipe.yaml` count too.
         from_: The checkpoint to resume from, by its step, name or path. Default: the newest complete one.
         weights_only: Start over with the weights of that checkpoint, and load nothing else of it.
-        nodes: Machines, named as for `launch`; this one where left out.
-        queue: Wait in line until no other run of this machine has the devices that this one needs.
+        nodes: Machines, named as for `launch`. Default: this one.
+        queue: Wait until no other run on this machine uses the devices.
         on_event: Called with every event as it happens.
 
     Raises:
@@ -364,10 +363,10 @@ def make_run(
     Args:
         source: The recipe.
         overrides: Changes to it.
-        hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
+        hardware: Where it will run; by default this machine, and the nodes of its launcher.
         shares_disk: Whether what it writes there is on this machine's disk too.
         notes: What else the user should know.
-        on_event: Told how far the rows are, and the plan.
+        on_event: Called with the progress of reading rows, and the plan.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
@@ -413,7 +412,7 @@ def check_network(
     Args:
         source: The recipe.
         overrides: Changes to it.
-        nodes: Machines, named as for `launch`; this one where left out.
+        nodes: Machines, named as for `launch`. Default: this one.
 
     Raises:
         TunekitError: The recipe cannot be planned, or a machine or a rank does not answer. It is named.
@@ -441,7 +440,7 @@ def try_rewards(
         source: The recipe.
         overrides: Changes to it.
         num_prompts: Prompts to try, the first of the training rows.
-        on_event: Told how far the answers are; `tunekit.Progress()` shows it.
+        on_event: Called with the progress of generation; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
@@ -490,7 +489,7 @@ def data_report(
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
         num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
-        on_event: Told how far the rows are; `tunekit.Progress()` shows it.
+        on_event: Called with the progress of reading rows; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
@@ -513,13 +512,13 @@ def preview(
 ) -> DataPreview:
     """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
 
-    What is wrong with the rows or with their format is said beside what can be read, and nothing is read that is not
+    Problems of rows and their format are reported beside what can be read, and nothing is read that is not
     needed. Rows up to the thousandth are looked at for what is wrong with them, and as many more as are asked for.
 
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
-        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Left out: the first.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Default: the first.
         start: The first row to show, counted from 0.
         num_rows: Rows to show.
 

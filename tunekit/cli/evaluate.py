@@ -2,11 +2,19 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Option
 
-from tunekit.cli.options import CheckpointOption, DeviceOption, ModelArgument, TemperatureOption, passed_on, print_json
+from tunekit.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    DtypeName,
+    ModelArgument,
+    TemperatureOption,
+    passed_on,
+    print_json,
+)
 
 
 def evaluate(
@@ -37,9 +45,7 @@ def evaluate(
     batch_size: Annotated[int, Option(help="Prompts per batch.", min=1)] = 16,
     seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
     device: DeviceOption = "auto",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Option(help="Weight data type; auto: as in training.")
-    ] = "auto",
+    dtype: Annotated[DtypeName, Option(help="Weight data type; auto: as in training.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a model on held-out rows, rewards or tasks, before and after training, with intervals."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from tunekit.cli.options import CheckpointOption, RunArgument, facts_table, passed_on, print_json
+from tunekit.cli.options import CheckpointOption, DtypeName, RunArgument, facts_table, passed_on, print_json
 from tunekit.errors import TunekitError, writing
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ def export(
     ] = None,
     merged: Annotated[bool, Option("--merged", help="Merge the adapter into the weights.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Export the adapter only.")] = False,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Option(help="Data type of merged weights; auto: as the base model."),
-    ] = "auto",
+    dtype: Annotated[DtypeName, Option(help="Data type of merged weights; auto: as the base model.")] = "auto",
     checkpoint: CheckpointOption = None,
     max_shard_size: Annotated[str, Option(help="Maximum size of a weight file.", metavar="SIZE")] = "5GB",
     gguf: Annotated[

@@ -12,6 +12,7 @@ from typer import Option
 from tunekit.cli.options import (
     CheckpointOption,
     DeviceOption,
+    DtypeName,
     ModelArgument,
     PortOption,
     TemperatureOption,
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
     from tunekit.inference.chat import Talk
 
 
-DtypeOption = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    Option(help="Data type of the weights; auto: as trained, or as stored."),
-]
+DtypeOption = Annotated[DtypeName, Option(help="Data type of the weights; auto: as trained, or as stored.")]
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
     Option(help="Generation backend; auto: vLLM if it is installed and supports the model."),

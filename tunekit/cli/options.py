@@ -28,6 +28,7 @@ NodesOption = Annotated[
     ),
 ]
 CheckpointOption = Annotated[str | None, Option(metavar="STEP", help="Checkpoint step, instead of the result.")]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Device of the model; auto: a GPU if available.")]
 TemperatureOption = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.", min=0)]
 PortOption = Annotated[int, Option(min=0, max=65535, help="Port; 0 picks a free one.")]

@@ -16,7 +16,7 @@ from tunekit.errors import DataError
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
 from tunekit.evaluation.losses import Told, Values, logged_figure
 from tunekit.inference.inference_model import Answer, Loaded, Sampling, answer
-from tunekit.methods.rewards.load import RewardFunction
+from tunekit.methods.rewards.load import RewardFunction, reward_arguments
 from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
 from tunekit.runs.evaluation_result import Score
 
@@ -49,28 +49,13 @@ class Questions:
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
-        from transformers import TrainerState
-
         answers: dict[int, Answer] = {}
         for number, (single,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
             answers[number] = single
             tell(len(answers), len(self.ids))
         answered = [answers[number] for number in range(len(self.ids))]
-        prompts = [row["prompt"] for row in self.rows]
-        columns = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
-        # What TRL gives to a reward.
-        batch = {
-            "prompts": prompts,
-            "completions": [
-                [{"role": "assistant", "content": single.text}] if isinstance(prompt, list) else single.text
-                for prompt, single in zip(prompts, answered, strict=True)
-            ],
-            "completion_ids": [list(single.ids) for single in answered],
-            **{name: [row.get(name) for row in self.rows] for name in columns},
-            "trainer_state": TrainerState(),
-            "log_extra": lambda column, values: None,
-            "log_metric": lambda name, value: None,
-        }
+        texts, ids = [single.text for single in answered], [single.ids for single in answered]
+        batch = reward_arguments(self.rows, texts, ids)
         rewards = {single.__name__: np.array(single(**batch), dtype=np.float64) for single in self.functions}
         return {
             **{f"rewards/{name}/mean": values for name, values in rewards.items()},

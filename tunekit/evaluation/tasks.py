@@ -52,10 +52,10 @@ class Wish:
 
     Attributes:
         limit: Rows, at most, the first ones.
-        max_new_tokens: Longest answer; None as the run had it, or 256.
-        temperature: How freely answers are given.
-        seed: For the draws.
-        batch_size: Prompts that are answered at once.
+        max_new_tokens: Maximum new tokens; None: as in training, or 256.
+        temperature: Sampling temperature.
+        seed: Random seed for sampling.
+        batch_size: Prompts per batch.
         device: Where reward models are.
     """
 

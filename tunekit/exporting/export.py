@@ -99,11 +99,11 @@ def export(
     replace: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Export:
-    """Write what a run made as a folder that others load, and see by loading it that it answers alike.
+    """Export a run's model as a folder for other tools, and verify it by reloading.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
-        dest: Where to, a folder that is not there or empty; `export/` in the run's own folder where left out.
+        dest: New or empty folder. Default: `export/` in the run folder.
         kind: `adapter`, or `merged`: whole weights. `auto` is `merged`.
         dtype: Type of merged weights; `auto`: as the base model, or a run that trained all weights, has them.
         checkpoint: The step of the checkpoint to export, rather than the result.
@@ -112,7 +112,7 @@ def export(
         push: A repository of the hub, `owner/name`, to which the export is sent once it was checked.
         private: Only its owners see the repository.
         replace: What the repository holds may be replaced; its history keeps it.
-        on_event: Told what is done: events `export` with `phase`: `loading`, `writing`, `checking`, `converting`,
+        on_event: Called with events `export` with `phase`: `loading`, `writing`, `checking`, `converting`,
             `pushing`, `done`.
 
     Raises:

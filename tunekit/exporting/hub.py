@@ -144,15 +144,15 @@ def _hub_errors(repo: str, hint: str | None = None) -> Iterator[None]:
 
 
 def _refused(status: int, said: str, repo: str, hint: str | None) -> RunError:
-    match status:
-        case 401:
-            return RunError(f"--push {repo}: the Hub rejects the token", hint=hint or "run `hf auth login`")
-        case 403:
-            return RunError(f"--push {repo}: the Hub denies write access", hint=hint or "pass another repository")
-        case 409 | 412:
-            return RunError(f"--push {repo}: the repository changed during the export", hint=hint or "try again")
-        case _:
-            return RunError(f"--push {repo}: the Hub responded with {status}: {said}", hint=hint or "try again later")
+    changed = ("the repository changed during the export", "try again")
+    known = {
+        401: ("the Hub rejects the token", "run `hf auth login`"),
+        403: ("the Hub denies write access", "pass another repository"),
+        409: changed,
+        412: changed,
+    }
+    what, remedy = known.get(status, (f"the Hub responded with {status}: {said}", "try again later"))
+    return RunError(f"--push {repo}: {what}", hint=hint or remedy)
 
 
 def _first_line(error: BaseException) -> str:

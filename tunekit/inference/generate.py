@@ -102,23 +102,23 @@ def generate(
             the end of a conversation is left out.
         out: The file to write, a line of JSON for each row: the row, its `answer` (`answers` where there are several),
             `num_tokens` and `finish_reason` (`end` or `length`). It must not be there yet.
-        checkpoint: Of a run: the step of the checkpoint, rather than the result.
-        system: System prompt of the conversations that have none.
-        temperature: How freely tokens are drawn; 0: the likeliest one each time.
-        top_p: Share of the probability from which they are drawn.
-        max_new_tokens: Longest answer.
+        checkpoint: Checkpoint step of a run, instead of the result.
+        system: System prompt for conversations without one.
+        temperature: Sampling temperature; 0: greedy decoding.
+        top_p: Nucleus sampling: probability mass to sample from.
+        max_new_tokens: Maximum new tokens.
         num_samples: Answers to each prompt.
-        seed: For the draws. The same seed, prompts and `batch_size` give the same answers on the same machine.
-        batch_size: Answers that are given at once; halved where memory runs out.
-        column: Name of the column of answers, where it is to be another one.
-        device: Where the model is; `auto`: on an accelerator, if there is one.
-        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
-        backend: What generates; `auto`: vLLM where it is installed and takes such a model, or transformers.
-        on_event: Told of events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
+        seed: Random seed. The same seed, prompts and `batch_size` give the same answers on the same machine.
+        batch_size: Answers per batch; halved when memory runs out.
+        column: Name of the output column. Default: `answer` or `answers`.
+        device: Device of the model; `auto`: an accelerator if available.
+        dtype: Data type of the weights; `auto`: as trained, or as stored.
+        backend: Generation backend; `auto`: vLLM if it is installed and supports the model.
+        on_event: Called with events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
 
     Raises:
-        TunekitError: There is no such model, it does not answer, prompts are broken or too long, or the file cannot be
-            written.
+        TunekitError: There is no such model, it does not generate, prompts are invalid or too long, or the file cannot
+            be written.
     """
     tell = on_event or (lambda event: None)
     sampling = Sampling(temperature, top_p, max_new_tokens, num_samples, seed)

@@ -73,7 +73,7 @@ def find_trained(name: str | Path | Run, checkpoint: str | None = None) -> Train
 
     Args:
         name: Which.
-        checkpoint: Of a run: the step of the checkpoint that is meant, rather than the result.
+        checkpoint: Checkpoint step of a run, instead of the result.
 
     Raises:
         TunekitError: There is none, the run has not finished, or the checkpoint is damaged.
@@ -280,11 +280,11 @@ class Sampling:
     """Sampling parameters.
 
     Attributes:
-        temperature: How freely; 0: the likeliest token each time.
-        top_p: Share of the probability from which tokens are drawn.
-        max_new_tokens: Longest answer.
+        temperature: Sampling temperature; 0: greedy decoding.
+        top_p: Nucleus sampling: probability mass to sample from.
+        max_new_tokens: Maximum new tokens.
         num_samples: Answers to each prompt.
-        seed: For the draws; another one each time where left out.
+        seed: Random seed. Default: a new one each time.
 
     Raises:
         RunError: There is no such way.
@@ -359,11 +359,11 @@ def load(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["aut
 
     Args:
         found: Which.
-        device: Where to; `auto`: on an accelerator, if there is one.
-        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
+        device: Device of the model; `auto`: an accelerator if available.
+        dtype: Data type of the weights; `auto`: as trained, or as stored.
 
     Raises:
-        TunekitError: It judges and does not answer, it cannot be loaded, or does not fit in free memory.
+        TunekitError: It is a reward model, it cannot be loaded, or it does not fit in free memory.
     """
     refuse_judges(found)
     where = device_for(device)

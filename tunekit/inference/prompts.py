@@ -49,7 +49,7 @@ def read_prompts(
 
     Args:
         path: A file of rows of any kind that can be trained on.
-        system: System prompt of the conversations that have none.
+        system: System prompt for conversations without one.
         taken: Columns that no row may have: that of the answers, and those beside it.
 
     Raises:

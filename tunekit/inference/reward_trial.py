@@ -17,7 +17,7 @@ from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
-from tunekit.methods.rewards.load import load_rewards
+from tunekit.methods.rewards.load import load_rewards, reward_arguments
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
@@ -205,7 +205,7 @@ def run_trial(
         method: Its method.
         sources: Its training rows.
         num_prompts: Prompts to try, at most.
-        on_progress: Told how many prompts are answered.
+        on_progress: Called with the number of answered prompts.
 
     Raises:
         TunekitError: A reward fails, which is named with the row, or no prompt leaves room for an answer.
@@ -229,7 +229,9 @@ def run_trial(
     num_answers = len(prompts) * method.num_generations
     per_step = recipe.train.global_batch_size / num_answers
     generation_seconds = time.perf_counter() - started
-    batch = _batch(prompts, answered, tokenizer)
+    pairs = [(prompt.row, ids) for prompt, group in zip(prompts, answered, strict=True) for ids in group]
+    rows, token_ids = zip(*pairs, strict=True)
+    batch = reward_arguments(rows, tokenizer.batch_decode(token_ids, skip_special_tokens=True), token_ids)
     values, seconds = [], []
     for function in functions:
         started = time.perf_counter()
@@ -310,29 +312,6 @@ def _answer(
         while answer and answer[-1] == tokenizer.pad_token_id != end:
             answer.pop()
     return answers
-
-
-def _batch(
-    prompts: list[_Prompt], answered: list[list[list[int]]], tokenizer: "PreTrainedTokenizerBase"
-) -> dict[str, Any]:
-    """Build the keyword arguments that TRL would pass to a reward: lists as long as there are answers."""
-    from transformers import TrainerState
-
-    pairs = [(prompt, ids) for prompt, group in zip(prompts, answered, strict=True) for ids in group]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in pairs]
-    chats = [isinstance(prompt.row["prompt"], list) for prompt, _ in pairs]
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row if name != "prompt")
-    return {
-        "prompts": [prompt.row["prompt"] for prompt, _ in pairs],
-        "completions": [
-            [{"role": "assistant", "content": text}] if chat else text for text, chat in zip(texts, chats, strict=True)
-        ],
-        "completion_ids": [ids for _, ids in pairs],
-        **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in columns},
-        "trainer_state": TrainerState(),
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
 
 
 def _groups(

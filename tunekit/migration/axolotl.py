@@ -4,7 +4,6 @@ from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import training as hf
 from tunekit.migration.draft import (
     Draft,
-    Rule,
     UnfitError,
     carried,
     figure,
@@ -18,7 +17,6 @@ from tunekit.migration.draft import (
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import tool_table
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo"}
 _NEEDS_FLASH = ("flash_attention", "flex_attention", "xformers_attention", "sage_attention")
@@ -195,8 +193,3 @@ def utilization(draft: Draft, entry: Entry) -> Fate:
     if draft.method != "grpo":
         return Fate("silent", "only used with grpo")
     return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", figure(entry.value))
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """Axolotl's keys."""
-    return {**hf.trainer_rules(), **tool_table("axolotl").rules()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, names, no_method, number, reason, text, truth
+from tunekit.migration.draft import Draft, UnfitError, carried, names, no_method, number, reason, text, truth
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -236,8 +236,3 @@ def beta(draft: Draft, entry: Entry) -> Fate:
     if draft.method not in ("dpo", "kto", "orpo", "cpo"):
         return Fate("silent", "only used with stages dpo and kto")
     return hf.beta(draft, entry)
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """LLaMA-Factory's arguments."""
-    return {**hf.trainer_rules(), **tool_table("llama-factory").rules()}

@@ -1,4 +1,4 @@
-"""A configuration of another tool -> a checked recipe and its report: the way from file to result.
+"""Migration of another tool's configuration to a checked recipe and a report.
 
 The tool is known by its keys, its rules fill a draft, and the draft is checked as any recipe is. What the schema
 refuses moves from the draft to the list of unsupported keys, with the schema's own message, so that what is left is
@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.migration import axolotl, llamafactory, swift, torchtune, trl
-from tunekit.migration.draft import Draft, Rules, apply, data_file
+from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.migration.suspects import refuse_media, suspects
+from tunekit.migration.table import tool_table
 from tunekit.recipe.load import check_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import Fault, Place, read_yaml, to_yaml
@@ -27,9 +28,6 @@ WITHOUT_DROPOUT = [name for name, method in METHODS.items() if method.spec.train
 
 class Tool(Protocol):
     """Interface of a tool's module."""
-
-    def rules(self, draft: Draft) -> Rules:
-        """Return the rule for each key."""
 
     def prepare(self, draft: Draft) -> None:
         """Lay in what several keys say together."""
@@ -50,16 +48,16 @@ _MODULES: dict[str, Tool] = {
 def migrate(
     path: str | Path, *, tool: str | None = None, num_devices: int | None = None, arguments: Sequence[str] = ()
 ) -> Migration:
-    """A recipe made of another tool's configuration, and what became of each of its keys.
+    """Convert another tool's configuration into a recipe, and report on each key.
 
     Reads no rows and no model; `tunekit.plan` says how the recipe would run.
 
     Args:
         path: A configuration of Axolotl, LLaMA-Factory, TRL's commands, torchtune or ms-swift: YAML, JSON, or a shell
             script that calls one of them.
-        tool: Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Left out: known by its keys.
-        num_devices: Devices that it was meant for, by which the batch of a step is multiplied. Left out: as the file
-            says, or one.
+        tool: Source tool: axolotl, llama-factory, trl, torchtune or ms-swift. Default: detected from its keys.
+        num_devices: Devices that it was written for: they multiply the global batch size. Default: as in the
+            file, or one.
         arguments: Further `--key value` words of the tool's command line; they go before the file.
 
     Raises:
@@ -75,7 +73,7 @@ def migrate(
     draft = Draft(original, TOOLS[name], num_devices)
     module = _MODULES[name]
     module.prepare(draft)
-    apply(draft, module.rules(draft))
+    apply(draft, trl.rules(draft) if name == "trl" else tool_table(name).rules())
     refuse_media(draft)
     module.finish(draft)
     _settle(draft)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, no_method, number, reason, text
+from tunekit.migration.draft import Draft, UnfitError, carried, no_method, number, reason, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import tool_table
 
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
@@ -161,8 +160,3 @@ def stopping(draft: Draft, entry: Entry) -> Fate:
     if draft.get("interleave_prob") is None:
         return Fate("silent", "only used with interleave_prob")
     return draft.carry(entry, "data.stopping_strategy", text(entry.value))
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """ms-swift's arguments."""
-    return {**hf.trainer_rules(), **tool_table("ms-swift").rules()}

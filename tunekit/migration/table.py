@@ -118,6 +118,8 @@ class Table(_Part):
     """Keys by which a configuration of the tool is told from others."""
     prefixes: str = ""
     """Sections that hold the keys of datasets."""
+    inherits: str | None = None
+    """Another table, whose keys the tool has too, unless it has its own of a name."""
     words: dict[str, dict[str, Any]] = {}
     """Names of the tool that functions look up, by kind."""
     fields: dict[str, str | Row] = {}
@@ -157,7 +159,7 @@ class Table(_Part):
 
     def rules(self) -> dict[str, Rule]:
         """Return the rule of each key."""
-        rules = dict(self._rules())
+        rules = ({} if self.inherits is None else tool_table(self.inherits).rules()) | dict(self._rules())
         rules |= {key: _suspected(rules[key], words) for key, words in self.suspicious.items()}
         if self.adapter is not None:
             rules |= {key: _of_adapter(rule) for key, rule in self.adapter.rules().items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, names, number, reason, truth, whole
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -299,8 +299,3 @@ def logger(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "losses are logged in the run folder")
     tracker = _words("loggers").get(name)
     return Fate("unsupported", reason("no_tracker")) if tracker is None else draft.track(entry, tracker)
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """Torchtune's keys."""
-    return tool_table("torchtune").rules()

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from tunekit.migration.draft import (
     Draft,
-    Rule,
     UnfitError,
     carried,
     is_off,
@@ -25,11 +24,6 @@ from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table
 from tunekit.recipe.sections.section import Tracker
-
-
-def trainer_rules() -> dict[str, Rule]:
-    """Return the rules of the arguments of transformers' Trainer."""
-    return tool_table("trainer").rules()
 
 
 def set_batch(

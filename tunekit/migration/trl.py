@@ -148,7 +148,6 @@ def rules(draft: Draft) -> dict[str, Rule]:
     generation = _GENERATION.split() if method in ("grpo", "rloo", "distillation") else ()
     return {
         **dict.fromkeys(known, _pass_on),
-        **hf.trainer_rules(),
         **tool_table("trl").rules(),
         **dict.fromkeys(fields, _field),
         **dict.fromkeys(generation, _generation),

@@ -9,7 +9,7 @@ Before training: whether the rows have what the rewards read in them.
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tunekit.data.sources.rows import Rows
@@ -23,6 +23,34 @@ _SHOWN = 200
 
 RewardFunction = Callable[..., list[float | None]]
 """Reward function as TRL calls it. Its metrics are named by its `__name__`."""
+
+
+def reward_arguments(
+    rows: Sequence[Mapping[str, Any]], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Build the keyword arguments that TRL passes to a reward: lists as long as there are answers.
+
+    Args:
+        rows: The row of each answer.
+        texts: The answers.
+        token_ids: Tokens of each answer.
+    """
+    from transformers import TrainerState
+
+    prompts = [row["prompt"] for row in rows]
+    columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    return {
+        "prompts": prompts,
+        "completions": [
+            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ],
+        "completion_ids": [list(ids) for ids in token_ids],
+        **{name: [row.get(name) for row in rows] for name in columns},
+        "trainer_state": TrainerState(),
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
 
 
 def load_rewards(rewards: Sequence[Reward], *, device: str) -> list[RewardFunction]:
