@@ -237,7 +237,7 @@ def test_a_reward_model_is_judged_by_the_pairs_it_tells_apart(workspace):
     for name, theirs in (("loss", "eval_loss"), ("accuracy", "eval_accuracy"), ("margin", "eval_margin")):
         assert made[name].after.value == pytest.approx(last[theirs], rel=1e-3), name
         assert made[name].before is None, "before training its score is random"
-    with pytest.raises(tunekit.TunekitError, match="judges"):
+    with pytest.raises(tunekit.TunekitError, match="is a reward model"):
         tunekit.evaluate(run, tasks=["hellaswag"])
 
 

@@ -218,7 +218,7 @@ def test_who_may_not_write_is_told_before_anything_is_computed(hub, run, tmp_pat
     hub.repos["ada/public"] = Repo()
     cases = [
         (WRITES, "no name/at all", {}, "write it as OWNER/NAME"),
-        (WRITES, "small", {}, "names no owner; name it OWNER/small"),
+        (WRITES, "small", {}, "no owner; write it as OWNER/small"),
         (WRITES, "grace/small", {}, "logged in as ada, without write access to grace; use ada/small"),
         (WRITES, "ada/public", {"private": True}, "already exists and is public"),
         (READS, "ada/small", {}, "your token is read-only"),

@@ -102,7 +102,7 @@ def test_an_answer_comes_in_pieces_and_can_be_left(talk):
         ([], {}, "the conversation is empty"),
         (QUESTION, {"temperature": -1.0}, "temperature >= 0"),
         (QUESTION, {"top_p": 0.0}, "0 < top_p"),
-        ([{"role": "user", "content": "long " * 2000}], {}, "takes 1,024"),
+        ([{"role": "user", "content": "long " * 2000}], {}, "accepts 1,024"),
     ],
 )
 def test_what_cannot_be_answered_is_told_in_words_and_the_talk_goes_on(messages, options, words, talk):

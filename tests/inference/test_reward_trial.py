@@ -156,7 +156,7 @@ def test_a_reward_that_fails_ends_the_trial_with_its_name_and_row(here):
 
 
 def test_what_cannot_be_tried_is_refused(here):
-    with pytest.raises(TunekitError, match="sft learns from no rewards; use grpo"):
+    with pytest.raises(TunekitError, match="sft does not use rewards; use grpo"):
         tunekit.try_rewards({**recipe("exact_match"), "method": "sft"})
     with pytest.raises(TunekitError, match=r"method.rewards: empty"):
         tunekit.try_rewards(recipe())

@@ -97,7 +97,7 @@ CONTRADICTIONS = {
     "restarts": (
         ["parallel.max_restarts=1"],
         {},
-        "parallel.max_restarts: these are the processes of torchrun, which alone can start them again; "
+        "parallel.max_restarts: only torchrun can restart its processes; "
         "unset it, or run `tunekit train` without a launcher; `tunekit resume` resumes a run",
     ),
     "fsdp": (

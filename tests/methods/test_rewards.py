@@ -491,7 +491,7 @@ def test_a_judge_is_asked_again_where_that_may_help(reply: Any) -> None:
 @pytest.mark.usefixtures("_no_waits")
 @pytest.mark.parametrize(
     ("reply", "num_asked", "what"),
-    [(500, 4, "answered with status 500"), (401, 1, "answered with status 401"), ("9 of 10", 4, "replied '9 of 10'")],
+    [(500, 4, "responded with status 500"), (401, 1, "responded with status 401"), ("9 of 10", 4, "replied '9 of 10'")],
 )
 def test_a_judge_that_fails_is_named_with_endpoint_and_row(reply: Any, num_asked: int, what: str) -> None:
     with an_endpoint() as (endpoint, url):
@@ -505,7 +505,7 @@ def test_a_judge_that_fails_is_named_with_endpoint_and_row(reply: Any, num_asked
 
 @pytest.mark.usefixtures("_no_waits")
 def test_a_judge_that_is_not_there_is_named() -> None:
-    with pytest.raises(RunError, match=r"judge: m at http://127.0.0.1:9/v1 did not answer"):
+    with pytest.raises(RunError, match=r"judge: m at http://127.0.0.1:9/v1 did not respond"):
         judged(judging("http://127.0.0.1:9/v1"), ["b"])
 
 
@@ -542,7 +542,7 @@ def rows(*given: Row) -> Rows:
             {"anwser": 1},
             "math reads the column 'answer', .*; set its column; available besides the prompt: anwser",
         ),
-        ("exact_match", {"answer": None}, "cannot use the column 'answer': 'None' is no text"),
+        ("exact_match", {"answer": None}, "cannot use the column 'answer': 'None' is not text"),
         ("exact_match", {"answer": " "}, "is empty"),
         ("numeric_match", {"answer": "seven"}, "'seven' does not end with a number"),
         ("numeric_match", {"answer": "3 is it, or so"}, "does not end with a number"),

@@ -56,7 +56,7 @@ DIFFERENT = [
         AXOLOTL,
         {"datasets": [CHAT], "special_tokens": {"eos_token": "<end>"}},
         "special_tokens.eos_token",
-        "keeps its own",
+        "the tokenizer's own special tokens are used",
     ),
     (
         AXOLOTL,
@@ -183,7 +183,9 @@ def test_a_data_set_with_images_is_refused() -> None:
     info = {"cats": {"file_name": "cats.json", "columns": {"messages": "messages", "images": "images"}}}
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(RecipeError, match=r"the dataset cats\.json has images, and only text is trained on; name data"):
+    with pytest.raises(
+        RecipeError, match=r"the dataset cats\.json has images, but tunekit trains on text only; set text"
+    ):
         made(LLAMA_FACTORY, dataset="cats")
 
 

@@ -213,7 +213,7 @@ def test_a_missing_folder_suggests_a_near_one(model):
 
 
 def test_a_file_is_not_a_model(model):
-    with pytest.raises(ModelError, match=r"is a file; name the folder that holds config\.json"):
+    with pytest.raises(ModelError, match=r"is a file; set it to the folder with config\.json"):
         probe_model(ModelSection(path=str(model / "config.json")))
 
 

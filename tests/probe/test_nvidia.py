@@ -268,6 +268,6 @@ def test_a_driver_library_without_a_driver_is_a_machine_without_devices(machine)
 def test_a_driver_that_was_updated_under_way_is_no_machine_without_devices(machine):
     with pytest.raises(AssertionError) as caught:
         machine(A100, NVML_INIT="18")
-    assert "PlanError: the NVIDIA driver does not answer: RM has detected an NVML/RM version mismatch; see" in str(
+    assert "PlanError: the NVIDIA driver does not answer: RM has detected an NVML/RM version mismatch; run" in str(
         caught.value
     )

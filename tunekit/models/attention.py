@@ -151,7 +151,7 @@ def packed_attention(
     if dropout and attention_mask is None:
         unsupported.append("dropout")
     if not (module.is_causal if is_causal is None else is_causal):
-        unsupported.append("sight of what follows")
+        unsupported.append("non-causal attention")
     if unsupported:
         raise ValueError(f"{VARLEN} does not support {' or '.join(unsupported)}, which {type(module).__name__} uses")
     if attention_mask is not None:
