@@ -108,8 +108,7 @@ def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) 
             os.close(telling)
         # Somebody has to take note of its end, or its number stays in use for as long as this process lives.
         threading.Thread(target=process.wait, name=f"end of {process.pid}", daemon=True).start()
-        line = reader.readline()
-        return _run_of(line, console)
+        return _run_of(reader.readline(), console)
 
 
 def _run_of(line: str, console: IO[bytes]) -> Run:

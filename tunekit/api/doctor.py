@@ -251,8 +251,7 @@ def _flash_attention(flash_attn: Package, hardware: Hardware) -> Feature:
         needed = f"needs a GPU of compute capability {_dotted(FLASH_ATTENTION_2_CAPABILITY)} or newer"
         return Feature(name, False, f"{needed}; sdpa is used")
     if flash_attn.version is None:
-        hint = "pip install flash-attn --no-build-isolation"
-        return Feature(name, False, "needs flash-attn; sdpa is used", hint)
+        return Feature(name, False, "needs flash-attn; sdpa is used", "pip install flash-attn --no-build-isolation")
     return Feature(name, True, f"flash-attn {flash_attn.version}")
 
 

@@ -76,10 +76,7 @@ class Questions:
                 if values is not None:
                     values["reward"] = self._total(values, names)
             figures.insert(0, Figure("reward", "reward, weighted sum", ".3f", higher_is_better=True))
-        figures += (
-            logged_figure("completions/mean_length"),
-            logged_figure("completions/clipped_ratio", higher=False),
-        )
+        figures += (logged_figure("completions/mean_length"), logged_figure("completions/clipped_ratio", higher=False))
         rows_of_scores = []
         for figure in figures:
             samples = [None if side is None else _sample(side[figure.name]) for side in (ours, theirs)]

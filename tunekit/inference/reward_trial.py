@@ -266,8 +266,7 @@ def _prompts(
             if len(ids) <= room:
                 prompts.append(_Prompt(rows.place(index), row, ids))
     if not prompts:
-        problem = f"no prompt leaves room for an answer: limit {room:,} tokens"
-        raise DataError(problem, hint="raise data.max_length")
+        raise DataError(f"no prompt leaves room for an answer: limit {room:,} tokens", hint="raise data.max_length")
     return prompts
 
 

@@ -209,10 +209,7 @@ def template(draft: Draft, entry: Entry) -> Fate:
         return Fate("decided", reason("template"))
     if name == "jinja":
         return Fate("silent", "chat_template_jinja sets it")
-    draft.suspect(
-        entry.key,
-        f"chat_template {name} replaces the model's own: the chat format may change",
-    )
+    draft.suspect(entry.key, f"chat_template {name} replaces the model's own: the chat format may change")
     return Fate("different", f"Axolotl formats rows with its template {name}; {reason('other_template')}")
 
 

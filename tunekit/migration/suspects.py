@@ -83,16 +83,13 @@ def suspects(draft: Draft, recipe: Recipe) -> None:
     if is_lora and is_sft and rate < LOW_FOR_LORA:
         note("train.learning_rate", f"learning rate {rate:g} is low for LoRA (typical: 1e-4 to 5e-4)")
     if not is_lora and is_sft and rate > HIGH_FOR_FULL:
-        words = f"learning rate {rate:g} is high for full fine-tuning (typical: 1e-5)"
-        note("train.learning_rate", words)
+        note("train.learning_rate", f"learning rate {rate:g} is high for full fine-tuning (typical: 1e-5)")
     if not is_sft and not method.spec.classifies and rate > HIGH_FOR_ANSWERS:
-        words = f"learning rate {rate:g} is high for {method.type} (typical: below 1e-5)"
-        note("train.learning_rate", words)
+        note("train.learning_rate", f"learning rate {rate:g} is high for {method.type} (typical: below 1e-5)")
     if epochs > MANY_EPOCHS:
         note("train.num_epochs", f"{epochs:g} epochs: the model may memorize the rows")
     if isinstance(adapter, LoraAdapter) and adapter.rank > 256:
-        words = f"rank {adapter.rank}: unusually large; adapter: full may cost little more"
-        note("adapter.rank", words)
+        note("adapter.rank", f"rank {adapter.rank}: unusually large; adapter: full may cost little more")
     if is_rewarded(method) and not method.rewards:
         note("method.type", f"{method.type} has no rewards yet: training needs at least one (method.rewards)")
     if recipe.model.trust_remote_code:

@@ -146,10 +146,7 @@ def finish(draft: Draft) -> None:
     if draft.has_adapter:
         draft.assume({"adapter.target_modules": "all-linear"}, own)
     if draft.values.get("data.loss_on") == "all":
-        draft.suspect(
-            "dataset",
-            "train_on_input is on (the default of alpaca_dataset): the loss includes prompts",
-        )
+        draft.suspect("dataset", "train_on_input is on (the default of alpaca_dataset): the loss includes prompts")
     if draft.method in ("dpo", "cpo"):
         draft.values.pop("data.loss_on", None)
 
