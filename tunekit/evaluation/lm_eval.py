@@ -171,7 +171,7 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskMa
 
     Raises:
         DependencyError: lm-evaluation-harness is not installed.
-        DataError: There is no such task, or its documents cannot be had.
+        DataError: There is no such task, or its documents are not available.
     """
     try:
         from lm_eval.tasks import TaskManager

@@ -307,12 +307,12 @@ class JudgedPairs:
 
 @dataclass(frozen=True)
 class Rated:
-    """Answers that are good or bad by themselves.
+    """Unpaired answers, each desirable or undesirable.
 
     Attributes:
         of: The rows.
         answers: The answers.
-        good: Whether each is good, bool, `(rows,)`.
+        good: Whether each is desirable, bool, `(rows,)`.
         method: How the model was trained; None where no run tells.
     """
 
@@ -332,7 +332,7 @@ class Rated:
         return {"logps": log_likelihoods(loaded.model, ids, counted, tell)}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
-        """The rewards of good and of bad answers, and how likely they are."""
+        """The rewards of desirable and of undesirable answers, and their log-likelihoods."""
         results = []
         for name, which in (("chosen", self.good), ("rejected", ~self.good)):
             if not which.any():

@@ -112,7 +112,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Raises:
-        RunError: The address cannot be had.
+        RunError: The address is not available.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

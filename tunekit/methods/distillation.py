@@ -1,4 +1,4 @@
-"""On-policy distillation through TRL's DistillationTrainer: a teacher says how likely each token of an answer is."""
+"""On-policy distillation through TRL's DistillationTrainer: a teacher scores each token of the model's answers."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase", path: str) -> None:
-    """See that a number is the same token to a teacher as to the model that learns from it.
+    """Check that each token id means the same token to the teacher and to the model.
 
     Args:
         tokenizer: That of the model.

@@ -1,4 +1,4 @@
-"""Group relative policy optimization through TRL's GRPOTrainer, which lets the model answer and asks the rewards."""
+"""Group relative policy optimization through TRL's GRPOTrainer, which generates answers and scores them by rewards."""
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import rewarded_trainer

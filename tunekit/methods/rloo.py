@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out through TRL's RLOOTrainer: each answer is judged against the others to its prompt."""
+"""REINFORCE leave-one-out through TRL's RLOOTrainer: the baseline of each answer is the mean of the others' rewards."""
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import rewarded_trainer
