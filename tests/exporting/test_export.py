@@ -171,9 +171,9 @@ def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     cases = [
         (("lora", tmp_path / "full"), {}, "exists and is not empty"),
-        (("lora", tmp_path / "link"), {}, "is a link to"),
+        (("lora", tmp_path / "link"), {}, "is a symbolic link to"),
         (("lora", tmp_path / "a\nb"), {}, "is not a valid export folder"),
-        (("lora", tmp_path / "full" / "mine" / "below"), {}, "cannot be made"),
+        (("lora", tmp_path / "full" / "mine" / "below"), {}, "cannot be created"),
         (("full", tmp_path / "out"), {"kind": "adapter"}, "has no adapter"),
         (("lora", tmp_path / "out"), {"kind": "adapter", "dtype": "bfloat16"}, "stays in float32"),
         (("lora", tmp_path / "out"), {"checkpoint": "3"}, "no such checkpoint; there is checkpoint-2, checkpoint-4"),
@@ -182,7 +182,7 @@ def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch
     for (kind, dest), options, words in cases:
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.export(runs[kind], dest, **options)
-    with pytest.raises(tunekit.TunekitError, match="is no run"):
+    with pytest.raises(tunekit.TunekitError, match="is not a run"):
         tunekit.export("pico", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]
 

@@ -92,7 +92,7 @@ CONTRADICTIONS = {
     "processes": (
         ["parallel.num_processes=2"],
         {},
-        "parallel.num_processes: 2 contradicts torchrun, which started 4; leave it out, or start as many",
+        "parallel.num_processes: 2 contradicts torchrun, which started 4; unset it, or start as many",
     ),
     "restarts": (
         ["parallel.max_restarts=1"],
