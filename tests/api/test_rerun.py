@@ -158,5 +158,5 @@ def test_a_run_without_its_events_is_not_repeated_in_vain(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])
 def test_a_repetition_lies_in_runs_under_a_name_of_its_own(name, run):
-    with pytest.raises(tunekit.TunekitError, match="is no name of a folder in runs"):
+    with pytest.raises(tunekit.TunekitError, match="is not a valid folder name in runs"):
         tunekit.rerun(run, name=name)

@@ -272,7 +272,7 @@ def test_data_as_json_and_as_a_page(workspace):
         (["explain", "adapter.rnak"], "did you mean"),
         (["plan", "double.yaml", "--sweep", "adapter.type=lora,qlorra"], "with adapter.type=qlorra: "),
         (["plan", "double.yaml", "--sweep", "adapter.rank"], "write key=value,value"),
-        (["plan", "double.yaml", "--sweep", "adapter.rank=4", "--fit", "batch"], "give one of them"),
+        (["plan", "double.yaml", "--sweep", "adapter.rank=4", "--fit", "batch"], "pass one of them"),
         (["recipes", "copy", "sft/quikstart"], "sft/quickstart"),
     ],
 )

@@ -35,7 +35,7 @@ def test_every_field_that_a_table_names_is_one_of_a_recipe(name) -> None:
     ("table", "message"),
     [
         ({"fields": {"rank": "adapter.rnak"}}, "adapter.rnak: not a recipe field"),
-        ({"fields": {"rank": "adapter.rank"}, "trainer_args": {"rank": "rank"}}, "given twice, .*: rank"),
+        ({"fields": {"rank": "adapter.rank"}, "trainer_args": {"rank": "rank"}}, "set twice, .*: rank"),
         ({"suspicious": {"rank": "is old"}}, "only suspicious: rank"),
         ({"field": {"rank": "adapter.rank"}}, "Extra inputs are not permitted"),
         ({"computed": {"training.nothing": "rank"}}, "nothing"),

@@ -250,7 +250,7 @@ def test_a_well_known_model_is_planned_for_without_network_but_not_trained(tmp_p
     )
     planned, refused = without_network(tmp_path, code).splitlines()
     assert planned == "table 8030261248 True"
-    assert "the hub cannot be reached" in refused
+    assert "the Hub cannot be reached" in refused
 
 
 def test_a_folder_without_weights_is_planned_for_but_not_trained(model):
