@@ -53,7 +53,7 @@ def test_rows_of_another_shape_are_refused(tmp_path, method, rows, why):
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
-        ({"method": "grpo"}, "method.rewards: there are none, and grpo learns from nothing else"),
+        ({"method": "grpo"}, "method.rewards: empty, but grpo learns only from rewards"),
         ({"method": "dpo", "streaming": True}, "data.streaming: rows of dpo can be planned but not trained"),
     ],
 )

@@ -65,7 +65,7 @@ def check_address(host: str, password: str | None) -> None:
     if not is_loopback(host) and not password:
         raise tunekit.TunekitError(
             f"--host {host}: others could start runs and read files here, as there is no password",
-            hint="set TUNEKIT_UI_PASSWORD or --password-file; or leave --host out, and use `ssh -L` from elsewhere",
+            hint="set TUNEKIT_UI_PASSWORD or --password-file; or remove --host, and use `ssh -L` from other machines",
         )
 
 
@@ -109,10 +109,10 @@ class Gate:
         method = "websocket" if is_websocket else scope["method"]
         origin = headers.get("origin")
         if method not in SAFE_METHODS and origin is not None and urlsplit(origin).netloc != host:
-            return PlainTextResponse("a page of another site asks for this", 403)
+            return PlainTextResponse("cross-origin requests are refused", 403)
         is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         if is_foreign and not (method in SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"):
-            return PlainTextResponse("a page of another site asks for this", 403)
+            return PlainTextResponse("cross-origin requests are refused", 403)
         if self._read_only and scope["path"].rstrip("/").endswith("/upload"):
             return PlainTextResponse("these pages only show", 403)
         if self._password is None or _page_of(scope["path"]) == "/login" or self._is_known(scope):

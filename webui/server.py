@@ -57,7 +57,7 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
         for ending in (signal.SIGINT, signal.SIGTERM):
             signal.signal(ending, _end)
         url = f"http://{host}:{listener.getsockname()[1]}/"
-        print(f"{url} shows {site.root}; Ctrl-C ends it, and no run", flush=True)
+        print(f"{url} shows {site.root}; Ctrl-C stops it; runs continue", flush=True)
         if open_browser:
             import webbrowser
 
@@ -75,7 +75,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port))
     except OSError as error:
         raise tunekit.TunekitError(
-            f"cannot listen at {host}:{port}: {error.strerror}", hint="choose another with --port; 0 takes a free one"
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="pass another --port; 0 picks a free one"
         ) from error
 
 

@@ -30,7 +30,7 @@ def test_devices_are_chosen_by_index_or_uuid_and_seen_by_uuid(found, names, visi
         (["GPU-aa"], "'GPU-aa' is none"),
         ([""], "'' is none"),
         (["cpu"], "'cpu' is none"),
-        (["0", "GPU-aa11"], "names a device twice"),
+        (["0", "GPU-aa11"], "lists a device twice"),
     ],
 )
 def test_a_device_that_is_not_there_or_not_one_is_refused(found, names, words):

@@ -39,7 +39,7 @@ def repeated(run):
 def test_a_repetition_has_the_same_losses_and_weights_to_the_last_bit(run, repeated):
     done, again = repeated
     assert done.exit_code == 0, done.output
-    assert "same to the last bit, so are the weights" in done.output
+    assert "are bit-identical, and so are the weights\nreproduced exactly" in done.output
     losses = [[event["loss"] for event in one.events() if event["event"] == "log"] for one in (run, again)]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     assert json.loads((again.path / "rerun.json").read_text())["agrees"]
@@ -87,7 +87,7 @@ def test_weights_that_are_gone_are_not_said_to_differ(run, repeated, tmp_path):
     shutil.rmtree(other / "model")
     found = agreement_of(tunekit.Run(other), repeated[1])
     assert found.agrees and found.same_weights is None
-    assert "3 losses and measures are the same to the last bit, the run's weights are gone" in list(found.lines())
+    assert "3 losses and metrics are bit-identical, the run's weights are missing" in list(found.lines())
 
 
 def test_the_first_step_whose_loss_differs_is_named(run, repeated, tmp_path):
@@ -109,7 +109,7 @@ def test_a_repetition_that_does_not_agree_is_exit_code_3(run, tmp_path, monkeypa
     with own_signals():
         done = CliRunner().invoke(app, ["rerun", str(other)])
     assert done.exit_code == 3, done.output
-    assert "the first that differs: loss at step 1" in done.output and "it does not agree" in done.output
+    assert "first difference: loss at step 1" in done.output and "not reproduced" in done.output
 
 
 def test_with_other_versions_losses_may_differ_by_what_is_said(run, repeated, tmp_path):
@@ -145,7 +145,7 @@ def test_rows_that_were_changed_since_are_named(run):
 def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "status.json").write_text(json.dumps({**run.status(), "phase": "interrupted"}))
-    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` resumes from step"):
+    with pytest.raises(tunekit.TunekitError, match=r"no finished run to repeat; `tunekit resume .*` resumes from step"):
         tunekit.rerun(other)
 
 
@@ -158,5 +158,5 @@ def test_a_run_without_its_events_is_not_repeated_in_vain(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])
 def test_a_repetition_lies_in_runs_under_a_name_of_its_own(name, run):
-    with pytest.raises(tunekit.TunekitError, match="is no name of a folder in runs"):
+    with pytest.raises(tunekit.TunekitError, match="is not a valid folder name in runs"):
         tunekit.rerun(run, name=name)

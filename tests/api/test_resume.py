@@ -15,4 +15,4 @@ def test_a_run_of_two_nodes_goes_on_where_they_are_named_and_not_on_this_machine
     monkeypatch.setattr(resume, "decide", lambda *given, **how: SimpleNamespace(plan=plan))
     with pytest.raises(PlanError, match="run was planned for 2 nodes") as refused:
         resume.resumed(run)
-    assert refused.value.hint == "name them with --nodes HOST,HOST"
+    assert refused.value.hint == "pass them with --nodes HOST,HOST"

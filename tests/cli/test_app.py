@@ -67,7 +67,7 @@ def test_kernels_says_which_modules_of_a_model_are_served(workspace):
     answer = tunekit(workspace, "kernels", "model")
     assert answer.returncode == 0, answer.stderr
     assert re.search(r"LlamaRMSNorm +5 +RMSNorm", answer.stdout)
-    assert re.search(r"LlamaRotaryEmbedding +1 +none +no kernel for what it computes", answer.stdout)
+    assert re.search(r"LlamaRotaryEmbedding +1 +none +no kernel for this computation", answer.stdout)
     answer = tunekit(workspace, "kernels", ".")
     assert answer.returncode == 2
     assert "config.json" in answer.stderr
@@ -272,7 +272,7 @@ def test_data_as_json_and_as_a_page(workspace):
         (["explain", "adapter.rnak"], "did you mean"),
         (["plan", "double.yaml", "--sweep", "adapter.type=lora,qlorra"], "with adapter.type=qlorra: "),
         (["plan", "double.yaml", "--sweep", "adapter.rank"], "write key=value,value"),
-        (["plan", "double.yaml", "--sweep", "adapter.rank=4", "--fit", "batch"], "give one of them"),
+        (["plan", "double.yaml", "--sweep", "adapter.rank=4", "--fit", "batch"], "pass one of them"),
         (["recipes", "copy", "sft/quikstart"], "sft/quickstart"),
     ],
 )

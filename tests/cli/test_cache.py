@@ -71,7 +71,7 @@ def test_all_of_it_is_removed_with_what_was_half_written(caches):
     assert held > 6_001_000
     assert data("cache", "--clear").stdout == f"{held:,} bytes freed\n"
     assert not [file for file in caches.rglob("*") if file.is_file()]
-    assert data("cache").stdout == f"nothing is kept in {caches}\n"
+    assert data("cache").stdout == f"the cache in {caches} is empty\n"
     assert data("cache", "--clear").stdout == "0 bytes freed\n"
 
 

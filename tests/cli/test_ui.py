@@ -8,7 +8,7 @@ from tunekit.errors import TunekitError
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "nothing in it"), (b" \n", "nothing in it"), (b"\xff", "cannot be read"), (None, "cannot be read")],
+    [(b"", "is empty"), (b" \n", "is empty"), (b"\xff", "cannot be read"), (None, "cannot be read")],
 )
 def test_a_file_without_a_password_is_none_that_opens_the_pages(tmp_path, content, words):
     file = tmp_path / "password"

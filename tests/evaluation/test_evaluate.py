@@ -237,7 +237,7 @@ def test_a_reward_model_is_judged_by_the_pairs_it_tells_apart(workspace):
     for name, theirs in (("loss", "eval_loss"), ("accuracy", "eval_accuracy"), ("margin", "eval_margin")):
         assert made[name].after.value == pytest.approx(last[theirs], rel=1e-3), name
         assert made[name].before is None, "before training its score is random"
-    with pytest.raises(tunekit.TunekitError, match="judges"):
+    with pytest.raises(tunekit.TunekitError, match="is a reward model"):
         tunekit.evaluate(run, tasks=["hellaswag"])
 
 
@@ -426,18 +426,18 @@ def test_what_cannot_be_evaluated_is_said_in_a_line_before_a_model_is_loaded(
         ("no run 'nothing'", ["nothing"]),
         ("the weights of 'cut' are damaged", ["cut", "--data", chats]),
         ("adapter_model.safetensors is damaged", ["cut-off"]),
-        ("it has no model yet", [unfinished]),
-        ("holds no config.json", ["damaged", "--data", chats]),
-        ("there is no metric 'exact_mach'; did you mean 'exact_match'?", [run, "--metric", "exact_mach"]),
+        ("no model yet", [unfinished]),
+        ("has no config.json", ["damaged", "--data", chats]),
+        ("no metric 'exact_mach'; did you mean 'exact_match'?", [run, "--metric", "exact_mach"]),
         ("metric regex: pattern", [run, "--metric", "regex", "--data", "prompts.jsonl"]),
         ("there is no module 'my_rewards'", [run, "--metric", "my_rewards:score", "--data", "prompts.jsonl"]),
         ("prompts.jsonl:2: exact_match reads", [run, "--metric", "exact_match", "--data", "prompts.jsonl"]),
-        ("nothing says what judges the answers", [run, "--data", "prompts.jsonl"]),
+        ("no metric to score the answers", [run, "--data", "prompts.jsonl"]),
         ("a metric needs prompts", [run, "--metric", "exact_match"]),
-        ("hold nothing that can be asked", [run, "--metric", "exact_match", "--data", pairs]),
-        ("there is no task 'double'; did you mean 'doubles'?", [run, "--tasks", "double", "--include-path", tasks]),
-        ("holds no YAML file of a task", [run, "--tasks", "doubles", "--include-path", "damaged"]),
-        ("brings no rows to evaluate it on", [workspace / "llama"]),
+        ("have no prompts", [run, "--metric", "exact_match", "--data", pairs]),
+        ("no task 'double'; did you mean 'doubles'?", [run, "--tasks", "double", "--include-path", tasks]),
+        ("has no YAML task files", [run, "--tasks", "doubles", "--include-path", "damaged"]),
+        ("no held-out rows to evaluate on", [workspace / "llama"]),
         ("no file 'missing.jsonl'", [run, "--data", "missing.jsonl"]),
         ("sft has no such checkpoint", [run, "--checkpoint", "3"]),
     ):  # fmt: skip

@@ -140,8 +140,8 @@ def cut_off(draft) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (negate_one, "not what was trained: logits differ"),
-        (forget_the_adapter, "not what was trained: logits differ"),
+        (negate_one, "from the trained model: logits differ"),
+        (forget_the_adapter, "from the trained model: logits differ"),
         (other_template, "the chat template of the export renders"),
         (cut_off, "are damaged: .*not fully covered"),
     ],
@@ -160,7 +160,7 @@ def test_a_wrong_export_is_refused_and_nothing_is_left_of_it(change, words, runs
 def test_an_adapter_that_changes_less_than_its_type_can_hold_is_not_lost_in_silence(workspace, tmp_path):
     small = {**LARGE, "learning_rate": 1e-7, "lr_scheduler_type": "constant", "warmup_steps": 0}
     run = train(workspace, "small", train=small)
-    with pytest.raises(tunekit.TunekitError, match=r"lose what the adapter changes.*--dtype float32"):
+    with pytest.raises(tunekit.TunekitError, match=r"lose the adapter's changes.*--dtype float32"):
         tunekit.export(run, tmp_path / "out", dtype="bfloat16")
     assert tunekit.export(run, tmp_path / "out", dtype="float32").check.adapter_change > 0
 
@@ -171,9 +171,9 @@ def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     cases = [
         (("lora", tmp_path / "full"), {}, "exists and is not empty"),
-        (("lora", tmp_path / "link"), {}, "is a link to"),
-        (("lora", tmp_path / "a\nb"), {}, "is no folder to export to"),
-        (("lora", tmp_path / "full" / "mine" / "below"), {}, "cannot be made"),
+        (("lora", tmp_path / "link"), {}, "is a symbolic link to"),
+        (("lora", tmp_path / "a\nb"), {}, "is not a valid export folder"),
+        (("lora", tmp_path / "full" / "mine" / "below"), {}, "cannot be created"),
         (("full", tmp_path / "out"), {"kind": "adapter"}, "has no adapter"),
         (("lora", tmp_path / "out"), {"kind": "adapter", "dtype": "bfloat16"}, "stays in float32"),
         (("lora", tmp_path / "out"), {"checkpoint": "3"}, "no such checkpoint; there is checkpoint-2, checkpoint-4"),
@@ -182,7 +182,7 @@ def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch
     for (kind, dest), options, words in cases:
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.export(runs[kind], dest, **options)
-    with pytest.raises(tunekit.TunekitError, match="is no run"):
+    with pytest.raises(tunekit.TunekitError, match="is not a run"):
         tunekit.export("pico", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]
 

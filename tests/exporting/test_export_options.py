@@ -86,16 +86,16 @@ def test_what_a_converter_cannot_do_is_told_before_weights_are_read(runs, tmp_pa
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.export(runs["lora"], tmp_path / "out", gguf="f16", on_event=told.append)
 
-    exports(r"needs llama\.cpp's convert_hf_to_gguf\.py, and it is not on the PATH; git clone", PATH=str(tmp_path))
-    exports("and there is no convert_hf_to_gguf.py; git clone", LLAMA_CPP=str(tmp_path))
+    exports(r"needs llama\.cpp's convert_hf_to_gguf\.py, which is not on the PATH; git clone", PATH=str(tmp_path))
+    exports("which has no convert_hf_to_gguf.py; git clone", LLAMA_CPP=str(tmp_path))
     script = tmp_path / "convert_hf_to_gguf.py"
     script.write_text("raise NotImplementedError('no such tokenizer')")
-    exports("does not convert lora: NotImplementedError: no such tokenizer", LLAMA_CPP=str(tmp_path))
+    exports("cannot convert lora: NotImplementedError: no such tokenizer", LLAMA_CPP=str(tmp_path))
     script.write_text("import not_there")
     exports("convert_hf_to_gguf.py needs not_there; pip install not_there", LLAMA_CPP=str(script))
     script.write_text(f"#!{sys.executable}\nraise SystemExit(3)")
     script.chmod(0o755)
-    exports("does not convert lora: it ended with code 3", PATH=str(tmp_path))
+    exports("cannot convert lora: it exited with code 3", PATH=str(tmp_path))
     assert told == [] and not (tmp_path / "out").exists()
 
 
@@ -139,7 +139,7 @@ def test_a_model_that_judges_is_exported_as_one_and_scores_alike(tmp_path):
         theirs = PeftModel.from_pretrained(base, run.model_path).eval()(**ids).logits
     assert ours.shape == (1, 1) and abs(ours - theirs) < 1e-4 * max(1, abs(theirs))
     assert done.check.num_tokens == 0 and "Modelfile" not in done.files
-    with pytest.raises(tunekit.TunekitError, match=r"scores texts, and llama\.cpp has no such models"):
+    with pytest.raises(tunekit.TunekitError, match=r"is a reward model, which llama\.cpp does not support"):
         tunekit.export(run, tmp_path / "other", gguf="f16")
 
 
@@ -159,7 +159,7 @@ DAMAGES = [
     ("lora", BOTH, lambda run: cut(run / "model/adapter_model.safetensors"), "adapter_model.safetensors is damaged"),
     ("full", ALONE, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
     ("full", BOTH, lambda run: cut(run / "model/config.json"), "is not a valid JSON file"),
-    ("full", ALONE, lambda run: (run / "model/config.json").unlink(), "holds no config.json; put it back"),
+    ("full", ALONE, lambda run: (run / "model/config.json").unlink(), "has no config.json; restore it"),
     (
         "full",
         BOTH,
@@ -173,7 +173,7 @@ DAMAGES = [
         "holds no tokenizer; put",
     ),
     ("lora", ALONE, lambda run: cut(run / "model/tokenizer.json"), "the tokenizer in .* cannot be loaded"),
-    ("lora", BOTH, lambda run: shutil.rmtree(run / "model"), "is finished, and .*model is gone; .*put it back, or"),
+    ("lora", BOTH, lambda run: shutil.rmtree(run / "model"), "is finished, but .*model is missing; .*restore it, or"),
     ("lora", ALL, lambda run: cut(run / "status.json"), "status.json is damaged"),
     ("lora", ALL, lambda run: (run / "plan.yaml").unlink(), "plan.yaml cannot be read: No such file"),
     ("lora", ALL, lambda run: (run / "plan.yaml").write_text("a: ["), "plan.yaml is damaged"),
@@ -219,7 +219,7 @@ def test_each_command_says_which_run_or_checkpoint_is_not_there(runs, tmp_path, 
 def test_options_that_do_not_go_together_are_refused(runs, tmp_path):
     run, out = str(runs["lora"].path), str(tmp_path / "out")
     for size in ("5", "0GB", "-1GB", "big"):
-        assert "no size of a file; write it as 5GB" in refusal("export", run, out, f"--max-shard-size={size}")
-    assert "an adapter alone is not converted" in refusal("export", run, out, "--adapter", "--gguf", "f16")
+        assert "invalid file size; write it as 5GB" in refusal("export", run, out, f"--max-shard-size={size}")
+    assert "an adapter alone cannot be converted" in refusal("export", run, out, "--adapter", "--gguf", "f16")
     assert "an adapter is one file" in refusal("export", run, out, "--adapter", "--max-shard-size", "1GB")
-    assert "go with --push" in refusal("export", run, out, "--replace")
+    assert "need --push" in refusal("export", run, out, "--replace")

@@ -180,7 +180,7 @@ def test_a_checked_export_is_sent_as_one_commit_to_a_repository_made_for_it(hub,
 def test_a_repository_that_holds_something_is_replaced_only_when_that_is_asked_for(hub, run, tmp_path):
     hub.repos["ada/old"] = Repo(files={".gitattributes": b"", "README.md": b"old", "model.bin": b"old"})
     told = []
-    with pytest.raises(tunekit.TunekitError, match=r"is not empty: it holds README.md and 1 more files; .*--replace"):
+    with pytest.raises(tunekit.TunekitError, match=r"is not empty: it has README.md and 1 more files; .*--replace"):
         tunekit.export(run, tmp_path / "out", kind="adapter", push="ada/old", on_event=told.append)
     assert told == [] and not (tmp_path / "out").exists(), "nothing is computed for what cannot be sent"
     done = tunekit.export(run, tmp_path / "out", kind="adapter", push="ada/old", replace=True)
@@ -196,7 +196,7 @@ def test_what_somebody_else_sends_meanwhile_is_not_overwritten(hub, run, tmp_pat
         if event["phase"] == "checking":
             hub.repos["ada/empty"] = Repo(files={"theirs": b"theirs"}, commit="2" * 40)
 
-    with pytest.raises(tunekit.TunekitError, match=r"somebody changed the repository meanwhile; the export is in"):
+    with pytest.raises(tunekit.TunekitError, match=r"the repository changed during the export; the export is in"):
         tunekit.export(run, tmp_path / "out", kind="adapter", push="ada/empty", on_event=meanwhile)
     assert hub.repos["ada/empty"].files == {"theirs": b"theirs"}
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file(), "what was checked is kept"
@@ -217,12 +217,12 @@ def test_nothing_is_sent_of_an_export_that_is_wrong(hub, run, tmp_path):
 def test_who_may_not_write_is_told_before_anything_is_computed(hub, run, tmp_path, monkeypatch):
     hub.repos["ada/public"] = Repo()
     cases = [
-        (WRITES, "no name/at all", {}, "name it OWNER/NAME"),
-        (WRITES, "small", {}, "names no owner; name it OWNER/small"),
-        (WRITES, "grace/small", {}, "logged in as ada, who may not write to grace; name it ada/small"),
-        (WRITES, "ada/public", {"private": True}, "is there already, and everybody sees it"),
-        (READS, "ada/small", {}, "may only read"),
-        ("hf_" + "x" * 20, "ada/small", {}, "the hub does not know the token; run `hf auth login`"),
+        (WRITES, "no name/at all", {}, "write it as OWNER/NAME"),
+        (WRITES, "small", {}, "no owner; write it as OWNER/small"),
+        (WRITES, "grace/small", {}, "logged in as ada, without write access to grace; use ada/small"),
+        (WRITES, "ada/public", {"private": True}, "already exists and is public"),
+        (READS, "ada/small", {}, "your token is read-only"),
+        ("hf_" + "x" * 20, "ada/small", {}, "the Hub rejects the token; run `hf auth login`"),
     ]
     told = []
     for token, repo, options, words in cases:
@@ -230,7 +230,7 @@ def test_who_may_not_write_is_told_before_anything_is_computed(hub, run, tmp_pat
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.export(run, tmp_path / "out", push=repo, on_event=told.append, **options)
     monkeypatch.setenv("HF_TOKEN", WRITES)
-    with pytest.raises(tunekit.TunekitError, match="go with --push"):
+    with pytest.raises(tunekit.TunekitError, match="need --push"):
         tunekit.export(run, tmp_path / "out", private=True, on_event=told.append)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(tunekit.TunekitError, match="HF_HUB_OFFLINE is set"):

@@ -193,6 +193,8 @@ def test_a_template_that_cannot_be_shown_right_is_left_out_with_a_note(template,
 
 
 def test_what_ollama_cannot_do_with_a_model_is_said(tmp_path):
-    assert "note: Modelfile: this chat template takes no system prompt" in saved(tmp_path, byte_tokenizer(NO_SYSTEM))
+    assert "note: Modelfile: this chat template does not support a system prompt" in saved(
+        tmp_path, byte_tokenizer(NO_SYSTEM)
+    )
     told = saved(tmp_path, byte_tokenizer(NO_SYSTEM), architecture="Qwen3ForCausalLM")
-    assert "note: Ollama imports no Qwen3ForCausalLM from safetensors: give --gguf too" in told
+    assert "note: Ollama does not import Qwen3ForCausalLM from safetensors: pass --gguf too" in told

@@ -99,10 +99,10 @@ def test_an_answer_comes_in_pieces_and_can_be_left(talk):
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [
-        ([], {}, "nothing was said"),
-        (QUESTION, {"temperature": -1.0}, "temperature is 0 or more"),
-        (QUESTION, {"top_p": 0.0}, "top_p above 0"),
-        ([{"role": "user", "content": "long " * 2000}], {}, "takes 1,024"),
+        ([], {}, "the conversation is empty"),
+        (QUESTION, {"temperature": -1.0}, "temperature >= 0"),
+        (QUESTION, {"top_p": 0.0}, "0 < top_p"),
+        ([{"role": "user", "content": "long " * 2000}], {}, "accepts 1,024"),
     ],
 )
 def test_what_cannot_be_answered_is_told_in_words_and_the_talk_goes_on(messages, options, words, talk):
@@ -161,7 +161,7 @@ def test_the_process_goes_with_the_one_that_talks_however_that_ends(runs):
 def test_a_process_that_dies_is_told_of(runs):
     with tunekit.chat(runs["lora"], device="cpu") as opened:
         psutil.Process(opened.pid).kill()
-        with pytest.raises(tunekit.TunekitError, match="ended with code -9"):
+        with pytest.raises(tunekit.TunekitError, match="exited with code -9"):
             said(opened)
 
 
@@ -171,9 +171,9 @@ def test_a_process_that_dies_is_told_of(runs):
         ("nothing", {}, "no run 'nothing'"),
         ("", {}, "invalid run name"),
         ("a\0b", {}, "invalid run name"),
-        ("/", {}, "holds no config.json"),
-        ("pico", {"compare": True}, "nothing was before it"),
-        ("pico", {"checkpoint": "2"}, "is a model and no run"),
+        ("/", {}, "has no config.json"),
+        ("pico", {"compare": True}, "no model before training"),
+        ("pico", {"checkpoint": "2"}, "is a model, not a run"),
         ("pico", {"backend": "vllm"}, "vLLM"),
     ],
 )

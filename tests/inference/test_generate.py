@@ -130,7 +130,7 @@ def test_a_batch_for_which_memory_runs_out_is_halved(pico):
         assert dict(answer(pico, prompts, sampling, batch_size=4)) == expected
         assert seen[:3] == [4, 2, 1] and max(seen[2:]) == 1
         room = 0
-        with pytest.raises(tunekit.TunekitError, match="memory ran out in the answer to a prompt of"):
+        with pytest.raises(tunekit.TunekitError, match="out of memory while answering a prompt of"):
             dict(answer(pico, prompts, sampling))
 
 
@@ -172,12 +172,12 @@ LONG = {"prompt": "long " * 2000}
         ("pico", [{"prompt": "a"}, {"promt": "b"}], {}, r"prompts.jsonl:2: .*rename promt to prompt"),
         ("pico", [{"prompt": "a"}, {"prompt": ""}, {"messages": []}], {}, r"jsonl:2: prompt is empty\n.*:3: messages"),
         ("pico", [{"messages": [{"role": "assistant", "content": "a"}]}], {}, "no turn that could be answered"),
-        ("pico", [{"prompt": "a", "answer": "b"}], {}, "the column answer is there already"),
-        ("pico", [{"prompt": "a"}, LONG], {}, r"prompts.jsonl:2: the prompt has .* tokens, and pico takes 1,024"),
-        ("pico", ROWS, {"num_samples": 2}, "2 answers to each prompt would be the same"),
-        ("pico", ROWS, {"top_p": 0.0}, "top_p above 0"),
-        ("pico", ROWS, {"batch_size": 0}, "no batch of 0"),
-        ("pico", ROWS, {"checkpoint": "2"}, "is a model and no run"),
+        ("pico", [{"prompt": "a", "answer": "b"}], {}, "the column answer already exists"),
+        ("pico", [{"prompt": "a"}, LONG], {}, r"prompts.jsonl:2: the prompt has .* tokens; pico accepts 1,024"),
+        ("pico", ROWS, {"num_samples": 2}, "2 answers per prompt would be identical"),
+        ("pico", ROWS, {"top_p": 0.0}, "0 < top_p"),
+        ("pico", ROWS, {"batch_size": 0}, "invalid batch size: 0"),
+        ("pico", ROWS, {"checkpoint": "2"}, "is a model, not a run"),
         ("pico", ROWS, {"backend": "vllm"}, "vLLM"),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_damaged_model_and_a_run_without_one_are_named_in_one_line(run, tmp_pa
     for cut in (tmp_path / "weights" / "model.safetensors", tmp_path / "torn" / "model" / "adapter_model.safetensors"):
         cut.write_bytes(cut.read_bytes()[:1000])
     for name, words in (
-        ("early", r"is finished, and .*model is gone; put it back, or `tunekit rerun"),
+        ("early", r"is finished, but .*model is missing; restore it, or recreate it with `tunekit rerun"),
         ("torn", "adapter_model.safetensors is damaged"),
         ("config", "config.json cannot be read"),
         ("tokenizer", "the tokenizer in .* cannot be loaded"),
@@ -220,9 +220,9 @@ def test_nothing_that_is_there_is_written_over(tmp_path, monkeypatch):
     (tmp_path / "out.jsonl").write_text("mine")
     (tmp_path / "other.jsonl.part").write_text("mine")
     for out, words in (
-        ("out.jsonl", "is there already"),
-        ("other.jsonl", "answers of a time that ended early"),
-        ("no/out.jsonl", "name a file in a folder that exists"),
+        ("out.jsonl", "already exists"),
+        ("other.jsonl", "answers of a generation that was stopped early"),
+        ("no/out.jsonl", "use a file in an existing folder"),
     ):
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.generate("pico", prompts, out)

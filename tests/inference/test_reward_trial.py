@@ -101,12 +101,12 @@ def test_what_a_trial_shows_is_near_what_a_run_then_has(here):
 
 def test_what_speaks_against_training_is_said(here):
     silent = tunekit.try_rewards(recipe("trial_rewards:same", "exact_match"), num_prompts=3).warnings()
-    assert any("in 3 of 3 groups all answers got the same: there is nothing to learn from" in one for one in silent)
-    assert "same gives 1 to every answer" in silent
+    assert any("all answers have equal rewards in 3 of 3 groups: no learning signal" in one for one in silent)
+    assert "same returns 1 for every answer" in silent
     short = tunekit.try_rewards(recipe("trial_rewards:low", max_completion_length=1), num_prompts=3)
     assert short.truncated_share > 0.9
-    assert any("of the answers reach 1 tokens without an end" in warning for warning in short.warnings())
-    assert not any("got the same" in one for one in tunekit.try_rewards(recipe("trial_rewards:low")).warnings())
+    assert any("of the answers are truncated at 1 tokens" in warning for warning in short.warnings())
+    assert not any("equal rewards" in one for one in tunekit.try_rewards(recipe("trial_rewards:low")).warnings())
     assert not any("plain text" in one for one in silent)
     (here / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"double {n}"}) + "\n" for n in range(4)))
     texts = tunekit.try_rewards({**recipe("trial_rewards:same"), "data": {"train": "texts.jsonl", "max_length": 64}})
@@ -156,9 +156,9 @@ def test_a_reward_that_fails_ends_the_trial_with_its_name_and_row(here):
 
 
 def test_what_cannot_be_tried_is_refused(here):
-    with pytest.raises(TunekitError, match="sft learns from no rewards; use grpo"):
+    with pytest.raises(TunekitError, match="sft does not use rewards; use grpo"):
         tunekit.try_rewards({**recipe("exact_match"), "method": "sft"})
-    with pytest.raises(TunekitError, match=r"method.rewards: there are none"):
+    with pytest.raises(TunekitError, match=r"method.rewards: empty"):
         tunekit.try_rewards(recipe())
     with pytest.raises(DataError, match=r"rows.jsonl:1: method.rewards: exact_match reads the column 'x'"):
         tunekit.try_rewards(recipe({"type": "exact_match", "column": "x"}))

@@ -106,11 +106,11 @@ def test_answers_are_drawn_where_a_temperature_is_asked_for(client, run):
     ("options", "words"),
     [
         ({"model": "pico"}, "requested 'pico'"),
-        ({"n": 2}, "n=2 is not supported"),
+        ({"n": 2}, "n=2 is unsupported"),
         ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "user", "content": "long " * 2000}]}, "takes 1,024 with its answer"),
-        ({"temperature": "hot"}, "is no number"),
-        ({"max_tokens": 0.5}, "is no number of tokens"),
+        ({"messages": [{"role": "user", "content": "long " * 2000}]}, "accepts 1,024 including the answer"),
+        ({"temperature": "hot"}, "is not a number"),
+        ({"max_tokens": 0.5}, "is not a number of tokens"),
     ],
 )
 def test_what_cannot_be_answered_is_told_to_the_client(client, run, options, words):
@@ -177,10 +177,10 @@ def test_vllm_would_serve_the_adapter_under_the_name_of_the_run(run):
     ("arguments", "words"),
     [
         (["nothing"], "no run 'nothing'"),
-        (["pico", "--host", "0.0.0.0"], "there is no API key"),
-        (["pico", "--host", "0.0.0.0", "--api-key-file", "empty"], "there is nothing in it"),
-        (["pico", "--checkpoint", "2"], "is a model and no run"),
-        (["pico", "--port", "{taken}"], "choose another with --port"),
+        (["pico", "--host", "0.0.0.0"], "without an API key"),
+        (["pico", "--host", "0.0.0.0", "--api-key-file", "empty"], "is empty"),
+        (["pico", "--checkpoint", "2"], "is a model, not a run"),
+        (["pico", "--port", "{taken}"], "pass another --port"),
         (["pico", "--backend", "vllm"], "vLLM"),
     ],
 )

@@ -308,7 +308,7 @@ def test_a_trained_base_weight_is_refused():
 
 def test_updates_of_different_types_are_refused():
     layers = [layer(40, 8)[0], layer(40, 8, adapters=torch.bfloat16)[0]]
-    with pytest.raises(ValueError, match="one type"):
+    with pytest.raises(ValueError, match="one dtype"):
         lora_linears(torch.randn(5, NUM_INPUTS), layers)
 
 

@@ -227,7 +227,7 @@ def test_recomputed_activations_have_the_same_gradients(path):
 
 def test_one_weight_alone_is_refused():
     case = Case(SHAPES["grouped heads"], torch.float32)
-    with pytest.raises(ValueError, match="both, or neither"):
+    with pytest.raises(ValueError, match="both q_weight and k_weight, or neither"):
         qk_norm_rope(case.q, case.k, case.cos, case.sin, q_weight=case.weights[0])
 
 

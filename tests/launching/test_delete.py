@@ -102,7 +102,7 @@ def test_the_command_deletes_only_what_is_named_wholly_and_with_a_word(tmp_path)
     begun = tunekit_runs(tmp_path, "delete", "mine", "--yes")
     assert begun.returncode == 2 and "no run named 'mine'; use the full name" in begun.stderr
     unsaid = tunekit_runs(tmp_path, "delete", "mine-1")
-    assert unsaid.returncode == 2 and unsaid.stderr == "runs/mine-1 is not deleted without a word; add --yes\n"
+    assert unsaid.returncode == 2 and unsaid.stderr == "deleting runs/mine-1 needs confirmation; add --yes\n"
     deleted = tunekit_runs(tmp_path, "delete", "mine-1", "--yes")
-    assert (deleted.returncode, deleted.stdout) == (0, "runs/mine-1 is deleted\n")
+    assert (deleted.returncode, deleted.stdout) == (0, "runs/mine-1 deleted\n")
     assert not (tmp_path / "runs" / "mine-1").exists()

@@ -92,19 +92,19 @@ CONTRADICTIONS = {
     "processes": (
         ["parallel.num_processes=2"],
         {},
-        "parallel.num_processes: 2 contradicts torchrun, which started 4; leave it out, or start as many",
+        "parallel.num_processes: 2 contradicts torchrun, which started 4; unset it, or start as many",
     ),
     "restarts": (
         ["parallel.max_restarts=1"],
         {},
-        "parallel.max_restarts: these are the processes of torchrun, which alone can start them again; "
-        "leave it out, or run `tunekit train` without a launcher; `tunekit resume` goes on with a run",
+        "parallel.max_restarts: only torchrun can restart its processes; "
+        "unset it, or run `tunekit train` without a launcher; `tunekit resume` resumes a run",
     ),
     "fsdp": (
         [],
         {"ACCELERATE_USE_FSDP": "true"},
-        "accelerate launch was asked for FSDP, which the plan decides (ACCELERATE_USE_FSDP); "
-        "leave it out, and see parallel.strategy in the recipe",
+        "accelerate launch sets FSDP, which the plan decides (ACCELERATE_USE_FSDP); "
+        "remove it, and set parallel.strategy in the recipe",
     ),
 }
 

@@ -248,7 +248,7 @@ def test_the_command_says_where_it_can_launch_and_prints_what_it_would_submit(re
     given.write_text(yaml.safe_dump({**recipe, "output": {"dir": str(tmp_path / "run")}}))
     command = [sys.executable, "-m", "tunekit", "launch", str(given)]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "give one of --nodes, --slurm, --ray and --sky" in refused.stderr
+    assert refused.returncode == 2 and "pass one of --nodes, --slurm, --ray and --sky" in refused.stderr
     printed = subprocess.run([*command, "--slurm", "--print"], capture_output=True, text=True, check=True)
     assert printed.stdout == (tmp_path / "run" / "job.sbatch").read_text()
     assert Run(tmp_path / "run").state == "queued"

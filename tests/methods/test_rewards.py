@@ -386,7 +386,7 @@ def test_a_reward_model_may_be_an_adapter(judge_model: Path, tmp_path: Path) -> 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
-    with pytest.raises(ModelError, match=r"is no reward model: it has no score.weight"):
+    with pytest.raises(ModelError, match=r"is not a reward model: it has no score.weight"):
         judged({"type": "reward_model", "model": str(tmp_path / "model")}, ["b"], ["a"])
     with pytest.raises(ModelError, match=r"method.rewards: reward_model: .*nowhere"):
         judged({"type": "reward_model", "model": str(tmp_path / "nowhere")}, ["b"], ["a"])
@@ -491,7 +491,7 @@ def test_a_judge_is_asked_again_where_that_may_help(reply: Any) -> None:
 @pytest.mark.usefixtures("_no_waits")
 @pytest.mark.parametrize(
     ("reply", "num_asked", "what"),
-    [(500, 4, "answered with status 500"), (401, 1, "answered with status 401"), ("9 of 10", 4, "replied '9 of 10'")],
+    [(500, 4, "responded with status 500"), (401, 1, "responded with status 401"), ("9 of 10", 4, "replied '9 of 10'")],
 )
 def test_a_judge_that_fails_is_named_with_endpoint_and_row(reply: Any, num_asked: int, what: str) -> None:
     with an_endpoint() as (endpoint, url):
@@ -505,7 +505,7 @@ def test_a_judge_that_fails_is_named_with_endpoint_and_row(reply: Any, num_asked
 
 @pytest.mark.usefixtures("_no_waits")
 def test_a_judge_that_is_not_there_is_named() -> None:
-    with pytest.raises(RunError, match=r"judge: m at http://127.0.0.1:9/v1 did not answer"):
+    with pytest.raises(RunError, match=r"judge: m at http://127.0.0.1:9/v1 did not respond"):
         judged(judging("http://127.0.0.1:9/v1"), ["b"])
 
 
@@ -535,19 +535,23 @@ def rows(*given: Row) -> Rows:
         (
             "exact_match",
             {},
-            r"exact_match reads the column 'answer', and the row has no such one; the row has a prompt",
+            r"exact_match reads the column 'answer', which the row lacks; the row has only a prompt",
         ),
         (
             "math",
             {"anwser": 1},
-            "math reads the column 'answer', .*; set its column: besides the prompt there is anwser",
+            "math reads the column 'answer', .*; set its column; available besides the prompt: anwser",
         ),
-        ("exact_match", {"answer": None}, "cannot use the column 'answer': 'None' is no text"),
+        ("exact_match", {"answer": None}, "cannot use the column 'answer': 'None' is not text"),
         ("exact_match", {"answer": " "}, "is empty"),
-        ("numeric_match", {"answer": "seven"}, "'seven' does not end in a number"),
-        ("numeric_match", {"answer": "3 is it, or so"}, "does not end in a number"),
-        ("numeric_match", {"answer": True}, "is neither a number nor a text that ends in one"),
-        ({"type": "json_schema", "column": "s"}, {"s": {"type": "objekt"}}, "is no JSON schema: 'objekt' is not valid"),
+        ("numeric_match", {"answer": "seven"}, "'seven' does not end with a number"),
+        ("numeric_match", {"answer": "3 is it, or so"}, "does not end with a number"),
+        ("numeric_match", {"answer": True}, "is neither a number nor text that ends with one"),
+        (
+            {"type": "json_schema", "column": "s"},
+            {"s": {"type": "objekt"}},
+            "is not a JSON schema: 'objekt' is not valid",
+        ),
         ({"type": "json_schema", "column": "s"}, {"s": "{"}, "is not JSON"),
         ("code", {"tests": []}, "is not a list of Python statements"),
         ("code", {"tests": ["assert ("]}, r"is not a list of Python statements: '\(' was never closed"),

@@ -22,7 +22,7 @@ TORCHTUNE = {
     "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
     "batch_size": 1,
 }
-OWN = "the recipe has the model's own chat template, which may write rows otherwise"
+OWN = "the recipe uses the model's own chat template, which may format rows differently"
 CHAT = {"path": "chats.jsonl", "type": "chat_template"}
 
 
@@ -42,7 +42,7 @@ DIFFERENT = [
         AXOLOTL,
         {"datasets": [CHAT]},
         "excess_length_strategy",
-        "drops rows longer than data.max_length by itself",
+        "drops rows longer than data.max_length by default",
     ),
     (
         AXOLOTL,
@@ -56,36 +56,41 @@ DIFFERENT = [
         AXOLOTL,
         {"datasets": [CHAT], "special_tokens": {"eos_token": "<end>"}},
         "special_tokens.eos_token",
-        "keeps its own",
+        "the tokenizer's own special tokens are used",
     ),
     (
         AXOLOTL,
         {"datasets": [{**CHAT, "train_on_eos": "all"}]},
         "datasets[0].train_on_eos",
-        "end token of each turn",
+        "end tokens of trained turns only",
     ),
     (AXOLOTL, {"pretraining_dataset": "me/web", "max_steps": 9}, "streaming", "Axolotl streams pretraining_dataset"),
     (
         AXOLOTL,
         {"rl": "dpo", "datasets": [{"path": "pairs.jsonl", "type": "chatml.intel"}]},
         "datasets[0].type",
-        "data.columns: {'prompt': 'question'}; Axolotl writes prompts as turns of chatml's template",
+        "data.columns: {'prompt': 'question'}; Axolotl formats prompts as turns of chatml's template",
     ),
-    (LLAMA_FACTORY, {"dataset": "chats", "template": "qwen"}, "template", f"by its template qwen; {OWN}"),
-    (LLAMA_FACTORY, {"dataset": "chats"}, "cutoff_len", "shortens the turns of a row longer than cutoff_len"),
-    (SWIFT, {}, "truncation_strategy", "ms-swift drops rows longer than data.max_length by itself"),
-    (SWIFT, {"truncation_strategy": "left"}, "truncation_strategy", "are 'left' in ms-swift; here they are cut at"),
-    (SWIFT, {"template": "qwen2_5"}, "template", f"by its template qwen2_5; {OWN}"),
-    (SWIFT, {"use_chat_template": False}, "use_chat_template", "writes rows as plain text"),
-    (SWIFT, {"loss_scale": "default+ignore_empty_think"}, "loss_scale", "here they count"),
+    (LLAMA_FACTORY, {"dataset": "chats", "template": "qwen"}, "template", f"with its template qwen; {OWN}"),
+    (LLAMA_FACTORY, {"dataset": "chats"}, "cutoff_len", "truncates all turns of a row longer than cutoff_len"),
+    (SWIFT, {}, "truncation_strategy", "ms-swift drops rows longer than data.max_length by default"),
+    (
+        SWIFT,
+        {"truncation_strategy": "left"},
+        "truncation_strategy",
+        "are 'left' in ms-swift; tunekit truncates them at",
+    ),
+    (SWIFT, {"template": "qwen2_5"}, "template", f"with its template qwen2_5; {OWN}"),
+    (SWIFT, {"use_chat_template": False}, "use_chat_template", "formats rows as plain text"),
+    (SWIFT, {"loss_scale": "default+ignore_empty_think"}, "loss_scale", "tunekit does not"),
     (
         TORCHTUNE,
         {"dataset": {"_component_": "torchtune.datasets.alpaca_dataset"}},
         "dataset._component_",
-        "into the user's turn",
+        "into the user turn",
     ),
-    (TRL, {}, "assistant_only_loss", "TRL counts every token of a chat"),
-    (TRL, {"eos_token": "<end>"}, "eos_token", "keeps its own"),
+    (TRL, {}, "assistant_only_loss", "TRL trains on every token of a chat"),
+    (TRL, {"eos_token": "<end>"}, "eos_token", "tokenizer's own end token"),
 ]
 
 
@@ -148,22 +153,22 @@ def test_the_report_counts_and_shows_what_is_different_and_json_has_it() -> None
 
 
 MEDIA = [
-    (SWIFT, {"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "the model Qwen/Qwen2.5-VL-7B-Instruct is one of images"),
+    (SWIFT, {"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "the model Qwen/Qwen2.5-VL-7B-Instruct processes images"),
     (
         SWIFT,
         {"model": "Qwen/Qwen3-TTS-12Hz-1.7B-Base"},
-        "is one of images, video or audio, and only text",
+        "processes images, video or audio, but tunekit trains on text",
     ),
     (
         SWIFT,
         {"vit_gradient_checkpointing": True},
-        "vit_gradient_checkpointing says how images, video",
+        "vit_gradient_checkpointing configures images, video",
     ),
-    (LLAMA_FACTORY, {"dataset": "chats", "model_name_or_path": "llava-hf/llava-1.5-7b-hf"}, "is one of images"),
+    (LLAMA_FACTORY, {"dataset": "chats", "model_name_or_path": "llava-hf/llava-1.5-7b-hf"}, "processes images"),
     (LLAMA_FACTORY, {"dataset": "chats", "image_max_pixels": 262144}, "image_max_pixels says how images"),
-    (AXOLOTL, {"datasets": [CHAT], "base_model": "meta-llama/Llama-3.2-11B-Vision-Instruct"}, "is one of images"),
+    (AXOLOTL, {"datasets": [CHAT], "base_model": "meta-llama/Llama-3.2-11B-Vision-Instruct"}, "processes images"),
     (AXOLOTL, {"datasets": [CHAT], "processor_type": "AutoProcessor"}, "processor_type says how images"),
-    (TRL, {"model_name_or_path": "HuggingFaceTB/SmolVLM-Instruct"}, "is one of images"),
+    (TRL, {"model_name_or_path": "HuggingFaceTB/SmolVLM-Instruct"}, "processes images"),
 ]
 
 
@@ -178,7 +183,9 @@ def test_a_data_set_with_images_is_refused() -> None:
     info = {"cats": {"file_name": "cats.json", "columns": {"messages": "messages", "images": "images"}}}
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(RecipeError, match=r"the dataset cats\.json has images, and only text is trained on; name data"):
+    with pytest.raises(
+        RecipeError, match=r"the dataset cats\.json has images, but tunekit trains on text only; set text"
+    ):
         made(LLAMA_FACTORY, dataset="cats")
 
 
@@ -193,7 +200,7 @@ def test_alpaca_rows_of_llama_factory_are_joined_otherwise() -> None:
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps({"asks": {"file_name": "asks.json"}}))
     words = [line.words for line in made(LLAMA_FACTORY, dataset="asks").different if line.key == "dataset"]
-    assert words == ["LLaMA-Factory joins instruction and input by a line break; here a blank line stands between them"]
+    assert words == ["LLaMA-Factory joins instruction and input with a line break; tunekit with a blank line"]
 
 
 @pytest.mark.parametrize(("field", "kind"), [("train", "silent"), ("training", "silent"), ("learn", "unsupported")])

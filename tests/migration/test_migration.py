@@ -436,39 +436,39 @@ def test_the_recipe_says_no_default(name) -> None:
 
 UNSUPPORTED = {
     "axolotl-doubtful.yaml": {
-        "load_in_8bit": "a base in 8 bits is not there",
-        "lora_dropuot": "unknown: not a key of Axolotl; did you mean 'lora_dropout'?",
-        "tokens": "tokens are not added to a vocabulary",
+        "load_in_8bit": "an 8-bit base is unsupported",
+        "lora_dropuot": "unknown key of Axolotl; did you mean 'lora_dropout'?",
+        "tokens": "adding tokens to the vocabulary is unsupported",
         "optimizer": "train.optim must be one of",
-        "early_stopping_patience": "a run is not ended early",
-        "wandb_project": "no key of a recipe: set WANDB_PROJECT=trials",
+        "early_stopping_patience": "early stopping is unsupported",
+        "wandb_project": "not a recipe key: set WANDB_PROJECT=trials",
     },
     "llamafactory-doubtful.yaml": {
         "lora_ranks": "did you mean 'lora_rank'?",
-        "max_samples": "all rows of a file are taken",
-        "use_galore": "GaLore is not there",
+        "max_samples": "all rows of a file are used",
+        "use_galore": "GaLore is unsupported",
     },
     "trl-doubtful.yaml": {
-        "load_in_4bit": "weights of 4 bits are trained with an adapter only",
+        "load_in_4bit": "4-bit weights need an adapter to train",
         "max_lenght": "did you mean 'max_length'?",
-        "group_by_length": "rows are not grouped by length",
-        "push_to_hub": "tunekit does not upload while it trains",
+        "group_by_length": "grouping rows by length is unsupported",
+        "push_to_hub": "tunekit does not upload during training",
     },
     "torchtune-doubtful.yaml": {
-        "dataset.new_system_prompt": "a system message stands in the rows",
+        "dataset.new_system_prompt": "set system messages in the rows",
         "gradient_acumulation_steps": "did you mean 'gradient_accumulation_steps'?",
-        "quantizer._component_": "training for quantisation is not there",
-        "quantizer.groupsize": "training for quantisation is not there",
-        "lr_scheduler._component_": "get_exponential_schedule: train.lr_scheduler_type names those that are there",
-        "metric_logger.project": "no key of a recipe: set WANDB_PROJECT=trial",
+        "quantizer._component_": "quantization-aware training is unsupported",
+        "quantizer.groupsize": "quantization-aware training is unsupported",
+        "lr_scheduler._component_": "get_exponential_schedule: `tunekit explain train.lr_scheduler_type` lists",
+        "metric_logger.project": "not a recipe key: set WANDB_PROJECT=trial",
     },
     "swift-doubtful.sh": {
-        "train_type": "longlora is not there",
-        "dataset": "all rows: data/messages.jsonl#500 takes some of a file",
-        "system": "a system message stands in the rows",
+        "train_type": "longlora is unsupported",
+        "dataset": "uses all rows; partial files are unsupported: data/messages.jsonl#500",
+        "system": "set system messages in the rows",
         "learning_rat": "did you mean 'learning_rate'?",
         "freeze_vit": "tunekit trains on text",
-        "report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio",
+        "report_to": "swanlab: output.report_to supports tensorboard, wandb, mlflow and trackio",
     },
 }
 
@@ -485,8 +485,9 @@ def test_what_cannot_be_had_is_named_with_its_line(name) -> None:
 SUSPICIOUS = {
     "axolotl-doubtful.yaml": [
         "learning rate 1e-06 is low for LoRA", "20 epochs", "train_on_inputs", "sample_packing without flash",
-        "conversation: is deprecated", "warmup_steps 10 and warmup_ratio 0.1 are both given",
-        "bf16 and fp16 are both on", "not in lora_modules_to_save", "how many devices it ran on",
+        "conversation: is deprecated", "warmup_steps 10 and warmup_ratio 0.1 are both set",
+        "bf16 and fp16 are both on", "without embed_tokens and lm_head in lora_modules_to_save",
+        "the number of devices is not in the file",
     ],
     "axolotl-mixed-sources.yaml": ["rows are shuffled twice"],
     "llamafactory-doubtful.yaml": [
@@ -497,8 +498,8 @@ SUSPICIOUS = {
     "trl-doubtful.yaml": ["lora settings without use_peft", "load_in_4bit without use_peft", "packing without flash"],
     "torchtune-doubtful.yaml": ["max_seq_len is null", "train_on_input is on", "learning rate 1e-06 is low for LoRA"],
     "swift-doubtful.sh": [
-        "learning rate 1e-06 is low for LoRA", "packing without flash", "names are those of ModelScope's hub",
-        "warmup_steps 5 and warmup_ratio 0.1 are both given",
+        "learning rate 1e-06 is low for LoRA", "packing without flash", "names refer to the ModelScope hub",
+        "warmup_steps 5 and warmup_ratio 0.1 are both set",
     ],
 }  # fmt: skip
 
@@ -548,7 +549,7 @@ def test_devices_multiply_the_batch_of_a_step() -> None:
     made = migrate(CONFIGS / "axolotl-alpaca-lora.yaml", num_devices=8)
     assert made.recipe.train.global_batch_size == 64
     assert "# was micro_batch_size 2 x gradient_accumulation_steps 4 x 8 devices" in made.text
-    assert not any("how many devices" in one.words for one in made.suspicious)
+    assert not any("the number of devices" in one.words for one in made.suspicious)
 
 
 def test_what_a_tool_does_by_itself_is_said_in_the_recipe_and_the_report() -> None:
@@ -619,36 +620,36 @@ def test_the_command_line_of_the_other_tool_goes_before_the_file() -> None:
 def test_a_function_that_is_not_there_is_named_and_left_out(tmp_path) -> None:
     (tmp_path / "my_rewards.py").unlink()
     made = migrate(CONFIGS / "axolotl-grpo.yaml")
-    assert "no such reward here: my_rewards.right" in line_of(made, "trl.reward_funcs").words
+    assert "unknown reward: my_rewards.right" in line_of(made, "trl.reward_funcs").words
     assert any("grpo has no rewards yet" in one.words for one in made.suspicious)
 
 
 BROKEN = {
-    "empty.yaml": ("", r"empty\.yaml: is empty; name a configuration of Axolotl"),
-    "list.yaml": ("- a\n- b\n", r"list\.yaml: holds a list, not keys with values"),
-    "word.yaml": ("hello\n", r"word\.yaml: holds one value, not keys with values"),
+    "empty.yaml": ("", r"empty\.yaml: is empty; pass a configuration of Axolotl"),
+    "list.yaml": ("- a\n- b\n", r"list\.yaml: is a list, not a YAML mapping"),
+    "word.yaml": ("hello\n", r"word\.yaml: is a single value, not a YAML mapping"),
     "syntax.yaml": ("base_model: [a\n", r"syntax\.yaml:1:13: a '\[' is opened here and not closed"),
     "syntax.json": ('{"model": ', r"syntax\.json:1"),
     "twice.yaml": ("base_model: a\nbase_model: b\n", r"twice\.yaml:2:1: base_model: given twice, first at line 1"),
     "config.py": ("model = 'a'\n", r"config\.py: is a Python program, not a configuration"),
     "other.yaml": (
         "services:\n  web: 1\nvolumes: 2\n",
-        r"is a configuration of no known tool: it has services, volumes",
+        r"not a configuration of a known tool: it has services, volumes",
     ),
-    "run.sh": ("python train.py --lr 1\n", r"run\.sh: no command of a known tool is in it"),
+    "run.sh": ("python train.py --lr 1\n", r"run\.sh: no command of a known tool"),
     "quote.sh": ("swift sft --model 'a\n", r"quote\.sh:1: no closing quotation"),
-    "words.sh": ("swift sft model\n", r"words\.sh:1: 'model' belongs to no --key"),
+    "words.sh": ("swift sft model\n", r"words\.sh:1: 'model' has no --key"),
     "no-rows.yaml": (
         "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n",
-        r"no-rows\.yaml: names no rows to train on; a recipe needs it",
+        r"no-rows\.yaml: no training rows; required in a recipe",
     ),
     "no-model.yaml": (
         "sequence_len: 8\nmicro_batch_size: 1\ndatasets: [{path: a}]\n",
-        r"no-model\.yaml: names no model",
+        r"no-model\.yaml: no model",
     ),
     "ppo.yaml": (
         "model_name_or_path: a\nstage: ppo\nfinetuning_type: lora\ndataset: b\n",
-        r"ppo\.yaml:2: stage: ppo is no method of tunekit's; there are sft, dpo",
+        r"ppo\.yaml:2: stage: method ppo is unsupported; available: sft, dpo",
     ),
 }
 
@@ -679,9 +680,9 @@ def test_a_configuration_that_could_be_of_two_tools_asks_whose_it_is() -> None:
     Path("both.yaml").write_text(
         "model_name_or_path: pico\nlora_rank: 8\nlora_target: all\nlora_r: 4\nuse_peft: true\n"
     )
-    with pytest.raises(RecipeError, match="has keys of LLaMA-Factory and of TRL; --from says whose it is"):
+    with pytest.raises(RecipeError, match="has keys of LLaMA-Factory and TRL; pass the tool with --from"):
         migrate("both.yaml")
-    with pytest.raises(RecipeError, match="--from axlotl: no such tool; there are axolotl, llama-factory"):
+    with pytest.raises(RecipeError, match="--from axlotl: no such tool; available: axolotl, llama-factory"):
         migrate("both.yaml", tool="axlotl")
 
 
@@ -699,7 +700,7 @@ def test_the_command_prints_the_report_and_writes_a_recipe_that_is_not_there_yet
     assert "did you mean 'lora_dropout'?" in answer.stdout
     assert load_recipe("mine.yaml").train.global_batch_size == 4
     again = run(config, "-o", "mine.yaml")
-    assert (again.returncode, again.stderr) == (2, "'mine.yaml' is there already; name a new file, or remove it\n")
+    assert (again.returncode, again.stderr) == (2, "'mine.yaml' already exists; pass another file, or delete it\n")
 
 
 def test_the_command_prints_json_and_one_line_of_an_error() -> None:
@@ -723,7 +724,7 @@ TRACKED = [
     ("axolotl-alpaca-lora.yaml", "wandb_project:", "use_mlflow: true\nwandb_project: trials\nwandb_watch: gradients",
      ["mlflow", "wandb"], {"wandb_project": "set WANDB_PROJECT=trials", "wandb_watch": "weights and gradients do not"}),
     ("llamafactory-lora-sft.yaml", "report_to: none", "report_to: [tensorboard, swanlab]",
-     ["tensorboard"], {"report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio"}),
+     ["tensorboard"], {"report_to": "swanlab: output.report_to supports tensorboard, wandb, mlflow and trackio"}),
     ("trl-sft-full.yaml", "report_to: none", "report_to: trackio\nproject: trials", ["trackio"],
      {"project": "set TRACKIO_PROJECT=trials"}),
     ("torchtune-lora-single.yaml", "DiskLogger", "TensorBoardLogger", ["tensorboard"], {}),

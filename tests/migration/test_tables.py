@@ -34,9 +34,9 @@ def test_every_field_that_a_table_names_is_one_of_a_recipe(name) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"fields": {"rank": "adapter.rnak"}}, "adapter.rnak: no field of a recipe"),
-        ({"fields": {"rank": "adapter.rank"}, "trainer_args": {"rank": "rank"}}, "given twice, .*: rank"),
-        ({"suspicious": {"rank": "is old"}}, "suspicious and nothing else: rank"),
+        ({"fields": {"rank": "adapter.rnak"}}, "adapter.rnak: not a recipe field"),
+        ({"fields": {"rank": "adapter.rank"}, "trainer_args": {"rank": "rank"}}, "set twice, .*: rank"),
+        ({"suspicious": {"rank": "is old"}}, "only suspicious: rank"),
         ({"field": {"rank": "adapter.rank"}}, "Extra inputs are not permitted"),
         ({"computed": {"training.nothing": "rank"}}, "nothing"),
         ({"silent": [{"why": "nothing", "keys": "rank"}]}, "nothing"),
@@ -49,4 +49,4 @@ def test_a_slip_in_a_table_is_told_when_it_is_read(table, message) -> None:
 
 def test_the_reason_for_other_trackers_names_those_that_there_are() -> None:
     *others, last = get_args(Tracker)
-    assert reason("no_tracker") == f"output.report_to takes {', '.join(others)} and {last}"
+    assert reason("no_tracker") == f"output.report_to supports {', '.join(others)} and {last}"

@@ -180,10 +180,10 @@ def test_a_prompt_is_answered_as_by_sdpa(model_type, mask):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"softcap": 50.0}, "has no softcap, which Identity asks for"),
-        ({"s_aux": torch.zeros(2), "dropout": 0.1}, "has no sinks and no dropout"),
-        ({"is_causal": False}, "has no sight of what follows"),
-        ({"cu_seq_lens_q": None, "sliding_window": 2}, "takes one row and the boundaries of its documents"),
+        ({"softcap": 50.0}, "does not support softcap, which Identity uses"),
+        ({"s_aux": torch.zeros(2), "dropout": 0.1}, "does not support sinks or dropout"),
+        ({"is_causal": False}, "does not support non-causal attention"),
+        ({"cu_seq_lens_q": None, "sliding_window": 2}, "supports one row with document boundaries"),
     ],
 )
 def test_what_it_is_not_it_says(given, said):

@@ -136,7 +136,7 @@ def test_a_model_without_weights_is_fused_by_its_shapes():
 def test_what_is_not_known_stays_and_is_named():
     report = fuse(make_model("mixtral"), rules=RULES)
     kept = {line.module: line.reason for line in report.kept}
-    assert kept["MixtralExperts"] == "no kernel for what it computes"
+    assert kept["MixtralExperts"] == "no kernel for this computation"
     assert "MixtralAttention" in kept
     assert "MixtralExperts" in report.words()
     assert "5 RMSNorm" in report.words()
@@ -144,7 +144,10 @@ def test_what_is_not_known_stays_and_is_named():
 
 def test_norms_before_the_adds_are_told_as_the_reason():
     report = fuse(make_model("olmo2"), rules=RULES)
-    assert next(line.reason for line in report.kept if line.module == "Olmo2DecoderLayer").startswith("a layer whose")
+    assert (
+        next(line.reason for line in report.kept if line.module == "Olmo2DecoderLayer")
+        == "no norm follows an add within this layer"
+    )
 
 
 def wrong(rule, **changes):
@@ -208,7 +211,7 @@ def test_a_module_whose_proof_fails_stays_and_says_why():
     model = make_model("llama")
     report = fuse(model, rules=(rule, gated_rule))
     reasons = {line.module: line.reason for line in report.kept}
-    assert reasons["LlamaRMSNorm"] == "it could not be tried: ValueError: expected 3, got 2"
+    assert reasons["LlamaRMSNorm"] == "could not be tested: ValueError: expected 3, got 2"
     assert num_fused(report) == {SILU: 2}
     assert not any(is_fused(module) for name, module in model.named_modules() if name.endswith("norm"))
 
@@ -227,7 +230,7 @@ def test_a_model_whose_own_code_does_not_take_the_proofs_input_is_fused_but_for_
     model = AutoModelForCausalLM.from_config(config)
     report = fuse(model)
     reasons = {line.module: line.reason for line in report.kept}
-    assert reasons["JetMoeDecoderLayer"].startswith("it could not be tried: ValueError: not enough values to unpack")
+    assert reasons["JetMoeDecoderLayer"].startswith("could not be tested: ValueError: not enough values to unpack")
     ids = torch.arange(1, 12)[None]
     model(input_ids=ids, labels=ids).loss.backward()
 
@@ -347,9 +350,7 @@ def test_a_module_whose_forward_something_else_has_replaced_stays():
     norm.forward = lambda x: x
     report = fuse(model, rules=RULES)
     assert norm.forward(3) == 3
-    assert [line.reason for line in report.kept if line.example == "model.norm"] == [
-        "something else has replaced its forward"
-    ]
+    assert [line.reason for line in report.kept if line.example == "model.norm"] == ["its forward was replaced"]
 
 
 def test_a_module_with_divided_weights_stays():
@@ -363,7 +364,7 @@ def test_a_module_with_divided_weights_stays():
     torch.distributed.destroy_process_group()
     assert num_fused(report) == {"RMSNorm": 5}
     assert {line.reason for line in report.kept if line.module in ("LlamaMLP", "LlamaDecoderLayer")} == {
-        "its weights are divided over devices"
+        "its weights are sharded over devices"
     }
 
 
@@ -373,7 +374,7 @@ def test_layers_stay_where_their_norm_does():
         layer.post_attention_layernorm = nn.LayerNorm(model.config.hidden_size)
     report = fuse(model, rules=RULES)
     assert ADD not in num_fused(report)
-    assert "the norm behind its add, post_attention_layernorm, is not fused" in {line.reason for line in report.kept}
+    assert "the norm after its add, post_attention_layernorm, is not fused" in {line.reason for line in report.kept}
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_an_adapter_that_is_switched_off_or_merged_is_as_in_the_plain_model(adap
     ("config", "words"),
     [
         ({"use_dora": True}, "no kernel for this variant of LoRA: DoraLinearVariant"),
-        ({"lora_bias": True}, "no kernel for adapters with biases"),
+        ({"lora_bias": True}, "no kernel for adapters with bias"),
     ],
 )
 def test_what_no_kernel_knows_is_computed_as_before_and_named(config, words):

@@ -35,5 +35,5 @@ def test_norms_and_mlps_of_the_model_are_ligers_and_its_loss_is_not(model_type):
 
 
 def test_a_model_that_liger_does_not_know_is_refused():
-    with pytest.raises(ModelError, match=r"liger-kernel has none for stablelm; leave model\.kernels out"):
+    with pytest.raises(ModelError, match=r"liger-kernel does not support stablelm; unset model\.kernels"):
         use_liger(small_model("stablelm", "sdpa"))

@@ -117,8 +117,8 @@ BROKEN = {
     "no-weights": (drop("model.safetensors"), "{path!r} lacks model.safetensors; the folder is incomplete"),
     "pickled": (
         pickled_weights,
-        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when they are "
-        "opened and are not loaded; convert them first",
+        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when opened "
+        "and are not loaded; convert them to safetensors",
     ),
     "truncated": (truncate_weights, "{path!r}: model.safetensors is damaged; copy or download it again"),
     "short-header": (
@@ -162,12 +162,11 @@ OTHERS = {
     "mamba": (
         {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 71, "state_size": 8},
         "the config.json of {path!r} (mamba) has no num_attention_heads or n_head or n_heads or num_heads or "
-        "attention_heads; tunekit plans decoders whose layers attend, by these numbers: use one",
+        "attention_heads; use a decoder-only transformer: tunekit plans by these values",
     ),
     "bart": (
         {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 71},
-        "{path!r} (bart) is configured as an encoder and a decoder, which tunekit does not train; "
-        "use a model that is a decoder alone",
+        "{path!r} (bart) is an encoder-decoder model, which tunekit does not train; use a decoder-only model",
     ),
 }
 
@@ -214,7 +213,7 @@ def test_a_missing_folder_suggests_a_near_one(model):
 
 
 def test_a_file_is_not_a_model(model):
-    with pytest.raises(ModelError, match=r"is a file; name the folder that holds config\.json"):
+    with pytest.raises(ModelError, match=r"is a file; set it to the folder with config\.json"):
         probe_model(ModelSection(path=str(model / "config.json")))
 
 
@@ -251,7 +250,7 @@ def test_a_well_known_model_is_planned_for_without_network_but_not_trained(tmp_p
     )
     planned, refused = without_network(tmp_path, code).splitlines()
     assert planned == "table 8030261248 True"
-    assert "the hub cannot be reached" in refused
+    assert "the Hub cannot be reached" in refused
 
 
 def test_a_folder_without_weights_is_planned_for_but_not_trained(model):
@@ -343,5 +342,5 @@ def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
 
 
 def test_a_name_that_cannot_be_is_said_to_be_so():
-    with pytest.raises(ModelError, match="is neither a folder here nor a name that the hub could have"):
+    with pytest.raises(ModelError, match="is neither a folder here nor a valid name on the Hub"):
         probe_model(ModelSection(path="some model!"))

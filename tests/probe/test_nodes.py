@@ -35,7 +35,7 @@ SALLOC = {
 }
 TORCHRUN = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "RANK": "8", "LOCAL_RANK": "0"}
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "0"}
-ALIKE = "nodes by {}, all taken to be like this one"
+ALIKE = "nodes by {}, all assumed identical to this one"
 
 
 def node(num=8):
@@ -86,8 +86,8 @@ def test_a_shell_on_the_login_node_counts_the_nodes_and_says_that_it_cannot_see_
     hardware = with_nodes(node(0), SALLOC | {"SLURM_GPUS_PER_NODE": "h100:8"})
     assert (hardware.num_nodes, hardware.accelerators) == (4, ())
     assert hardware.note == (
-        "this is not one of the nodes that Slurm gave: its 4 nodes are taken to be like this machine, which has 0 "
-        "accelerators for their 8: name them with --on"
+        "not on a node of the Slurm allocation: its 4 nodes are assumed identical to this machine, which has 0 "
+        "accelerators instead of 8: set the node type with --on"
     )
 
 
@@ -99,7 +99,7 @@ def test_fewer_processes_than_devices_leave_the_rest_unused():
 
 def test_fewer_visible_devices_than_were_given_are_said():
     hardware = with_nodes(node(2), SKYPILOT)
-    assert hardware.note.endswith("SkyPilot gave 8 accelerators on this node, of which 2 can be used")
+    assert hardware.note.endswith("SkyPilot allocated 8 accelerators on this node; 2 usable")
 
 
 def test_processes_on_a_machine_without_accelerators_are_no_contradiction():
@@ -111,13 +111,13 @@ CONTRADICTIONS = {
         4,
         TORCHRUN,
         "torchrun runs 8 processes on this node, but this process sees 4 accelerators; "
-        "start as many processes as there are accelerators, or see CUDA_VISIBLE_DEVICES",
+        "start as many processes as there are accelerators, or check CUDA_VISIBLE_DEVICES",
     ),
     "devices-of-others": (
         8,
         STEP | {"SLURM_GPUS_ON_NODE": "1"},
-        "Slurm gave 1 accelerator on this node, but this process sees 8 accelerators; "
-        "hide those of others: set CUDA_VISIBLE_DEVICES to the ones that were given",
+        "Slurm allocated 1 accelerator on this node, but this process sees 8 accelerators; "
+        "hide the others: set CUDA_VISIBLE_DEVICES to the allocated ones",
     ),
     "uneven": (
         8,
@@ -128,7 +128,7 @@ CONTRADICTIONS = {
     "no-number": (
         8,
         SKYPILOT | {"SKYPILOT_NUM_NODES": "two"},
-        "SKYPILOT_NUM_NODES is 'two', which is no number; unset SKYPILOT_NUM_NODES, or see what set it",
+        "SKYPILOT_NUM_NODES is 'two', not a number; unset SKYPILOT_NUM_NODES, or check what set it",
     ),
 }
 

@@ -203,7 +203,7 @@ def test_a_small_card_for_the_screen_is_left_out_and_said_to_be(machine):
     assert [device.visible_as for device in hardware.accelerators] == ["GPU-a1", "GPU-a2"]
     assert [device.name for device in hardware.unused] == ["NVIDIA GeForce GTX 1080"]
     assert hardware.num_accelerators == 2 and hardware.figures.flops_16bit == 165.2e12
-    assert hardware.note == "a run computes on equal accelerators, so NVIDIA GeForce GTX 1080 is left out"
+    assert hardware.note == "runs use identical accelerators: NVIDIA GeForce GTX 1080 is not used"
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,6 @@ def test_a_driver_library_without_a_driver_is_a_machine_without_devices(machine)
 def test_a_driver_that_was_updated_under_way_is_no_machine_without_devices(machine):
     with pytest.raises(AssertionError) as caught:
         machine(A100, NVML_INIT="18")
-    assert "PlanError: the NVIDIA driver does not answer: RM has detected an NVML/RM version mismatch; see" in str(
+    assert "PlanError: the NVIDIA driver does not answer: RM has detected an NVML/RM version mismatch; run" in str(
         caught.value
     )

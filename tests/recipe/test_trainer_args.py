@@ -147,10 +147,14 @@ def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
     assert len(to_groups) == 10
     for method, (_, _, config) in trainer_args.CONFIGS.items():
         tree = ast.parse((BUILDERS / f"{method}.py").read_text())
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == config]
+        calls = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and config in map(ast.unparse, (node.func, *node.args))
+        ]
         given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
         assert calls, method
-        if "arguments_in_groups" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
+        if "rewarded_trainer" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
             given |= to_groups
         assert {name for name in to_all | given if owner_hint(method, str(name)) is None} == set()
 

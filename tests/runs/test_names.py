@@ -71,7 +71,7 @@ def test_stop_means_the_run_of_a_name_that_is_under_way(runs):
     with pytest.raises(RunError, match=f"^zz-{OLD} is queued: no process of it runs"):
         verbs.stop("zz")
     runs[f"zz-{OLD}-2"].update_status(phase="queued")
-    with pytest.raises(RunError, match=rf"2 runs called 'zz' are under way; name one: zz-{OLD}-2, zz-{OLD}$"):
+    with pytest.raises(RunError, match=rf"2 runs named 'zz' are active; pass one of them: zz-{OLD}-2, zz-{OLD}$"):
         verbs.stop("zz")
 
 

@@ -256,11 +256,11 @@ def test_bad_input_is_refused_before_anything_is_made(workspace, words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["sweep"], "there is no recipe"),
+        (["sweep"], "no recipe"),
         (["sweep", "show", "nowhere"], "no sweep 'nowhere' in sweeps"),
         (["sweep", "show", "."], ". is not a sweep folder"),
         (["sweep", "--resume", "nowhere"], "no sweep 'nowhere' in sweeps"),
-        (["sweep", "mine.yaml", "--resume", "nowhere"], "--resume and a recipe are both given"),
+        (["sweep", "mine.yaml", "--resume", "nowhere"], "--resume and a recipe exclude each other"),
     ],
 )
 def test_what_is_no_sweep_is_refused_in_a_line(workspace, words, said):

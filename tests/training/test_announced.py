@@ -18,7 +18,7 @@ def test_a_refused_run_is_refused_with_what_would_mend_its_recipe():
 
 
 def test_what_a_process_printed_that_told_nothing_is_the_reason():
-    with pytest.raises(RunError, match="ended before there was one:\nkilled"):
+    with pytest.raises(RunError, match="exited before it created a run:\nkilled"):
         _run_of("", io.BytesIO(b"killed\n"))
 
 

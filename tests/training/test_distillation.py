@@ -160,7 +160,7 @@ def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused_before_anything
     (tmp_path / "backend.json").write_text(json.dumps(backend))
     swapped = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "backend.json"), eos_token="<|im_end|>")
     swapped.save_pretrained(tmp_path / "other")
-    what = "has another tokenizer: [2-9] of 259 tokens have another number"
+    what = "has a different tokenizer: [2-9] of 259 tokens have another id"
     with pytest.raises(ModelError, match=rf"method\.teacher: '.*other' {what}"):
         verbs.make_run(recipe(here, teacher=tmp_path / "other"))
     with pytest.raises(PlanError, match=r"method\.teacher: pico has a vocabulary of [\d,]+, but model of 259"):

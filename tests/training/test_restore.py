@@ -447,9 +447,7 @@ def test_a_new_run_says_that_another_one_ended_early(named_recipe):
     run = verbs.train("mine.yaml", on_event=told.append)
     assert run.path != named_recipe.path
     plan = next(event for event in told if event["event"] == "plan")
-    assert (
-        f"a run of this recipe has ended early: `tunekit resume {named_recipe.path}` goes on with it" in plan["notes"]
-    )
+    assert f"a run of this recipe ended early: `tunekit resume {named_recipe.path}` resumes it" in plan["notes"]
 
 
 def test_a_folder_that_is_taken_says_how_to_go_on_in_it(full, folder, tmp_path):
@@ -481,7 +479,7 @@ def test_on_a_terminal_the_command_asks(named_recipe):
     with subprocess.Popen(command, stdin=there, stdout=there, stderr=there, start_new_session=True) as process:
         os.close(there)
         shown = b""
-        while b"go on with it?" not in shown:
+        while b"resume it?" not in shown:
             shown += os.read(main, 1000)
         os.write(main, b"y\n")
         with contextlib.suppress(OSError):

@@ -91,7 +91,7 @@ def test_a_server_ends_when_it_is_asked_and_leaves_nothing_behind(tmp_path, endi
 def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options, words in (
-            (["--port", str(taken.getsockname()[1])], "choose another with --port"),
+            (["--port", str(taken.getsockname()[1])], "pass another --port"),
             (["--root", str(tmp_path / "nothing")], "is no folder"),
         ):
             command = [sys.executable, "-m", "tunekit", "ui", "--no-open", "--root", str(tmp_path), *options]

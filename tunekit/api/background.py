@@ -42,17 +42,17 @@ def start(
     devices: Sequence[str] | None = None,
     queue: bool = False,
 ) -> Run:
-    """Start a run in a process of its own, which goes on when this one ends, and return it when its folder is there.
+    """Start a run in a process of its own, which outlives this one, and return it once its folder exists.
 
     Args:
         source: The recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one.
         overrides: Changes to it, such as `train.max_steps=10`.
-        resume: Go on with the run of this recipe that has ended early, where there is one.
-        devices: The accelerators to use, by index or UUID; those that the plan chooses where left out.
-        queue: Wait in line until no other run of this machine has the devices.
+        resume: Resume the unfinished run of this recipe, if there is one.
+        devices: The accelerators to use, by index or UUID; by default those that the plan chooses.
+        queue: Wait until no other run on this machine uses the devices.
 
     Raises:
-        TunekitError: There is no run, for the reason that `train` gives too.
+        TunekitError: There is no run, for the same reasons as with `train`.
     """
     with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
         recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
@@ -69,18 +69,18 @@ def start_resume(
     devices: Sequence[str] | None = None,
     queue: bool = False,
 ) -> Run:
-    """Go on with a run in a process of its own, which goes on when this one ends, and return it once it has begun.
+    """Resume a run in a process of its own, which outlives this one, and return it once it has started.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
         overrides: Edits of its recipe.
-        from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
-        weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
+        from_: The checkpoint to resume from, by its step, name or path. Default: the newest complete one.
+        weights_only: Start over with the weights of that checkpoint, and load nothing else of it.
         devices: The accelerators to use, by index or UUID.
-        queue: Wait in line until no other run of this machine has the devices.
+        queue: Wait until no other run on this machine uses the devices.
 
     Raises:
-        TunekitError: It cannot be gone on with, for the reason that `resume` gives too.
+        TunekitError: It cannot be resumed, for the same reasons as with `resume`.
     """
     existing = run if isinstance(run, Run) else find_run(str(run), exact=True)
     options = [*([] if from_ is None else ["--from", from_]), *(["--weights-only"] if weights_only else [])]
@@ -108,8 +108,7 @@ def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) 
             os.close(telling)
         # Somebody has to take note of its end, or its number stays in use for as long as this process lives.
         threading.Thread(target=process.wait, name=f"end of {process.pid}", daemon=True).start()
-        line = reader.readline()
-        return _run_of(line, console)
+        return _run_of(reader.readline(), console)
 
 
 def _run_of(line: str, console: IO[bytes]) -> Run:
@@ -117,7 +116,7 @@ def _run_of(line: str, console: IO[bytes]) -> Run:
     if not line:
         console.seek(0)
         lines = console.read().decode("utf-8", errors="replace").strip().splitlines()[-TOLD_LINES:]
-        raise RunError("the process of the run ended before there was one:\n" + "\n".join(lines))
+        raise RunError("the process exited before it created a run:\n" + "\n".join(lines))
     message = json.loads(line)
     if "run" in message:
         return Run(message["run"])

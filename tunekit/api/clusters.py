@@ -46,10 +46,10 @@ def launch_slurm(
         source: The recipe.
         overrides: Changes to it.
         wishes: What else is asked of Slurm.
-        on: The nodes, named as for `plan`; such as this one where left out.
+        on: The nodes, named as for `plan`; by default such as this one.
         num_nodes: How many of them.
         submit: Whether the job is submitted, or only written.
-        on_event: Told how far the rows are, and the plan.
+        on_event: Called with the progress of reading rows, and the plan.
 
     Raises:
         TunekitError: The run cannot be made, or Slurm does not take it.
@@ -75,13 +75,13 @@ def launch_ray(
     Args:
         source: The recipe.
         overrides: Changes to it.
-        address: Of the cluster; that of RAY_ADDRESS or of this machine where left out.
-        on: The nodes, named as for `plan`; such as this one where left out.
+        address: Cluster address. Default: RAY_ADDRESS, or this machine.
+        on: The nodes, named as for `plan`; by default such as this one.
         num_nodes: How many of them.
         on_event: Called with every event of the run as it happens.
 
     Raises:
-        TunekitError: Ray is not installed, or something that the user can mend went wrong.
+        TunekitError: Ray is not installed, or or an error that the user can correct.
     """
     from tunekit.launching.ray_train import train_on_ray
 
@@ -107,7 +107,7 @@ def launch_sky(
         on: The nodes, named as for `plan`.
         num_nodes: How many of them.
         submit: Whether the task is launched, or only written.
-        on_event: Told how far the rows are, and the plan.
+        on_event: Called with the progress of reading rows, and the plan.
 
     Raises:
         TunekitError: The run cannot be made, or SkyPilot does not start it.
@@ -117,7 +117,7 @@ def launch_sky(
         task = cluster.write_task(run, on)
         words = "written, not started"
         if submit:
-            words = f"started; its results are fetched by: {cluster.launch_task(run, task)}"
+            words = f"started; fetch its results with: {cluster.launch_task(run, task)}"
     return Submitted(run, task, words)
 
 

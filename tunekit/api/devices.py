@@ -71,7 +71,7 @@ def chosen(names: Sequence[str], found: Sequence[Device]) -> dict[str, str]:
     picked = [_device(name.strip(), found) for name in names]
     uuids = [str(device.visible_as) for device in picked]
     if len(set(uuids)) < len(uuids):
-        raise PlanError(f"devices: {', '.join(names)} names a device twice", hint="name each once")
+        raise PlanError(f"devices: {', '.join(names)} lists a device twice", hint="list each once")
     return {"CUDA_VISIBLE_DEVICES" if picked[0].gfx is None else "HIP_VISIBLE_DEVICES": ",".join(uuids)}
 
 
@@ -88,8 +88,8 @@ def _device(name: str, found: Sequence[Device]) -> Device:
     matching = [device for device in found if name and str(device.visible_as).startswith(name)]
     if len(matching) != 1:
         there_are = ", ".join(f"{index} {device.name} {device.visible_as}" for index, device in enumerate(found))
-        hint = f"there are {there_are}" if found else "this machine has no accelerator that torch is built for"
-        raise PlanError(f"devices: {name!r} is none", hint=hint)
+        hint = f"available: {there_are}" if found else "this machine has no accelerator that torch is built for"
+        raise PlanError(f"devices: no device {name!r}", hint=hint)
     return matching[0]
 
 

@@ -215,7 +215,7 @@ def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
         api_name = "CUDA" if driver == "NVIDIA" else "ROCm"
         return Feature(name, False, detail, f"install a {api_name} build of torch: https://pytorch.org/get-started")
     detail = f"an {driver} driver is installed, but no GPU is visible"
-    return Feature(name, False, detail, f"see what {tool} says, and {variable}")
+    return Feature(name, False, detail, f"check {tool} and {variable}")
 
 
 def _bfloat16(hardware: Hardware) -> Feature:
@@ -236,7 +236,7 @@ def _four_bit(bitsandbytes: Package, hardware: Hardware | None) -> Feature:
     if bitsandbytes.version is None:
         return Feature(name, False, "needs bitsandbytes", bitsandbytes.hint)
     if hardware is None or not hardware.accelerators:
-        return Feature(name, True, f"bitsandbytes {bitsandbytes.version}, on the CPU: right, but slow")
+        return Feature(name, True, f"bitsandbytes {bitsandbytes.version}, on the CPU: correct, but slow")
     nvidia = (gpu for gpu in hardware.accelerators if gpu.gfx is None)
     old = [gpu.name for gpu in nvidia if not _is_at_least(gpu, FOUR_BIT_CAPABILITY)]
     if old:
@@ -251,8 +251,7 @@ def _flash_attention(flash_attn: Package, hardware: Hardware) -> Feature:
         needed = f"needs a GPU of compute capability {_dotted(FLASH_ATTENTION_2_CAPABILITY)} or newer"
         return Feature(name, False, f"{needed}; sdpa is used")
     if flash_attn.version is None:
-        hint = "pip install flash-attn --no-build-isolation"
-        return Feature(name, False, "needs flash-attn; sdpa is used", hint)
+        return Feature(name, False, "needs flash-attn; sdpa is used", "pip install flash-attn --no-build-isolation")
     return Feature(name, True, f"flash-attn {flash_attn.version}")
 
 

@@ -51,7 +51,7 @@ class Lookup:
         Args:
             machines: Their names, None for this one.
             look: How facts of a model are found.
-            here: What counts as this machine; it is looked at where left out.
+            here: Hardware of this machine. Default: probed.
             shares_disk: Whether what that writes is on the disk of the machine that asks.
 
         Raises:
@@ -178,10 +178,10 @@ class Lookup:
 
 
 def run_of(recipe: Recipe) -> Run | None:
-    """The run that a recipe may mean to go on with; None where it has none.
+    """Return the run that a recipe may mean to resume; None where it has none.
 
     That is the one in its `output.dir`, whatever has become of it. Where it names none, it is the newest run of its
-    name with the same recipe, if that has ended early and can be gone on with.
+    name with the same recipe, if that has ended early and can be resumed.
     """
     if recipe.output.dir is not None:
         path = Path(recipe.output.dir)

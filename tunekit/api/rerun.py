@@ -52,7 +52,7 @@ class Difference:
     def words(self) -> str:
         """It as people read it."""
         values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in (self.was, self.is_now)]
-        return f"{self.name} at step {self.step:,} was {values[0]}, and is {values[1]} now"
+        return f"{self.name} at step {self.step:,} was {values[0]}, now {values[1]}"
 
 
 @dataclass(frozen=True)
@@ -86,31 +86,29 @@ class Agreement:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
-        return {
-            "run": str(self.run.path),
-            "again": str(self.again.path),
-            "agrees": self.agrees,
-            "otherwise": list(self.otherwise),
-            "tolerance": self.tolerance,
-            "num_values": self.num_values,
-            "first": None if self.first is None else asdict(self.first),
-            "beyond": None if self.beyond is None else asdict(self.beyond),
-            "same_weights": self.same_weights,
-        }
+        plain = {"run": str(self.run.path), "again": str(self.again.path), "otherwise": list(self.otherwise)}
+        differences = {name: asdict(one) if (one := vars(self)[name]) else None for name in ("first", "beyond")}
+        return {**vars(self), **plain, **differences, "agrees": self.agrees}
 
     def lines(self) -> Iterator[str]:
         """The verdict in sentences."""
         if self.otherwise:
-            yield f"not expected to the last bit: {'; '.join(self.otherwise)}"
-            yield f"allowed for it: {self.tolerance:.0%} of a loss, as each step builds on the rounding before it"
-        weights = {True: "so are the weights", False: "the weights are not", None: "the run's weights are gone"}
+            yield f"not expected to be bit-identical: {'; '.join(self.otherwise)}"
+            yield f"tolerance: {self.tolerance:.0%} of a loss, since rounding errors accumulate over the steps"
+        weights = {
+            True: "and so are the weights",
+            False: "but the weights differ",
+            None: "the run's weights are missing",
+        }
         if self.first is None:
-            yield f"{self.num_values} losses and measures are the same to the last bit, {weights[self.same_weights]}"
+            yield f"{self.num_values} losses and metrics are bit-identical, {weights[self.same_weights]}"
         else:
-            yield f"the first that differs: {self.first.words()}"
+            yield f"first difference: {self.first.words()}"
         if self.beyond is not None and self.tolerance > 0:
-            yield f"too far apart: {self.beyond.words()}"
-        yield "it agrees" if self.agrees else "it does not agree"
+            yield f"beyond the tolerance: {self.beyond.words()}"
+        is_exact = self.first is None and self.same_weights is not False
+        reproduced = "reproduced exactly" if is_exact else "reproduced within the tolerance"
+        yield reproduced if self.agrees else "not reproduced"
 
 
 def agreement_of(run: Run, again: Run) -> Agreement:
@@ -159,24 +157,25 @@ def _otherwise(run: Run, again: Run) -> Iterator[str]:
     """Yield reasons for which the last bits of two runs may differ."""
     was, now = made_with(run), made_with(again)
     if was is None or now is None:
-        yield "what the run was made with was not written down"
+        yield "the run did not record its versions"
     else:
         yield from _of_versions(was, now)
     before, after = run.plan.device, again.plan.device
     if before.name != after.name or run.status()["host"] != again.status()["host"]:
-        yield f"it ran on {before.name} of {run.status()['host']}"
+        yield f"it ran on {before.name} on {run.status()['host']}"
     if after.kind != "cpu":
-        yield f"{after.name} adds with atomics in no fixed order"
+        yield f"{after.name} uses atomic adds in no fixed order"
 
 
 def _of_versions(was: MadeWith, now: MadeWith) -> Iterator[str]:
     for name in dict.fromkeys((*was.versions, *now.versions)):
         if was.versions.get(name) != now.versions.get(name):
-            yield f"{name} was {was.versions.get(name, 'not there')}, and is {now.versions.get(name, 'not there')}"
+            before, after = (versions.get(name, "not installed") for versions in (was.versions, now.versions))
+            yield f"{name} was {before}, now {after}"
     if was.commit != now.commit:
-        yield f"tunekit's commit was {was.commit}, and is {now.commit}"
+        yield f"tunekit's commit was {was.commit}, now {now.commit}"
     if was.num_threads != now.num_threads:
-        yield f"it computed with {was.num_threads} threads, and does with {now.num_threads}"
+        yield f"the number of threads was {was.num_threads}, now {now.num_threads}"
 
 
 VERDICT = "rerun.json"
@@ -186,16 +185,16 @@ VERDICT = "rerun.json"
 def rerun(
     run: Run | str | Path, *, name: str | None = None, on_event: Callable[[Event], None] | None = None
 ) -> Agreement:
-    """Repeat a finished run from its folder, and say whether its losses come out again.
+    """Repeat a finished run from its folder, and report whether its losses are reproduced.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
-        name: Name of the new folder in `runs/`; the run's name with the time behind it where left out.
+        name: Name of the new folder in `runs/`. Default: the run's name with the time.
         on_event: Called with every event as it happens.
 
     Raises:
-        TunekitError: It cannot be repeated: it has not finished, it was gone on with otherwise, somebody has changed
-            its recipe, plan, rows or model since, or this machine has not the devices of its plan.
+        TunekitError: It cannot be repeated: it has not finished, it was resumed with changes, its recipe, plan, rows or
+            model have changed since, or this machine lacks the devices of its plan.
     """
     from tunekit.launching.local import begin, launch, turn
 
@@ -217,36 +216,36 @@ def _obstacles(story: Story) -> Iterator[tuple[str, str]]:
     """Yield what a run cannot be repeated for, each with its remedy."""
     run, plan = story.run, story.plan
     if story.state != "finished":
-        problem = f"{run.name} is {story.state}, at step {story.step_words}: there is no whole run to repeat"
-        yield problem, prospects(run) or "wait for its end"
+        problem = f"{run.name} is {story.state}, at step {story.step_words}: no finished run to repeat"
+        yield problem, prospects(run) or "wait until it finishes"
     if not run.result():
-        yield f"{run.path / 'events.jsonl'} tells of no result", "the run's folder is damaged"
-    anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=null` trains by what is there now"
+        yield f"{run.path / 'events.jsonl'} has no result", "the run's folder is damaged"
+    anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=null` trains with the current files"
     for event in run.events():
         if event["event"] == "resume" and (event["changes"] or event.get("weights_only")):
-            words = ", ".join(event["changes"]) or "the weights alone"
-            problem = f"{run.name} was gone on with otherwise from step {event['step']}: {words}"
-            yield problem, f"no one recipe repeats that; {anew}"
+            words = ", ".join(event["changes"]) or "weights only"
+            problem = f"{run.name} was resumed with changes from step {event['step']}: {words}"
+            yield problem, f"no single recipe reproduces that; {anew}"
     versions = made_with(run)
     changed = [] if versions is None else [f"{run.path / name} has changed" for name in changed_texts(run, versions)]
     changed += fingerprints.changes(run, story.recipe)
     if changed:
-        problem = "\n".join((f"{run.name} is not made of the same things any more:", *changed))
-        yield problem, f"put back what it was; or {anew}"
+        problem = "\n".join((f"inputs of {run.name} have changed:", *changed))
+        yield problem, f"restore them; or {anew}"
     check_run_code(run)
     if plan.num_nodes > 1 or place_of().num_processes > 1:
-        yield f"{run.name} cannot be repeated by a launcher, or on several nodes", anew
+        yield f"{run.name} cannot be repeated under a launcher or on several nodes", anew
     if plan.device.kind != "cpu":
         here = probe_hardware()
         if here.device.name != plan.device.name or here.num_accelerators < plan.layout.num_processes:
-            yield f"{run.name} was planned for {plan.devices_words}, which are not here", anew
+            yield f"{run.name} was planned for {plan.devices_words}, which this machine lacks", anew
 
 
 def _made(story: Story, name: str | None) -> Run:
     """The folder of the repetition, with the plan and the rows of the run."""
     run, recipe = story.run, story.recipe
     if name is not None and (not name or Path(name).name != name or name.startswith(".")):
-        raise RunError(f"{name!r} is no name of a folder in {RUNS}", hint="use letters, digits, - and _")
+        raise RunError(f"{name!r} is not a valid folder name in {RUNS}", hint="use letters, digits, - and _")
     folder = None if name is None else str((RUNS / name).absolute())
     output = recipe.output.model_copy(update={"dir": folder})
     recipe = recipe.model_copy(update={"output": output})

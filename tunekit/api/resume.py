@@ -1,4 +1,4 @@
-"""A run made ready to go on, by the processes and on the machines that are there."""
+"""Preparation of a run to be resumed by the processes and on the machines at hand."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,19 +27,19 @@ def resumed(
     nodes: Sequence[str] | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
-    """A run that its processes can go on with, as it was or edited.
+    """Prepare a run to be resumed by its processes, unchanged or edited.
 
     Args:
         run: The run.
         overrides: Edits of its recipe.
         recipe: Another recipe in the place of its own. It may be one of a run that has no checkpoint yet.
-        from_: The checkpoint to go on from.
-        weights_only: Begin anew with the weights of that checkpoint.
+        from_: The checkpoint to resume from.
+        weights_only: Start over with the weights of that checkpoint.
         nodes: Machines that are named.
-        on_event: Told the plan.
+        on_event: Called with the plan.
 
     Raises:
-        TunekitError: It cannot be gone on with, or not so.
+        TunekitError: It cannot be resumed, or not with these edits.
     """
     if recipe is not None and not has_checkpoints(run) and run.state in ENDED_EARLY:
         return _begun_again(run, recipe, on_event)
@@ -77,13 +77,13 @@ def resumed(
     plan = decision.plan
     if started not in (1, plan.layout.num_processes):
         raise PlanError(
-            f"{run.name} is planned for {plan.layout.num_processes} processes, and the launcher started {started}",
-            hint="start as many, or leave it to `tunekit resume` alone",
+            f"{run.name} is planned for {plan.layout.num_processes} processes, but the launcher started {started}",
+            hint="start as many, or run `tunekit resume` without a launcher",
         )
     if started > 1:
         check_may_go_back(run.recipe, "a launcher")
     if plan.num_nodes > 1 and started == 1 and not nodes:
-        raise PlanError(f"{run.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
+        raise PlanError(f"{run.name} was planned for {plan.num_nodes} nodes", hint="pass them with --nodes HOST,HOST")
     notes = carry_out(decision)
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": plan, "notes": list(notes)})
@@ -94,8 +94,8 @@ def _begun_again(run: Run, recipe: Recipe, on_event: Callable[[Event], None] | N
     """A run that ended before its first checkpoint, to begin from the beginning."""
     if not is_same(recipe, run):
         raise RunError(
-            f"{run.path} has a run of another recipe, without a checkpoint", hint="name a new folder in output.dir"
+            f"{run.path} has a run of another recipe, without a checkpoint", hint="set output.dir to a new folder"
         )
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": run.plan, "notes": ["begins: there is no checkpoint yet"]})
+        on_event({"event": "plan", "run": run, "plan": run.plan, "notes": ["starts over: no checkpoint yet"]})
     return run

@@ -184,12 +184,12 @@ def train(
     Args:
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe.
-        resume: Go on with the run of this recipe that has ended early, where there is one.
-        queue: Wait in line until no other run of this machine has the devices that this one needs.
+        resume: Resume the unfinished run of this recipe, if there is one.
+        queue: Wait until no other run on this machine uses the devices.
         on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
+        TunekitError: An error that the user can correct. The run folder's status has it too.
     """
 
     def make() -> Run:
@@ -198,8 +198,8 @@ def train(
         if earlier is not None and resume:
             return _going_on(earlier, recipe=recipe, on_event=on_event)
         if earlier is not None and recipe.output.dir is None:
-            on = f"`tunekit resume {earlier.path}` goes on with it"
-            notes.append(f"a run of this recipe has ended early: {on}")
+            on = f"`tunekit resume {earlier.path}` resumes it"
+            notes.append(f"a run of this recipe ended early: {on}")
         hardware = when_served(probe_hardware()) if queue else None
         return make_run(recipe, hardware=hardware, notes=notes, on_event=on_event)
 
@@ -207,7 +207,7 @@ def train(
 
 
 def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
-    """The run of a recipe that has ended early and can be gone on with; None where there is none.
+    """Return the run of a recipe that has ended early and can be resumed; None where there is none.
 
     Args:
         source: The recipe.
@@ -217,8 +217,7 @@ def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
         TunekitError: The recipe has a fault.
     """
     run = run_of(read_recipe(source, overrides)[0])
-    is_over = run is not None and run.state in ENDED_EARLY
-    return run if run is not None and is_over and can_go_on(run) else None
+    return run if run is not None and run.state in ENDED_EARLY and can_go_on(run) else None
 
 
 def resume(
@@ -231,19 +230,19 @@ def resume(
     queue: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
-    """Go on with a run that was interrupted, failed or died, or train a finished one further, and return it.
+    """Resume a run that was interrupted, failed or died, or train a finished one longer, and return it.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
         overrides: Edits of its recipe, such as `train.max_steps=200`; those in its `recipe.yaml` count too.
-        from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
-        weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
-        nodes: Machines, named as for `launch`; this one where left out.
-        queue: Wait in line until no other run of this machine has the devices that this one needs.
+        from_: The checkpoint to resume from, by its step, name or path. Default: the newest complete one.
+        weights_only: Start over with the weights of that checkpoint, and load nothing else of it.
+        nodes: Machines, named as for `launch`. Default: this one.
+        queue: Wait until no other run on this machine uses the devices.
         on_event: Called with every event as it happens.
 
     Raises:
-        TunekitError: The run cannot be gone on with, or not so, or something that the user can mend went wrong again.
+        TunekitError: The run cannot be resumed, or not with these edits, or an error that the user can correct.
     """
 
     def make() -> Run:
@@ -252,27 +251,27 @@ def resume(
 
     if not nodes:
         return _start(make, on_event, queue=queue)
-    _refuse_queue(queue, "on machines that are named")
+    _refuse_queue(queue, "on other machines")
     new_run = make()
     launch_on(new_run, nodes, on_event)
     return new_run
 
 
 def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
-    """End a run from anywhere that sees its folder, and come back when every process of it is gone.
+    """Stop a run from anywhere that sees its folder, and return when all its processes have exited.
 
-    It ends after the step that is computed, with a checkpoint to go on from, or at once where there are no steps.
+    It stops after the current step, with a checkpoint to resume from, or at once where there are no steps.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
-        now: Whether it is to end at once, without another checkpoint.
-        on_wait: Told what is waited for, in words.
+        now: Whether to stop at once, without another checkpoint.
+        on_wait: Called with a description of what is waited for.
 
     Returns:
         How it ended, in words.
 
     Raises:
-        RunError: It does not end in the time that was told. What hangs is named; the wish stands.
+        RunError: It did not exit in time. The message names what hangs; the request stands.
     """
     from tunekit.launching.stop import stop_run
 
@@ -289,7 +288,7 @@ def _to_stop(name: str) -> Run:
     live = [run for run in runs if run.state not in (*FINAL_PHASES, DIED)]
     if len(live) > 1:
         names = ", ".join(run.name for run in live)
-        raise RunError(f"{len(live)} runs called {name!r} are under way", hint=f"name one: {names}")
+        raise RunError(f"{len(live)} runs named {name!r} are active", hint=f"pass one of them: {names}")
     return (live or runs)[0]
 
 
@@ -306,7 +305,7 @@ def _going_on(run: Run, overrides: Sequence[str] = (), **how: Any) -> Run:
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *, queue: bool) -> Run:
     """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
     if (place := place_of()).num_processes > 1:
-        _refuse_queue(queue, "in processes that a launcher has started")
+        _refuse_queue(queue, "under a launcher")
         from tunekit.launching.external import train_joined
 
         return train_joined(place, make, on_event)
@@ -321,7 +320,7 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *,
 
 def _refuse_queue(queue: bool, where: str) -> None:
     if queue:
-        raise RunError(f"a run {where} waits in no line of this machine's", hint="leave out --queue")
+        raise RunError(f"--queue is unsupported for runs {where}", hint="remove --queue")
 
 
 def launch(
@@ -342,7 +341,7 @@ def launch(
         on_event: Called with every event of the run as it happens.
 
     Raises:
-        TunekitError: Something that the user can mend went wrong, on any of them.
+        TunekitError: An error that the user can correct, on any of them.
     """
     recipe, hardware = for_hosts(read_recipe(source, overrides)[0], nodes)
     run = make_run(recipe, hardware=hardware, on_event=on_event)
@@ -364,10 +363,10 @@ def make_run(
     Args:
         source: The recipe.
         overrides: Changes to it.
-        hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
+        hardware: Where it will run; by default this machine, and the nodes of its launcher.
         shares_disk: Whether what it writes there is on this machine's disk too.
         notes: What else the user should know.
-        on_event: Told how far the rows are, and the plan.
+        on_event: Called with the progress of reading rows, and the plan.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
@@ -413,7 +412,7 @@ def check_network(
     Args:
         source: The recipe.
         overrides: Changes to it.
-        nodes: Machines, named as for `launch`; this one where left out.
+        nodes: Machines, named as for `launch`. Default: this one.
 
     Raises:
         TunekitError: The recipe cannot be planned, or a machine or a rank does not answer. It is named.
@@ -441,7 +440,7 @@ def try_rewards(
         source: The recipe.
         overrides: Changes to it.
         num_prompts: Prompts to try, the first of the training rows.
-        on_event: Told how far the answers are; `tunekit.Progress()` shows it.
+        on_event: Called with the progress of generation; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
@@ -449,7 +448,7 @@ def try_rewards(
     recipe = continued(read_recipe(source, overrides)[0])
     if not is_rewarded(recipe.method):
         rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
-        raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint=f"use {rewarded}")
+        raise TunekitError(f"method.type: {recipe.method.type} does not use rewards", hint=f"use {rewarded}")
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     data, planned = lookup.data(recipe), lookup.plan(recipe)
@@ -490,7 +489,7 @@ def data_report(
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
         num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
-        on_event: Told how far the rows are; `tunekit.Progress()` shows it.
+        on_event: Called with the progress of reading rows; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
@@ -513,13 +512,13 @@ def preview(
 ) -> DataPreview:
     """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
 
-    What is wrong with the rows or with their format is said beside what can be read, and nothing is read that is not
+    Problems of rows and their format are reported beside what can be read, and nothing is read that is not
     needed. Rows up to the thousandth are looked at for what is wrong with them, and as many more as are asked for.
 
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
-        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Left out: the first.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Default: the first.
         start: The first row to show, counted from 0.
         num_rows: Rows to show.
 
@@ -552,13 +551,13 @@ def _refuse_untrainable(recipe: Recipe) -> None:
     method = recipe.method
     if is_rewarded(method) and not method.rewards:
         raise TunekitError(
-            f"method.rewards: there are none, and {method.type} learns from nothing else",
-            hint="name one, such as exact_match, or a function of your own: my_rewards:score",
+            f"method.rewards: empty, but {method.type} learns only from rewards",
+            hint="set one, such as exact_match, or your own function: my_rewards:score",
         )
     if recipe.data.streaming and method.spec.trains_on != "tokens":
         raise TunekitError(
-            f"data.streaming: rows of {method.type} can be planned but not trained as a stream",
-            hint="leave it out: rows are kept on the disk, not in memory",
+            f"data.streaming: unsupported in training with {method.type}; only its plan supports it",
+            hint="unset it: rows are stored on disk, not in memory",
         )
 
 

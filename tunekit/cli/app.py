@@ -3,9 +3,9 @@
 What starts runs is in `tunekit.cli.train` and `tunekit.cli.sweep`, what is done with them later in `tunekit.cli.runs`,
 and with their models in `tunekit.cli.export`.
 
-Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 3 a repetition that
-does not agree with its run; of a run that was stopped 130 after Ctrl-C, 143 after
-SIGTERM, 129 after SIGHUP, and 0 after `tunekit stop` and SIGUSR1.
+Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 an error that the user can correct, 3 a rerun that
+did not reproduce its run; of a run that was stopped 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 0 after
+`tunekit stop` and SIGUSR1.
 """
 
 import importlib.util
@@ -117,7 +117,7 @@ def plan(
     from tunekit.planner.variants import read_values
 
     if sweep and fit:
-        raise TunekitError("--sweep and --fit are both given", hint="give one of them")
+        raise TunekitError("--sweep and --fit exclude each other", hint="pass one of them")
     source, notes = _load(recipe, overrides)
     document: dict[str, Any]
     drawn: RenderableType
@@ -239,7 +239,7 @@ def data_cache(
         return
     entries, downloads = prepare.list_entries(), remote.list_downloads()
     if not entries and not downloads:
-        print(f"nothing is kept in {prepare.cache_root().parent}")
+        print(f"the cache in {prepare.cache_root().parent} is empty")
         return
     make_console().print(cache_table(entries, downloads))
 
@@ -308,7 +308,7 @@ def doctor(
         make_console().print(exchange_table(exchange))
         return
     if recipe is not None or nodes is not None:
-        raise TunekitError("a recipe and --nodes go with --network", hint="add --network")
+        raise TunekitError("a recipe and --nodes need --network", hint="add --network")
     from tunekit.api.doctor import diagnose
 
     make_console().print(diagnosis_table(diagnose()))
@@ -383,7 +383,7 @@ def migrate(
     console = make_console()
     console.print(*migration_parts(migration), sep="\n")
     if output is not None:
-        print(f"{output}: written; `tunekit plan {output}` says how it would run")
+        print(f"{output}: written; `tunekit plan {output}` shows how it would run")
 
 
 @app.command(rich_help_panel=RUNS)
@@ -434,7 +434,7 @@ def _write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise TunekitError(f"'{path}' is there already", hint="name a new file, or remove it") from error
+        raise TunekitError(f"'{path}' already exists", hint="pass another file, or delete it") from error
     except OSError as error:
         problem = f"cannot write '{path}': {error.strerror}"
-        raise TunekitError(problem, hint="name a file in a folder that exists") from error
+        raise TunekitError(problem, hint="use a file in an existing folder") from error

@@ -2,11 +2,19 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Option
 
-from tunekit.cli.options import CheckpointOption, DeviceOption, ModelArgument, TemperatureOption, print_json
+from tunekit.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    DtypeName,
+    ModelArgument,
+    TemperatureOption,
+    passed_on,
+    print_json,
+)
 
 
 def evaluate(
@@ -37,12 +45,11 @@ def evaluate(
     batch_size: Annotated[int, Option(help="Prompts per batch.", min=1)] = 16,
     seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
     device: DeviceOption = "auto",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Option(help="Weight data type; auto: as in training.")
-    ] = "auto",
+    dtype: Annotated[DtypeName, Option(help="Weight data type; auto: as in training.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a model on held-out rows, rewards or tasks, before and after training, with intervals."""
+    options = passed_on(locals(), "metric", "tasks", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -63,22 +70,9 @@ def evaluate(
             bar.update(task, description=words, completed=event["done"], total=event["total"])
 
         evaluation = evaluating.evaluate(
-            model,
-            checkpoint=checkpoint,
-            data=data,
+            **options,
             metrics=metric or (),
             tasks=[name.strip() for name in tasks.split(",") if name.strip()] if tasks else (),
-            include_path=include_path,
-            before=before,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            dtype=dtype,
             on_event=show,
         )
     if as_json:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from tunekit.cli.options import CheckpointOption, RunArgument, facts_table, print_json
+from tunekit.cli.options import CheckpointOption, DtypeName, RunArgument, facts_table, passed_on, print_json
 from tunekit.errors import TunekitError, writing
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ def export(
     ] = None,
     merged: Annotated[bool, Option("--merged", help="Merge the adapter into the weights.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Export the adapter only.")] = False,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Option(help="Data type of merged weights; auto: as the base model."),
-    ] = "auto",
+    dtype: Annotated[DtypeName, Option(help="Data type of merged weights; auto: as the base model.")] = "auto",
     checkpoint: CheckpointOption = None,
     max_shard_size: Annotated[str, Option(help="Maximum size of a weight file.", metavar="SIZE")] = "5GB",
     gguf: Annotated[
@@ -37,31 +34,24 @@ def export(
     as_json: Annotated[bool, Option("--json", help="Print the export report as JSON.")] = False,
 ) -> None:
     """Export a run's model for other tools and verify it by reloading."""
+    options = passed_on(locals(), "merged", "adapter", "as_json")
     from tunekit.display.console import make_console
     from tunekit.exporting import export as exporting
 
     if merged and adapter:
-        raise TunekitError("--merged and --adapter are both given", hint="give one of them")
+        raise TunekitError("--merged and --adapter exclude each other", hint="pass one of them")
     console = make_console(outlives_readers=True)
     words = {
         "loading": "loading the model",
-        "writing": "writing it",
-        "checking": "checking it in a process of its own",
+        "writing": "writing the export",
+        "checking": "verifying it in a separate process",
         "converting": "converting it to GGUF",
-        "pushing": f"sending it to {push}",
+        "pushing": f"uploading it to {push}",
     }
     kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
     exported = exporting.export(
-        run,
-        dest,
+        **options,
         kind=kind,
-        dtype=dtype,
-        checkpoint=checkpoint,
-        max_shard_size=max_shard_size,
-        gguf=gguf,
-        push=push,
-        private=private,
-        replace=replace,
         on_event=lambda event: (
             None if as_json or event["phase"] not in words else console.print(words[event["phase"]], style="dim")
         ),
@@ -77,14 +67,14 @@ def _show(done: "Export", console: "Console") -> None:
     rows = [
         ("exported", f"{done.kind}, {done.dtype}, {done.total_bytes:,} bytes"),
         ("to", done.folder),
-        *([] if done.pushed is None else [("on the hub", done.pushed)]),
-        ("logits", f"differ by {check.logit_error:.2g} of their spread; {check.tolerance:.2g} is allowed"),
+        *([] if done.pushed is None else [("on the Hub", done.pushed)]),
+        ("logits", f"differ by {check.logit_error:.2g} of their spread; tolerance {check.tolerance:.2g}"),
     ]
     if check.adapter_change is not None:
         rows.append(("", f"the adapter changes them by {check.adapter_change:.2g}"))
     if check.num_tokens:
-        rows.append(("tokens", f"{check.num_same_tokens} of {check.num_tokens} greedy ones are the same"))
-    rows.append(("template", f"{check.num_conversations} conversations are rendered alike"))
+        rows.append(("tokens", f"{check.num_same_tokens} of {check.num_tokens} greedy tokens match"))
+    rows.append(("template", f"{check.num_conversations} conversations render identically"))
     console.print(facts_table(rows))
     for note in done.notes:
         console.print(f"note: {note}", markup=False)

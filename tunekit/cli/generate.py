@@ -12,10 +12,12 @@ from typer import Option
 from tunekit.cli.options import (
     CheckpointOption,
     DeviceOption,
+    DtypeName,
     ModelArgument,
     PortOption,
     TemperatureOption,
     facts_table,
+    passed_on,
     print_json,
     secret_in,
 )
@@ -26,10 +28,7 @@ if TYPE_CHECKING:
     from tunekit.inference.chat import Talk
 
 
-DtypeOption = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    Option(help="Data type of the weights; auto: as trained, or as stored."),
-]
+DtypeOption = Annotated[DtypeName, Option(help="Data type of the weights; auto: as trained, or as stored.")]
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
     Option(help="Generation backend; auto: vLLM if it is installed and supports the model."),
@@ -58,6 +57,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
     """Answer the prompts of a file with a trained or any other model."""
+    options = passed_on(locals(), "model", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -81,27 +81,10 @@ def generate(
 
     try:
         with bar:
-            result = generating.generate(
-                model,
-                prompts,
-                out,
-                checkpoint=checkpoint,
-                system=system,
-                temperature=temperature,
-                top_p=top_p,
-                max_new_tokens=max_new_tokens,
-                num_samples=num_samples,
-                seed=seed,
-                batch_size=batch_size,
-                column=column,
-                device=device,
-                dtype=dtype,
-                backend=backend,
-                on_event=show,
-            )
+            result = generating.generate(model, **options, on_event=show)
     except KeyboardInterrupt:
         part = out.with_name(out.name + ".part")
-        print(f"stopped; {part} holds what was answered" if part.exists() else "stopped", file=sys.stderr)
+        print(f"stopped; answers so far are in {part}" if part.exists() else "stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print_json(result.to_dict())
@@ -111,7 +94,7 @@ def generate(
     rows = [
         ("answered", f"{result.num_prompts:,} prompts with {result.num_answers:,} answers, by {result.name}"),
         ("to", result.out),
-        ("ended", f"{ended:,} by themselves, {result.num_cut:,} at the longest length"),
+        ("finish reason", f"{ended:,} stop, {result.num_cut:,} length"),
         ("speed", f"{result.num_tokens:,} tokens in {result.seconds:.1f} s, {rate:,.0f} tokens/s on {result.device}"),
     ]
     make_console().print(facts_table(rows))
@@ -130,6 +113,7 @@ def serve(
     backend: BackendOption = "transformers",
 ) -> None:
     """Serve a trained or any other model over an OpenAI-compatible API."""
+    options = passed_on(locals(), "model", "api_key_file")
     from tunekit.inference import serve as serving
     from tunekit.runs.events import Event
 
@@ -147,20 +131,10 @@ def serve(
             body = {"messages": [{"role": "user", "content": "Hello"}]}
         request = json.dumps({"model": name, **body, "temperature": 0}, ensure_ascii=False)
         header = "" if key is None else f' -H "Authorization: Bearer ${serving.KEY_VARIABLE}"'
-        print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C ends it\n")
+        print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C stops it\n")
         print(f"curl {url}{event['path']} -H 'Content-Type: application/json'{header} \\\n  -d '{request}'", flush=True)
 
-    serving.serve(
-        model,
-        checkpoint=checkpoint,
-        host=host,
-        port=port,
-        api_key=key,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        on_event=show,
-    )
+    serving.serve(model, **options, api_key=key, on_event=show)
 
 
 def chat(
@@ -176,6 +150,7 @@ def chat(
     backend: BackendOption = "transformers",
 ) -> None:
     """Chat with a trained or any other model. Type /clear to start over, /exit or Ctrl-D to quit."""
+    sampling = passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
     from tunekit.inference import chat as talking
 
     at_terminal = sys.stdin.isatty()
@@ -184,7 +159,7 @@ def chat(
     with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
-            print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)
+            print(f"{talk.name} on {where}; /clear starts over, Ctrl-D quits", file=sys.stderr)
         first = [] if system is None else [{"role": "system", "content": system}]
         sides = (False, True) if compare else (False,)
         histories = {base: list(first) for base in sides}
@@ -197,15 +172,7 @@ def chat(
             for base in sides:
                 histories[base].append({"role": "user", "content": line})
                 name = "" if not compare else "before: " if base else "after:  "
-                pieces = talk.say(
-                    histories[base],
-                    base=base,
-                    temperature=temperature,
-                    top_p=top_p,
-                    max_new_tokens=max_new_tokens,
-                    seed=seed,
-                )
-                words = _answer(talk, pieces, name)
+                words = _answer(talk, talk.say(histories[base], base=base, **sampling), name)
                 histories[base].append({"role": "assistant", "content": words})
 
 

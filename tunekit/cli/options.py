@@ -28,9 +28,15 @@ NodesOption = Annotated[
     ),
 ]
 CheckpointOption = Annotated[str | None, Option(metavar="STEP", help="Checkpoint step, instead of the result.")]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Device of the model; auto: a GPU if available.")]
 TemperatureOption = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.", min=0)]
 PortOption = Annotated[int, Option(min=0, max=65535, help="Port; 0 picks a free one.")]
+
+
+def passed_on(arguments: dict[str, Any], *own: str) -> dict[str, Any]:
+    """Return the arguments of a command that its verb has under the same names: all but the command's own."""
+    return {name: value for name, value in arguments.items() if name not in own}
 
 
 def print_json(document: Any) -> None:
@@ -60,11 +66,11 @@ def secret_in(file: Path, option: str, what: str) -> str:
     Raises:
         TunekitError: It cannot be read, or holds none.
     """
-    hint = f"name a text file that holds nothing but the {what}"
+    hint = f"pass a text file that contains only the {what}"
     try:
         secret = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise TunekitError(f"{option} {file}: it cannot be read: {error}", hint=hint) from error
+        raise TunekitError(f"{option} {file}: cannot be read: {error}", hint=hint) from error
     if not secret:
-        raise TunekitError(f"{option} {file}: there is nothing in it", hint=hint)
+        raise TunekitError(f"{option} {file}: is empty", hint=hint)
     return secret

@@ -27,9 +27,9 @@ def _runs(context: typer.Context) -> None:
         if runs:
             make_console().print(runs_table(runs))
         elif not damaged:
-            print("no runs here; `tunekit train sft/quickstart` makes one")
+            print("no runs here; `tunekit train sft/quickstart` starts one")
         for run in damaged:
-            print(f"note: {run.path / 'status.json'} is damaged; put it back from a copy, or delete the folder")
+            print(f"note: {run.path / 'status.json'} is damaged; restore it from a copy, or delete the folder")
 
 
 @runs_app.command("show")
@@ -63,7 +63,7 @@ def tag_run(
 
     existing = find_run(run, exact=True)
     if tags and clear:
-        raise TunekitError("tags and --clear are both given", hint="give one of them")
+        raise TunekitError("tags and --clear exclude each other", hint="pass one of them")
     if tags or clear:
         set_tags(existing, tags or ())
     print(f"{existing.name}: {', '.join(existing.tags) or 'no tags'}")
@@ -80,13 +80,13 @@ def delete(
 
     existing = find_run(run, exact=True)
     if existing.name != run and existing.path != Path(run):
-        raise TunekitError(f"no run is called {run!r}", hint=f"name the run wholly, such as {existing.name}")
+        raise TunekitError(f"no run named {run!r}", hint=f"pass the full name, such as {existing.name}")
     if not yes:
         if not sys.stdin.isatty():
-            raise TunekitError(f"{existing.path} is not deleted without a word", hint="add --yes")
-        typer.confirm(f"Delete {existing.path} with all that is in it?", abort=True)
+            raise TunekitError(f"deleting {existing.path} needs confirmation", hint="add --yes")
+        typer.confirm(f"Delete {existing.path} and all its contents?", abort=True)
     delete_run(existing)
-    print(f"{existing.path} is deleted")
+    print(f"{existing.path} deleted")
 
 
 def compare(

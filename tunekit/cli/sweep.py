@@ -1,4 +1,4 @@
-"""The commands for many runs of one recipe: `tunekit sweep`, and `tunekit sweep show` for how they stand.
+"""The commands for many runs of one recipe: `tunekit sweep`, and `tunekit sweep show` for their status.
 
 `tunekit stop` and `tunekit resume` take a sweep as they take a run. Exit codes are a run's; where a run of the sweep
 failed or was stopped by itself it is 2, when all others are done.
@@ -54,17 +54,19 @@ def sweep(
     """
     if resume is not None:
         if recipe is not None:
-            raise TunekitError("--resume and a recipe are both given", hint="a sweep goes on as it was begun")
+            raise TunekitError(
+                "--resume and a recipe exclude each other", hint="remove the recipe: a sweep resumes with its own"
+            )
         go_on(resume, as_json=as_json)
         return
     if recipe is None:
-        raise TunekitError("there is no recipe", hint="tunekit sweep RECIPE train.learning_rate=1e-5,1e-4")
+        raise TunekitError("no recipe", hint="tunekit sweep RECIPE train.learning_rate=1e-5,1e-4")
     from tunekit.sweeps.begin import sweep as begin
     from tunekit.sweeps.values import read_words
 
     axes, overrides = read_words(words or [])
     start = partial(begin, recipe, axes, overrides, random=random, optuna=optuna, seed=seed, by=by, parallel=parallel)
-    _conduct(start, "the data and planning every combination", as_json=as_json)
+    _conduct(start, "the data, planning all combinations", as_json=as_json)
 
 
 def show_sweep(
@@ -88,7 +90,7 @@ def show_sweep(
 
 
 def go_on(name: str, *, as_json: bool = False) -> None:
-    """Go on with a sweep, and show how it stands in the end."""
+    """Resume a sweep, and show its status at the end."""
     from tunekit.sweeps.conduct import resume_sweep
 
     _conduct(partial(resume_sweep, name), "the sweep", as_json=as_json)
@@ -120,7 +122,7 @@ def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None
     console.print()
     _show(finished, as_json=as_json)
     written = [save_page(finished), save_plot(finished)]
-    console.print("pictures:", *(str(path) for path in written if path is not None), markup=False)
+    console.print("written:", *(str(path) for path in written if path is not None), markup=False)
     if not can_plot():
         console.print("note: sweep.png needs matplotlib: pip install 'tunekit[notebook]'", markup=False)
     unfinished = [outcome for outcome in finished.outcomes() if outcome.state not in (FINISHED, PRUNED)]

@@ -1,4 +1,4 @@
-"""The commands that start runs: here, on other machines, or where they ended before."""
+"""The commands that start, resume and stop runs, here and on other machines."""
 
 import os
 import signal
@@ -41,9 +41,7 @@ def train(
     words = overrides or []
     if detach:
         if resume:
-            raise TunekitError(
-                "--detach starts a run, and --resume goes on with one", hint="tunekit resume RUN --detach"
-            )
+            raise TunekitError("--detach and --resume exclude each other", hint="run tunekit resume RUN --detach")
         from tunekit.api.background import start
 
         _leave(start(recipe, words, devices=devices.split(",") if devices else None, queue=queue))
@@ -53,9 +51,7 @@ def train(
         existing = verbs.unfinished(recipe, words)
         if existing is not None:
             step, num_steps = existing.status()["step"], existing.status()["num_steps"]
-            resume = typer.confirm(
-                f"{existing.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
-            )
+            resume = typer.confirm(f"{existing.path} of this recipe ended after step {step} of {num_steps}; resume it?")
     go = partial(verbs.train, recipe, words, resume=resume, queue=queue)
     _watch(go, "the data and the model's files", announce_to)
 
@@ -80,7 +76,7 @@ def launch(
     from tunekit.api import clusters, verbs
 
     if (nodes is not None) + slurm + ray + sky != 1:
-        raise TunekitError("it is to be said where to launch", hint="give one of --nodes, --slurm, --ray and --sky")
+        raise TunekitError("one launch target is required", hint="pass one of --nodes, --slurm, --ray and --sky")
     words = overrides or []
     if nodes is not None:
         _watch(partial(verbs.launch, recipe, words, nodes=nodes.split(",")), "the hosts and the data")
@@ -95,12 +91,12 @@ def launch(
         _submit(give, print_only=print_only)
     else:
         if on is None:
-            raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
+            raise TunekitError("--sky: no machine type", hint="pass one: --on 8xh100")
         _submit(partial(clusters.launch_sky, recipe, words, on=on, num_nodes=num_nodes), print_only=print_only)
 
 
 def _submit(give: "Callable[..., Submitted]", *, print_only: bool) -> None:
-    """Say what became of a run that somebody else starts, or print what it would be given. The plan goes to stderr."""
+    """Print the outcome of a submission, or the job without submitting it. The plan goes to stderr."""
     from rich.console import Console
 
     from tunekit.display.console import Progress
@@ -132,7 +128,7 @@ def resume(
 
     if known_sweep(run) is not None:
         if overrides or from_ or weights_only or nodes or devices or queue or detach:
-            raise TunekitError(f"{run} is a sweep, which goes on as it was begun", hint=f"tunekit resume {run}")
+            raise TunekitError(f"{run} is a sweep, which resumes with its own settings", hint=f"tunekit resume {run}")
         from tunekit.cli.sweep import go_on
 
         go_on(run)
@@ -140,7 +136,7 @@ def resume(
     hosts, words = nodes.split(",") if nodes else None, overrides or []
     if detach:
         if hosts:
-            raise TunekitError("--detach is for this machine, and --nodes for others", hint="leave out one of them")
+            raise TunekitError("--detach and --nodes exclude each other", hint="remove one of them")
         from tunekit.api.background import start_resume
 
         named = devices.split(",") if devices else None
@@ -160,12 +156,12 @@ def _use(devices: str | None) -> None:
 
 
 def _leave(run: "Run") -> None:
-    """Say how a run is watched and ended that was left to itself."""
+    """Print how to watch and stop a run in the background."""
     from tunekit.api.background import CONSOLE
 
-    print(f"{run.path} ({run.state}) goes on by itself")
-    print(f"watch it:  tunekit runs show {run.name}   or   tail -f {run.path / CONSOLE}")
-    print(f"end it:    tunekit stop {run.path}")
+    print(f"{run.path} ({run.state}) runs in the background")
+    print(f"watch it: tunekit runs show {run.name}   or   tail -f {run.path / CONSOLE}")
+    print(f"stop it:  tunekit stop {run.path}")
 
 
 def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = None) -> None:
@@ -225,5 +221,5 @@ def stop(
     try:
         print(end(run, now=now, on_wait=lambda words: print(words, flush=True)))
     except KeyboardInterrupt:
-        print("not waited for; the run was asked to end and will", file=sys.stderr)
+        print("not waiting; the run will stop", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -1,7 +1,7 @@
 """Evaluation: what a model scores on rows, metrics and tasks, beside what it scored before it was trained.
 
 Everything that is asked is checked first. Then the model is loaded, measured, and measured again as it was before: with
-its adapter switched off, or, where all weights were trained or an adapter goes on from another one, as the model that
+its adapter disabled, or, after full fine-tuning or further training of an adapter, as the model that
 the run started from. Both see the same rows, so that their difference is paired.
 """
 
@@ -68,23 +68,23 @@ def evaluate(
 
     Args:
         model: The run, its folder or name; or a model's folder or name.
-        checkpoint: Of a run: the step of the checkpoint that is meant, rather than the result.
+        checkpoint: Checkpoint step of a run, instead of the result.
         data: Rows: a file, or a source as `data.eval` of a recipe has it. Their format says what is measured: a loss
-            over texts, how far pairs are told apart, or, of prompts, what metrics say of the answers.
+            over texts, accuracy on preference pairs, or, for prompts, the metrics of the answers.
         metrics: What judges answers: names of rewards, `module:function`, or mappings as in `method.rewards`.
         tasks: Tasks of lm-evaluation-harness.
         include_path: Folder with YAML files of more tasks.
-        before: Whether the model before training is measured too.
+        before: Whether the model before training is evaluated too.
         limit: Rows, or documents of each task, at most; the first ones.
-        num_fewshot: Examples before each question of a task; left out: as the task has it.
-        apply_chat_template: Whether questions of tasks go through the chat template.
-        max_new_tokens: Longest answer; left out: as in training, or 256.
-        temperature: How freely answers are given; 0: always the likeliest token.
-        batch_size: Prompts that are answered at once.
-        seed: For the draws.
-        device: Where the model is; `auto`: an accelerator if there is one.
-        dtype: Type of its weights; `auto`: as in training, or as they are stored.
-        on_event: Told how far it is: events `evaluate` with `of`, `side`, `done` and `total`.
+        num_fewshot: Few-shot examples per question. Default: as the task defines.
+        apply_chat_template: Whether the chat template is applied to task questions.
+        max_new_tokens: Maximum new tokens. Default: as in training, or 256.
+        temperature: Sampling temperature; 0: greedy decoding.
+        batch_size: Prompts per batch.
+        seed: Random seed for sampling.
+        device: Device of the model; `auto`: an accelerator if available.
+        dtype: Data type of the weights; `auto`: as in training, or as stored.
+        on_event: Called with progress: events `evaluate` with `of`, `side`, `done` and `total`.
 
     Raises:
         TunekitError: There is no such model, metric, task or row; or memory runs out.
@@ -221,8 +221,8 @@ def _measured(
         if not is_out_of_memory(error):
             raise
         raise ModelError(
-            f"{found.name} does not fit the memory that is free",
-            hint="take a smaller --batch-size, --dtype bfloat16, or --device cpu",
+            f"{found.name} does not fit in free memory",
+            hint="pass a smaller --batch-size, --dtype bfloat16, or --device cpu",
         ) from error
 
 

@@ -14,9 +14,9 @@ from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
-from tunekit.evaluation.losses import Told, Values
+from tunekit.evaluation.losses import Told, Values, logged_figure
 from tunekit.inference.inference_model import Answer, Loaded, Sampling, answer
-from tunekit.methods.rewards.load import RewardFunction
+from tunekit.methods.rewards.load import RewardFunction, reward_arguments
 from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
 from tunekit.runs.evaluation_result import Score
 
@@ -49,28 +49,13 @@ class Questions:
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
-        from transformers import TrainerState
-
         answers: dict[int, Answer] = {}
         for number, (single,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
             answers[number] = single
             tell(len(answers), len(self.ids))
         answered = [answers[number] for number in range(len(self.ids))]
-        prompts = [row["prompt"] for row in self.rows]
-        columns = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
-        # What TRL gives to a reward.
-        batch = {
-            "prompts": prompts,
-            "completions": [
-                [{"role": "assistant", "content": single.text}] if isinstance(prompt, list) else single.text
-                for prompt, single in zip(prompts, answered, strict=True)
-            ],
-            "completion_ids": [list(single.ids) for single in answered],
-            **{name: [row.get(name) for row in self.rows] for name in columns},
-            "trainer_state": TrainerState(),
-            "log_extra": lambda column, values: None,
-            "log_metric": lambda name, value: None,
-        }
+        texts, ids = [single.text for single in answered], [single.ids for single in answered]
+        batch = reward_arguments(self.rows, texts, ids)
         rewards = {single.__name__: np.array(single(**batch), dtype=np.float64) for single in self.functions}
         return {
             **{f"rewards/{name}/mean": values for name, values in rewards.items()},
@@ -90,11 +75,8 @@ class Questions:
             for values in (ours, theirs):
                 if values is not None:
                     values["reward"] = self._total(values, names)
-            figures.insert(0, Figure("reward", "reward, summed by weight", ".3f", higher_is_better=True))
-        figures += (
-            Figure("completions/mean_length", "tokens of an answer", ".1f", higher_is_better=None),
-            Figure("completions/clipped_ratio", "answers cut off", ".1%", higher_is_better=False),
-        )
+            figures.insert(0, Figure("reward", "reward, weighted sum", ".3f", higher_is_better=True))
+        figures += (logged_figure("completions/mean_length"), logged_figure("completions/clipped_ratio", higher=False))
         rows_of_scores = []
         for figure in figures:
             samples = [None if side is None else _sample(side[figure.name]) for side in (ours, theirs)]
@@ -127,15 +109,17 @@ def questions_in(rows: Rows) -> list[Row]:
     if rows.format == "messages":
         return [_last_turn(row, rows.place(index)) for index, row in enumerate(rows.rows)]
     raise DataError(
-        f"{rows.source}: rows of {rows.read_as or rows.format} hold nothing that can be asked",
-        hint="name rows with a prompt and what the metric reads, such as answer",
+        f"{rows.source}: rows of {rows.read_as or rows.format} have no prompts",
+        hint="use rows with a prompt and the column that the metric reads, such as answer",
     )
 
 
 def _last_turn(row: Row, place: str) -> Row:
     messages = row["messages"]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(f"{place}: the conversation does not end with an answer", hint="leave it out, or complete it")
+        raise DataError(
+            f"{place}: conversation does not end with an assistant message", hint="remove or complete the row"
+        )
     columns = {name: value for name, value in row.items() if name != "messages"}
     return {"prompt": messages[:-1], "answer": messages[-1]["content"], **columns}
 

@@ -147,7 +147,7 @@ def _score(task: str, metric: str, ours: Figured, theirs: Figured | None) -> Sco
             apart = [before - other for before, other in zip(ours.each, theirs.each, strict=True)]
             gap = normal(gap.value, statistics.stdev(apart) / math.sqrt(len(apart)))
         elif ours.error is not None and theirs.error is not None:
-            gap, interval = normal(gap.value, math.hypot(ours.error, theirs.error)), "normal; difference: not paired"
+            gap, interval = normal(gap.value, math.hypot(ours.error, theirs.error)), "normal; difference: unpaired"
     return Score(
         name=metric if filtered != "none" else name,
         words=name if filtered == "none" else f"{name} ({filtered})",
@@ -171,7 +171,7 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskMa
 
     Raises:
         DependencyError: lm-evaluation-harness is not installed.
-        DataError: There is no such task, or its documents cannot be had.
+        DataError: There is no such task, or its documents are not available.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -180,7 +180,7 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskMa
             "tasks need lm-evaluation-harness", hint="install it with: pip install 'tunekit[eval]'"
         ) from error
     if include_path is not None and not any(Path(include_path).rglob("*.yaml")):
-        raise DataError(f"{include_path} holds no YAML file of a task", hint="name the folder that has them")
+        raise DataError(f"{include_path} has no YAML task files", hint="pass the folder that has them")
     # Its own thousands of tasks take seconds to be listed, and are only where they are asked for.
     own = TaskManager(include_path=None if include_path is None else str(include_path), include_defaults=False)
     all_known = all(_is_known(task, own) for task in tasks)
@@ -188,15 +188,15 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskMa
     for task in tasks:
         if not _is_known(task, manager):
             suggestion = near(task, manager.all_tasks)
-            hint = f"did you mean {suggestion!r}?" if suggestion else "`lm-eval ls tasks` lists those that come with it"
-            raise DataError(f"there is no task {task!r}", hint=hint)
+            hint = f"did you mean {suggestion!r}?" if suggestion else "`lm-eval ls tasks` lists the built-in ones"
+            raise DataError(f"no task {task!r}", hint=hint)
     try:
         manager.load(list(tasks))
     except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError, RuntimeError) as error:
         message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DataError(
-            f"tasks {', '.join(tasks)}: they cannot be loaded: {message[:200]}",
-            hint="their documents come from the hub, or from files that their YAML names",
+            f"tasks {', '.join(tasks)}: cannot be loaded: {message[:200]}",
+            hint="check access to the Hub, and to the files named in their YAML",
         ) from error
     return manager
 

@@ -210,12 +210,12 @@ class Answered:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of answers, a better one and a worse one, by a model that writes.
+    """Preference pairs, scored by a model that generates.
 
     Attributes:
         of: The rows.
-        chosen: The better ones.
-        rejected: The worse ones.
+        chosen: The chosen answers.
+        rejected: The rejected answers.
         method: How the model was trained; None where no run tells.
     """
 
@@ -249,39 +249,39 @@ class Pairs:
             chosen, rejected = (beta * (after[name] - before[name]) for name in ("chosen", "rejected"))
             margins, zero = chosen - rejected, np.zeros_like(chosen)
             if method.has_plain_loss:
-                loss = Figure("loss", f"loss of {method.type.upper()}", ".4f", higher_is_better=False)
+                loss = Figure("loss", f"{method.type.upper()} loss", ".4f", higher_is_better=False)
                 yield _mean(loss, self.of, np.logaddexp(0, -margins), zero + math.log(2))
-            yield _mean(_figure("rewards/accuracies", higher=True), self.of, margins > 0, None)
+            yield _mean(logged_figure("rewards/accuracies", higher=True), self.of, margins > 0, None)
             for name, values in (("margins", margins), ("chosen", chosen), ("rejected", rejected)):
-                yield _mean(_figure(f"rewards/{name}"), self.of, values, zero)
+                yield _mean(logged_figure(f"rewards/{name}"), self.of, values, zero)
         if method is not None and has_margins(method):
             margins, earlier = self._margins(method, after), None if before is None else self._margins(method, before)
-            figure = _figure("rewards/accuracies", higher=True)
+            figure = logged_figure("rewards/accuracies", higher=True)
             yield _mean(figure, self.of, margins > 0, None if earlier is None else earlier > 0)
-            yield _mean(_figure("rewards/margins"), self.of, method.beta * margins,
+            yield _mean(logged_figure("rewards/margins"), self.of, method.beta * margins,
                         None if earlier is None else method.beta * earlier)  # fmt: skip
 
     def _margins(self, method: MarginMethod, values: Values) -> np.ndarray:
-        """Return the reward margins of better answers, per token or in total, as the loss defines them."""
+        """Return the reward margins of chosen answers, per token or in total, as the loss defines them."""
         sizes = [1.0 if method.margin == "total" else _sizes(answers) for answers in (self.chosen, self.rejected)]
         return np.asarray(values["chosen"] / sizes[0] - values["rejected"] / sizes[1])
 
     def _of_likelihood(self, after: Values, before: Values | None) -> Iterator[Score]:
-        likelier = Figure("logps/accuracies", "better answer is the likelier", ".1%", higher_is_better=True)
+        likelier = Figure("logps/accuracies", "chosen answer more likely", ".1%", higher_is_better=True)
         earlier = None if before is None else before["chosen"] > before["rejected"]
         yield _mean(likelier, self.of, after["chosen"] > after["rejected"], earlier)
         for name in ("chosen", "rejected"):
-            yield _mean(_figure(f"logps/{name}"), self.of, after[name], None if before is None else before[name])
+            yield _mean(logged_figure(f"logps/{name}"), self.of, after[name], None if before is None else before[name])
 
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Pairs of answers by a model that scores them. Before its training its score is random, and not looked at.
+    """Preference pairs, scored by a reward model. Before its training its score is random, and not measured.
 
     Attributes:
         of: The rows.
-        chosen: The better ones.
-        rejected: The worse ones.
+        chosen: The chosen answers.
+        rejected: The rejected answers.
     """
 
     of: str
@@ -297,22 +297,22 @@ class JudgedPairs:
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """Return the accuracy on pairs, and the margin."""
         margins = after["margins"]
-        loss = Figure("loss", "loss (Bradley and Terry)", ".4f", higher_is_better=False)
+        loss = Figure("loss", "loss (Bradley-Terry)", ".4f", higher_is_better=False)
         return [
             _mean(loss, self.of, np.logaddexp(0, -margins), None),
-            _mean(_figure("accuracy", higher=True), self.of, margins > 0, None),
-            _mean(_figure("margin"), self.of, margins, None),
+            _mean(logged_figure("accuracy", higher=True), self.of, margins > 0, None),
+            _mean(logged_figure("margin"), self.of, margins, None),
         ]
 
 
 @dataclass(frozen=True)
 class Rated:
-    """Answers that are good or bad by themselves.
+    """Unpaired answers, each desirable or undesirable.
 
     Attributes:
         of: The rows.
         answers: The answers.
-        good: Whether each is good, bool, `(rows,)`.
+        good: Whether each is desirable, bool, `(rows,)`.
         method: How the model was trained; None where no run tells.
     """
 
@@ -332,7 +332,7 @@ class Rated:
         return {"logps": log_likelihoods(loaded.model, ids, counted, tell)}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
-        """The rewards of good and of bad answers, and how likely they are."""
+        """The rewards of desirable and of undesirable answers, and their log-likelihoods."""
         results = []
         for name, which in (("chosen", self.good), ("rejected", ~self.good)):
             if not which.any():
@@ -340,10 +340,10 @@ class Rated:
             weights = which.astype(np.float64)
             if self.method is not None and compares_with_reference(self.method) and before is not None:
                 gained = self.method.beta * (after["logps"] - before["logps"])
-                figure = _figure(f"rewards/{name}", higher=name == "chosen")
+                figure = logged_figure(f"rewards/{name}", higher=name == "chosen")
                 results.append(scored(figure, self.of, Sample(gained, weights), Sample(np.zeros_like(gained), weights)))
             theirs = None if before is None else Sample(before["logps"], weights)
-            results.append(scored(_figure(f"logps/{name}"), self.of, Sample(after["logps"], weights), theirs))
+            results.append(scored(logged_figure(f"logps/{name}"), self.of, Sample(after["logps"], weights), theirs))
         return sorted(results, key=lambda score: score.name.startswith("logps"))
 
 
@@ -354,7 +354,7 @@ def _mean(figure: Figure, of: str, after: np.ndarray, before: np.ndarray | None)
     return scored(figure, of, Sample(after.astype(np.float64), ones), theirs)
 
 
-def _figure(name: str, *, higher: bool | None = None) -> Figure:
+def logged_figure(name: str, *, higher: bool | None = None) -> Figure:
     """Something that trainers log too, by its words there."""
     measure = next(measure for measure in measures() if measure.name == name)
     digits = ".1%" if measure.digits.endswith("%") else measure.digits

@@ -19,7 +19,7 @@ from tunekit.data.tokenization.alignment import ANSWERS, read_rows
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.generative import Questions, questions_in
 from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
-from tunekit.inference.inference_model import Sampling, Trained, longest_of, refuse_judges
+from tunekit.inference.inference_model import GENERATES_NOTHING, Sampling, Trained, longest_of, refuse_judges
 from tunekit.inference.prompts import prompt_ids
 from tunekit.methods.rewards.load import check_rows, load_rewards
 from tunekit.recipe.functions import find_function
@@ -34,16 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 METRICS = (
-    "exact_match",
-    "numeric_match",
-    "math",
-    "code",
-    "regex",
-    "json_schema",
-    "length",
-    "repetition",
-    "reward_model",
-    "judge",
+    *("exact_match", "numeric_match", "math", "code", "regex", "json_schema"),
+    *("length", "repetition", "reward_model", "judge"),
 )
 """Rewards that come with tunekit, by their names as metrics."""
 
@@ -60,10 +52,10 @@ class Wish:
 
     Attributes:
         limit: Rows, at most, the first ones.
-        max_new_tokens: Longest answer; None as the run had it, or 256.
-        temperature: How freely answers are given.
-        seed: For the draws.
-        batch_size: Prompts that are answered at once.
+        max_new_tokens: Maximum new tokens; None: as in training, or 256.
+        temperature: Sampling temperature.
+        seed: Random seed for sampling.
+        batch_size: Prompts per batch.
         device: Where reward models are.
     """
 
@@ -91,17 +83,17 @@ def read_metrics(given: Iterable[str | Mapping[str, Any]]) -> list[Reward]:
             hint = (
                 f"did you mean {suggestion!r}?"
                 if suggestion
-                else f"there are {', '.join(METRICS)}, and module:function"
+                else f"available: {', '.join(METRICS)}, and module:function"
             )
-            raise TunekitError(f"there is no metric {name!r}", hint=hint)
+            raise TunekitError(f"no metric {name!r}", hint=hint)
         try:
             metric = adapter.validate_python(value)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"] if part != name)
             raise TunekitError(
-                f"metric {name}: {place or 'it'}: {first['msg'].lower()}",
-                hint=f"give its settings as in a recipe: {{type: {name}, ...}}; `tunekit explain method.rewards`",
+                f"metric {name}: {place or 'settings'}: {first['msg'].lower()}",
+                hint=f"write its settings as in a recipe: {{type: {name}, ...}}; `tunekit explain method.rewards`",
             ) from error
         if isinstance(metric, FunctionReward):
             find_function(metric.path)
@@ -113,9 +105,9 @@ def _read_yaml(text: str, what: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise TunekitError(f"{what} {text!r} is no YAML", hint="write it as {key: value, ...}") from error
+        raise TunekitError(f"{what} {text!r} is not valid YAML", hint="write it as {key: value, ...}") from error
     if not isinstance(value, dict):
-        raise TunekitError(f"{what} {text!r} is no mapping", hint="write it as {key: value, ...}")
+        raise TunekitError(f"{what} {text!r} is not a YAML mapping", hint="write it as {key: value, ...}")
     return value
 
 
@@ -128,18 +120,18 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     run = found.run
     if run is None:
         raise DataError(
-            f"{found.name} was made by no run, and brings no rows to evaluate it on",
-            hint="name some with --data, or tasks with --tasks",
+            f"{found.name} was not trained by a run: no held-out rows to evaluate on",
+            hint="pass rows with --data, or tasks with --tasks",
         )
     method, file = run.recipe.method, run.path / "data" / FILES["eval"]
     of = sliced(HELD_OUT, wish.limit)
     if not file.is_file():
-        raise DataError(f"{run.name} has set no rows aside", hint="name some with --data, or train with data.eval_size")
+        raise DataError(f"{run.name} has no held-out rows", hint="pass rows with --data, or train with data.eval_size")
     if method.spec.trains_on == "tokens":
         if rewards:
             raise DataError(
-                f"{run.name} keeps the tokens of its rows, and a metric needs prompts with what is expected",
-                hint="name rows with --data",
+                f"{run.name} stores its rows as tokens, but a metric needs prompts with expected answers",
+                hint="pass rows with --data",
             )
         return _texts(of, _sequences(read_dataset(file)), wish.limit)
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
@@ -148,12 +140,13 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     if generates(method):
         reward_list = list(rewards) or (list(method.rewards) if is_rewarded(method) else [])
         if not reward_list:
-            raise DataError(f"{method.type} is judged by its teacher in training alone", hint="name a --metric")
+            raise DataError(f"{method.type} is scored by its teacher during training only", hint="pass a --metric")
         numbers = range(1, len(rows) + 1)
         prompts = Rows(format="prompts", rows=RowStore(rows), source=HELD_OUT, numbers=numbers, unit="row")
         return _questions(prompts, reward_list, found, tokenizer, wish)
     if rewards:
-        raise DataError(f"{run.name} was trained on answers, which no metric judges", hint="name prompts with --data")
+        problem = f"{run.name} was trained on preferences, which no metric scores"
+        raise DataError(problem, hint="pass prompts with --data")
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
     return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
 
@@ -187,8 +180,8 @@ def parts_of_file(
         return _questions(prompts, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
         raise DataError(
-            f"{rows.source} holds prompts, and nothing says what judges the answers",
-            hint="name a --metric, such as exact_match",
+            f"{rows.source} has prompts, but no metric to score the answers",
+            hint="pass a --metric, such as exact_match",
         )
     # What no run made is cut to what its tokenizer takes.
     max_length = (
@@ -198,7 +191,7 @@ def parts_of_file(
         part = _answered(of, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
         return part, rows.notes
     if found.judges:
-        raise DataError(f"{found.name} judges, and writes no texts", hint="name pairs of answers")
+        raise DataError(f"{found.name} {GENERATES_NOTHING}", hint="pass preference pairs")
     sequences = tokens_of(rows, tokenizer, max_length=max_length).sequences
     subset = sequences.take(np.arange(len(sequences)))
     ends = np.cumsum(subset.lengths)[:-1]
@@ -213,7 +206,7 @@ def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it as a recipe's data.eval") from error
+        raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it like data.eval of a recipe") from error
     defaults = {"key": "data", "format": "auto", "columns": {}, "loss_on": "assistant"}
     source = CompleteSource(**(defaults | parts.model_dump(exclude_none=True)))
     rows = load_rows(source, default_split="eval")
@@ -230,7 +223,7 @@ def _sequences(rows: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: int | None) -> Texts:
     limited = list(sequences)[:limit]
     if not any(counts[1:].any() for _, counts in limited):
-        raise DataError(f"{of}: no token of its rows counts", hint="rows need an answer, or data.loss_on=all")
+        raise DataError(f"{of}: no token counts in the loss", hint="add answers to the rows, or set data.loss_on=all")
     return Texts(of, [ids for ids, _ in limited], [counts for _, counts in limited])
 
 
@@ -246,8 +239,8 @@ def _answered(
     complete = [(row, answers) for row, answers in encoded if answers is not None]
     if not complete:
         raise DataError(
-            f"{of}: none of {counted(len(rows), 'prompt')} leaves room for an answer: {max_length:,} tokens are there",
-            hint="name shorter ones",
+            f"{of}: none of {counted(len(rows), 'prompt')} leaves room for an answer: limit {max_length:,} tokens",
+            hint="pass shorter ones",
         )
     if len(columns) == 1:
         good = np.array([bool(row["label"]) for row, _ in complete])
@@ -277,9 +270,9 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
             except RunError as error:
                 raise DataError(f"{rows.place(index)}: {error.problem}", hint=error.hint) from error
         if not ids or (longest is not None and len(ids) >= longest):
-            room = "" if longest is None else f", and {found.name} takes {longest:,} with the answer"
+            room = "" if longest is None else f"; {found.name} accepts {longest:,} including the answer"
             raise DataError(
-                f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}", hint="leave the row out"
+                f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}", hint="remove the row"
             )
         encoded.append(ids)
     of_run = method.max_completion_length if method is not None and generates(method) else 256

@@ -99,11 +99,11 @@ def export(
     replace: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Export:
-    """Write what a run made as a folder that others load, and see by loading it that it answers alike.
+    """Export a run's model as a folder for other tools, and verify it by reloading.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
-        dest: Where to, a folder that is not there or empty; `export/` in the run's own folder where left out.
+        dest: New or empty folder. Default: `export/` in the run folder.
         kind: `adapter`, or `merged`: whole weights. `auto` is `merged`.
         dtype: Type of merged weights; `auto`: as the base model, or a run that trained all weights, has them.
         checkpoint: The step of the checkpoint to export, rather than the result.
@@ -112,7 +112,7 @@ def export(
         push: A repository of the hub, `owner/name`, to which the export is sent once it was checked.
         private: Only its owners see the repository.
         replace: What the repository holds may be replaced; its history keeps it.
-        on_event: Told what is done: events `export` with `phase`: `loading`, `writing`, `checking`, `converting`,
+        on_event: Called with events `export` with `phase`: `loading`, `writing`, `checking`, `converting`,
             `pushing`, `done`.
 
     Raises:
@@ -123,7 +123,7 @@ def export(
     trained = find_trained(run, checkpoint)
     kind = _kind(trained, kind, dtype)
     if trained.run is not None and trained.step is None and not trained.run.result():
-        raise RunError(f"{trained.run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
+        raise RunError(f"{trained.run.path / 'events.jsonl'} has no result", hint="the run's folder is damaged")
     _check_options(trained, kind, max_shard_size, gguf, push, hub_only=private or replace)
     to = _destination(trained, kind, dest)
     send_nothing_at_all()
@@ -193,24 +193,24 @@ def _check_options(
         RunError: They do not.
     """
     if not _SIZE.fullmatch(max_shard_size):
-        raise RunError(f"--max-shard-size {max_shard_size}: no size of a file", hint="write it as 5GB or 500MB")
+        raise RunError(f"--max-shard-size {max_shard_size}: invalid file size", hint="write it as 5GB or 500MB")
     if kind == "adapter" and gguf is not None:
-        raise RunError("--gguf: an adapter alone is not converted", hint="leave --adapter out")
+        raise RunError("--gguf: an adapter alone cannot be converted", hint="remove --adapter")
     if kind == "adapter" and max_shard_size != SHARD:
-        raise RunError("--max-shard-size: an adapter is one file", hint="leave it out")
+        raise RunError("--max-shard-size: an adapter is one file", hint="remove it")
     if found.judges and gguf is not None:
-        raise RunError(f"--gguf: {found.name} scores texts, and llama.cpp has no such models", hint="leave it out")
+        raise RunError(f"--gguf: {found.name} is a reward model, which llama.cpp does not support", hint="remove it")
     if push is None and hub_only:
-        raise RunError("--private and --replace go with --push", hint="add --push OWNER/NAME")
+        raise RunError("--private and --replace need --push", hint="add --push OWNER/NAME")
 
 
 def _kind(found: Trained, kind: str, dtype: str) -> Kind:
     if found.run is None:
-        raise RunError(f"{found.name} is no run: there is nothing to export", hint="`tunekit runs` lists the runs")
+        raise RunError(f"{found.name} is not a run: nothing to export", hint="`tunekit runs` lists the runs")
     if kind == "adapter" and found.adapter is None:
-        raise RunError(f"{found.name} trained all weights, and has no adapter", hint="leave --adapter out")
+        raise RunError(f"{found.name} was fully fine-tuned and has no adapter", hint="remove --adapter")
     if kind == "adapter" and dtype != "auto":
-        raise RunError(f"--dtype {dtype}: an adapter stays in float32, in which it was trained", hint="leave it out")
+        raise RunError(f"--dtype {dtype}: an adapter stays in float32, its training dtype", hint="remove it")
     return "adapter" if kind == "adapter" else "merged"
 
 
@@ -229,11 +229,11 @@ def _destination(found: Trained, kind: Kind, dest: str | Path | None) -> Path:
     assert found.run is not None
     of_step = "" if found.step is None else f"-{found.step}"
     to = found.run.path / "export" / f"{kind}{of_step}" if dest is None else Path(dest)
-    again = "name another folder" if dest is not None else "delete it, or name another folder"
+    again = "pass another folder" if dest is not None else "delete it, or pass another folder"
     if has_controls(str(to)) or not str(dest if dest is not None else "x").strip():
-        raise RunError(f"{str(to)!r} is no folder to export to", hint="name another folder")
+        raise RunError(f"{str(to)!r} is not a valid export folder", hint="pass another folder")
     if to.is_symlink():
-        raise RunError(f"{to} is a link to {to.readlink()}", hint="name the folder that is meant")
+        raise RunError(f"{to} is a symbolic link to {to.readlink()}", hint="pass the folder itself")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise RunError(f"{to} exists and is not empty", hint=again)
     return to
@@ -246,7 +246,7 @@ def _draft_of(to: Path) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
     except OSError as error:
-        raise RunError(f"{to} cannot be made: {error.strerror}", hint="name another folder") from error
+        raise RunError(f"{to} cannot be created: {error.strerror}", hint="pass another folder") from error
     try:
         yield draft
     finally:
@@ -263,8 +263,8 @@ def _check_room(found: Trained, kind: Kind, bytes_per_param: float, draft: Path)
     needed, free = needed + OWN_BYTES, free_bytes(draft)
     if needed > free:
         raise RunError(
-            f"there is no room for the export in {draft.parent}: it takes {gib(needed)}, and {gib(free)} are free",
-            hint=f"free {gib(needed - free)} there, or name a folder on another disk",
+            f"not enough disk space for the export in {draft.parent}: {gib(needed)} needed, {gib(free)} free",
+            hint=f"free {gib(needed - free)} there, or pass a folder on another disk",
         )
 
 
@@ -292,7 +292,7 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}",
-            hint="free some room there, or name a folder on another disk",
+            hint="free some space there, or pass a folder on another disk",
         ) from error
 
 
@@ -324,8 +324,8 @@ def _checked(subject: Subject) -> Check:
     completed = subprocess.run(command, input=words, capture_output=True, text=True, check=False)
     lines = completed.stdout.strip().splitlines()
     if not lines or not lines[-1].startswith("{"):
-        last = (completed.stderr.strip().splitlines() or [f"it ended with code {completed.returncode}"])[-1]
-        raise ModelError(f"the export could not be checked: {last}", hint="nothing was kept of it")
+        last = (completed.stderr.strip().splitlines() or [f"it exited with code {completed.returncode}"])[-1]
+        raise ModelError(f"the export could not be verified: {last}", hint="the export was deleted")
     report: dict[str, Any] = json.loads(lines[-1])
     if "problem" in report:
         raise ModelError(report["problem"], hint=report["hint"])
@@ -334,9 +334,9 @@ def _checked(subject: Subject) -> Check:
 
 def _notes(found: Trained, kind: Kind) -> Iterator[str]:
     if isinstance(found.adapter, QloraAdapter) and kind == "merged":
-        yield "trained over a 4-bit base, and merged into the unquantised one, which answers a little differently"
+        yield "trained on a 4-bit base, but merged into the unquantized one: answers differ slightly"
     if kind == "adapter":
-        yield f"it is loaded on top of {found.base.path}, with PEFT"
+        yield f"load it on top of {found.base.path} with PEFT"
 
 
 def _publish(draft: Path, to: Path) -> None:
@@ -350,5 +350,5 @@ def _publish(draft: Path, to: Path) -> None:
     try:
         draft.rename(to)
     except OSError as error:
-        raise TunekitError(f"{to} was taken meanwhile: {error.strerror}", hint="name another folder") from error
+        raise TunekitError(f"cannot move the export to {to}: {error.strerror}", hint="pass another folder") from error
     to_disk(to.absolute().parent)

@@ -44,11 +44,11 @@ def find_converter() -> list[str]:
     if place:
         script = Path(place) / CONVERTER if Path(place).is_dir() else Path(place)
         if not script.is_file():
-            raise DependencyError(f"--gguf: {PLACE} is {place!r}, and there is no {CONVERTER}", hint=hint)
+            raise DependencyError(f"--gguf: {PLACE} is {place!r}, which has no {CONVERTER}", hint=hint)
         return [sys.executable, str(script.resolve())]
     program = shutil.which(CONVERTER)
     if program is None:
-        raise DependencyError(f"--gguf needs llama.cpp's {CONVERTER}, and it is not on the PATH", hint=hint)
+        raise DependencyError(f"--gguf needs llama.cpp's {CONVERTER}, which is not on the PATH", hint=hint)
     return [program]
 
 
@@ -84,7 +84,9 @@ def write_gguf(converter: list[str], folder: Path, kind: GgufType, name: str) ->
         with to.open("rb") as file:
             head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or head[:4] != b"GGUF" or _HEADER.unpack(head)[2] == 0:
-        raise ModelError(f"--gguf {kind}: {CONVERTER} wrote no GGUF file with tensors", hint="try another llama.cpp")
+        raise ModelError(
+            f"--gguf {kind}: {CONVERTER} wrote no GGUF file with tensors", hint="try another version of llama.cpp"
+        )
     return to.name
 
 
@@ -92,12 +94,14 @@ def _run(command: list[str], name: str) -> None:
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise DependencyError(f"--gguf: {command[0]} cannot be run: {error.strerror}", hint="check it") from error
+        raise DependencyError(
+            f"--gguf: {command[0]} cannot be run: {error.strerror}", hint="check the file and its permissions"
+        ) from error
     if completed.returncode:
-        last = (completed.stderr.strip().splitlines() or [f"it ended with code {completed.returncode}"])[-1]
+        last = (completed.stderr.strip().splitlines() or [f"it exited with code {completed.returncode}"])[-1]
         if missing := re.fullmatch(r"ModuleNotFoundError: No module named '([\w.-]+)'", last):
             raise DependencyError(f"--gguf: {CONVERTER} needs {missing[1]}", hint=f"pip install {missing[1]}")
         raise ModelError(
-            f"--gguf: llama.cpp's {CONVERTER} does not convert {name}: {redacted(last)}",
-            hint="leave --gguf out, or try a newer llama.cpp",
+            f"--gguf: llama.cpp's {CONVERTER} cannot convert {name}: {redacted(last)}",
+            hint="remove --gguf, or try a newer llama.cpp",
         )

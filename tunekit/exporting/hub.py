@@ -51,10 +51,10 @@ def check_target(repo: str, *, private: bool, replace: bool) -> Target:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise RunError(f"--push {repo}: {_first_line(error)}", hint="name it OWNER/NAME") from error
+        raise RunError(f"--push {repo}: {_first_line(error)}", hint="write it as OWNER/NAME") from error
     owner, slash, _ = repo.partition("/")
     if not slash:
-        raise RunError(f"--push {repo} names no owner", hint=f"name it OWNER/{repo}")
+        raise RunError(f"--push {repo}: no owner", hint=f"write it as OWNER/{repo}")
     api = HfApi()
     with _hub_errors(repo):
         _check_owner(api.whoami(), owner, repo)
@@ -65,15 +65,15 @@ def check_target(repo: str, *, private: bool, replace: bool) -> Target:
             return Target(repo, None, private, has_files=False)
     if private and not info.private:
         raise RunError(
-            f"--private: the repository {repo} is there already, and everybody sees it",
-            hint="make it private in its settings on the hub, or name another one",
+            f"--private: the repository {repo} already exists and is public",
+            hint="make it private in its settings on the Hub, or pass another one",
         )
     files = [file.rfilename for file in info.siblings or [] if file.rfilename not in UNTOUCHED]
     if files and not replace:
         raise RunError(
-            f"--push: the repository {repo} is not empty: it holds {files[0]}"
+            f"--push: the repository {repo} is not empty: it has {files[0]}"
             + (f" and {len(files) - 1} more files" if len(files) > 1 else ""),
-            hint="name another one, or give --replace: its history keeps what it holds now",
+            hint="pass another one, or --replace: its history keeps the current files",
         )
     return Target(repo, info.sha, private, has_files=bool(files))
 
@@ -87,12 +87,12 @@ def push(target: Target, folder: Path, *, message: str) -> str:
         message: What the commit says.
 
     Raises:
-        RunError: The hub does not take it, or somebody changed the repository meanwhile.
+        RunError: The hub does not take it, or the repository changed during the export.
     """
     from huggingface_hub import HfApi
 
     api = HfApi()
-    hint = f"the export is in {folder}; send it with: hf upload {target.repo} {folder}"
+    hint = f"the export is in {folder}; upload it with: hf upload {target.repo} {folder}"
     with _hub_errors(target.repo, hint):
         if target.parent is None:
             api.create_repo(target.repo, private=target.private)
@@ -110,14 +110,14 @@ def _check_owner(who: dict[str, Any], owner: str, repo: str) -> None:
     names = [who["name"], *(organization["name"] for organization in who.get("orgs", []))]
     if owner.lower() not in (name.lower() for name in names):
         raise RunError(
-            f"--push {repo}: you are logged in as {who['name']}, who may not write to {owner}",
-            hint=f"name it {who['name']}/{repo.partition('/')[2]}, or log in as somebody else with `hf auth login`",
+            f"--push {repo}: you are logged in as {who['name']}, without write access to {owner}",
+            hint=f"use {who['name']}/{repo.partition('/')[2]}, or log in as another user with `hf auth login`",
         )
     token = who.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
         raise RunError(
-            f"--push {repo}: the token with which you are logged in may only read",
-            hint="make one that may write at https://huggingface.co/settings/tokens, and `hf auth login` with it",
+            f"--push {repo}: your token is read-only",
+            hint="create a write token at https://huggingface.co/settings/tokens, and log in with `hf auth login`",
         )
 
 
@@ -132,27 +132,27 @@ def _hub_errors(repo: str, hint: str | None = None) -> Iterator[None]:
     except (TunekitError, errors.RepositoryNotFoundError):
         raise
     except errors.OfflineModeIsEnabled as error:
-        raise RunError(f"--push {repo}: HF_HUB_OFFLINE is set", hint=hint or "unset it, or leave --push out") from error
+        raise RunError(f"--push {repo}: HF_HUB_OFFLINE is set", hint=hint or "unset it, or remove --push") from error
     except errors.LocalTokenNotFoundError as error:
-        raise RunError(f"--push {repo}: you are not logged in to the hub", hint="run `hf auth login`") from error
+        raise RunError(f"--push {repo}: you are not logged in to the Hub", hint="run `hf auth login`") from error
     except errors.HfHubHTTPError as error:
         raise _refused(error.response.status_code, _first_line(error), repo, hint) from error
     except (httpx2.HTTPError, OSError) as error:
         raise RunError(
-            f"--push {repo}: the hub cannot be reached at {constants.ENDPOINT}", hint=hint or "check the network"
+            f"--push {repo}: cannot reach the Hub at {constants.ENDPOINT}", hint=hint or "check the network"
         ) from error
 
 
 def _refused(status: int, said: str, repo: str, hint: str | None) -> RunError:
-    match status:
-        case 401:
-            return RunError(f"--push {repo}: the hub does not know the token", hint=hint or "run `hf auth login`")
-        case 403:
-            return RunError(f"--push {repo}: the hub lets you not write there", hint=hint or "name another repository")
-        case 409 | 412:
-            return RunError(f"--push {repo}: somebody changed the repository meanwhile", hint=hint or "try again")
-        case _:
-            return RunError(f"--push {repo}: the hub answers {status}: {said}", hint=hint or "try again later")
+    changed = ("the repository changed during the export", "try again")
+    known = {
+        401: ("the Hub rejects the token", "run `hf auth login`"),
+        403: ("the Hub denies write access", "pass another repository"),
+        409: changed,
+        412: changed,
+    }
+    what, remedy = known.get(status, (f"the Hub responded with {status}: {said}", "try again later"))
+    return RunError(f"--push {repo}: {what}", hint=hint or remedy)
 
 
 def _first_line(error: BaseException) -> str:

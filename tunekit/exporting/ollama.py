@@ -116,7 +116,7 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in _stops(folder, tokenizer)]
     architecture = _read(folder / "config.json").get("architectures", [""])[0]
     if weights == "." and architecture not in read_table(_TABLES)["imported"]:
-        notes.append(f"Ollama imports no {architecture} from safetensors: give --gguf too if it is for Ollama")
+        notes.append(f"Ollama does not import {architecture} from safetensors: pass --gguf too to use it in Ollama")
     return "\n".join(lines) + "\n", notes
 
 
@@ -124,16 +124,16 @@ def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase", *, is_gguf: bo
     """The template for Ollama, or None; and what there is to say of it."""
     parts = parts_of(tokenizer)
     if parts is None:
-        return None, ["Modelfile: no TEMPLATE, since this chat template could not be shown to say the same in Ollama"]
+        return None, ["Modelfile: no TEMPLATE, since this chat template could not be reproduced in Ollama"]
     bos = tokenizer.bos_token or ""
     adds_bos = _read(folder / "tokenizer_config.json").get("add_bos_token")
     adds = bool(bos) and adds_bos is True
     texts = [parts.start, *(parts.system or ())[:1]] if not parts.is_inside else [parts.start]
     if adds and not all(text.startswith(bos) for text in texts):
-        return None, [f"Modelfile: no TEMPLATE, since Ollama would put {bos} before each conversation, unlike training"]
-    notes = ["Modelfile: this chat template takes no system prompt"] if parts.system is None else []
+        return None, [f"Modelfile: no TEMPLATE, since Ollama would add {bos} before each conversation, unlike training"]
+    notes = ["Modelfile: this chat template does not support a system prompt"] if parts.system is None else []
     if is_gguf and adds_bos is None and bos and texts[0].startswith(bos):
-        notes.append(f"Modelfile: the GGUF file leaves open who puts {bos} before a conversation; TEMPLATE does it")
+        notes.append(f"Modelfile: the GGUF file does not say who adds {bos} before a conversation; TEMPLATE adds it")
     return parts.go(bos if adds else ""), notes
 
 

@@ -141,12 +141,12 @@ def check(subject: Subject) -> Check:
     error = max(_error(_logits(exported, answer.ids), answer.logits) for answer in answers)
     change = None if changes is None else max(changes)
     if not error <= tolerance:  # Not a number is none that is small.
-        raise _differs(f"logits differ by {error:.2%} of their spread, and {tolerance:.2%} is allowed", subject)
+        raise _differs(f"logits differ by {error:.2%} of their spread; tolerance {tolerance:.2%}", subject)
     if change and error > LOST_SHARE * change:
         raise ModelError(
-            f"merged weights in {subject.dtype} lose what the adapter changes: logits differ by {error:.2%} of their "
-            f"spread, and the adapter changes them by {change:.2%}",
-            hint="export with --dtype float32, or the adapter alone with --adapter",
+            f"merged weights in {subject.dtype} lose the adapter's changes: logits differ by {error:.2%} of their "
+            f"spread; the adapter changes them by {change:.2%}",
+            hint="export with --dtype float32, or the adapter only with --adapter",
         )
     num_same = 0 if trained.judges else sum(_num_same(exported, answer, tolerance) for answer in answers)
     num_tokens = sum(len(answer.ids) - answer.num_prompt for answer in answers)
@@ -271,9 +271,9 @@ def _num_same(model: Any, answer: _Answer, tolerance: float) -> int:
         # Each of the two may be off by several times the root mean square.
         if gap > 8 * tolerance:
             raise ModelError(
-                f"the export answers with another token at place {same + 1}: the two are {gap:.2f} of the logits' "
-                f"spread apart, and {8 * tolerance:.2f} is allowed",
-                hint="nothing was kept of it",
+                f"the export generates another token at position {same + 1}: the two are {gap:.2f} of the logits' "
+                f"spread apart; tolerance {8 * tolerance:.2f}",
+                hint="the export was deleted",
             )
     return same
 
@@ -285,14 +285,14 @@ def _compare_templates(theirs: "PreTrainedTokenizerBase", ours: "PreTrainedToken
         ModelError: They do not.
     """
     if (theirs.chat_template is None) != (ours.chat_template is None):
-        raise ModelError("the export has not the chat template of training", hint="nothing was kept of it")
+        raise ModelError("the export lacks the chat template of training", hint="the export was deleted")
     for number, conversation in enumerate(CONVERSATIONS, 1):
         for pair in zip(_rendered(theirs, conversation), _rendered(ours, conversation), strict=True):
             if pair[0] != pair[1]:
                 raise ModelError(
-                    f"the chat template of the export renders conversation {number} as {pair[1]!r}, where training "
+                    f"the chat template of the export renders conversation {number} as {pair[1]!r}, but training "
                     f"has {pair[0]!r}",
-                    hint="nothing was kept of it",
+                    hint="the export was deleted",
                 )
     return len(CONVERSATIONS)
 
@@ -316,15 +316,15 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", conversation: list[dict[str,
 
 
 def _differs(what: str, subject: Subject) -> ModelError:
-    merge = "the merged weights are" if subject.kind == "merged" else "the export is"
-    hint = "nothing was kept of it"
+    what_differs = "the merged weights differ" if subject.kind == "merged" else "the export differs"
+    hint = "the export was deleted"
     if subject.kind == "merged" and subject.dtype != "float32":
-        hint = f"{hint}: export with --dtype float32, where {subject.dtype}'s rounding was too much"
-    return ModelError(f"{merge} not what was trained: {what}", hint=hint)
+        hint = f"{hint}: export with --dtype float32 if {subject.dtype} rounds too coarsely"
+    return ModelError(f"{what_differs} from the trained model: {what}", hint=hint)
 
 
 def main() -> None:
-    """Check what is described on the standard input, and write what came out."""
+    """Verify the export described on standard input, and print the result."""
     send_nothing_at_all()
     subject = Subject(**json.load(sys.stdin))
     report: dict[str, Any]

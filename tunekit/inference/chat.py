@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tunekit.errors import RunError
-from tunekit.inference.inference_model import Device, find_trained
+from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
 from tunekit.inference.vllm import Backend, missing
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
@@ -48,15 +48,15 @@ class Talk:
 
     Args:
         run: A run, its folder or its name; or a model's folder or name.
-        checkpoint: Of a run: the step of the checkpoint, rather than the result.
-        compare: Whether what it was before is to answer too: `say(..., base=True)`.
-        device: Where the model is; `auto`: on an accelerator, if there is one.
-        backend: What generates; `auto`: vLLM where it is installed and takes the model. It gains little in one talk,
-            and takes most of a device's memory, so transformers is the usual one.
-        on_event: Told of events `chat` with `phase`: `loading` and `ready`.
+        checkpoint: Checkpoint step of a run, instead of the result.
+        compare: Whether the model before training answers too: `say(..., base=True)`.
+        device: Device of the model; `auto`: an accelerator if available.
+        backend: Generation backend; `auto`: vLLM if it is installed and supports the model. It gains little in
+            one chat and uses most of the device memory, so transformers is the default.
+        on_event: Called with events `chat` with `phase`: `loading` and `ready`.
 
     Raises:
-        TunekitError: There is no such model, it does not answer, or it cannot be loaded.
+        TunekitError: There is no such model, it does not generate, or it cannot be loaded.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Talk:
     ) -> None:
         trained = find_trained(run, checkpoint)
         if trained.judges:
-            raise RunError(f"{trained.name} judges answers and gives none", hint="talk with a run of another method")
+            raise RunError(f"{trained.name} {GENERATES_NOTHING}", hint="chat with a run of another method")
         if compare and not trained.can_compare:
-            raise RunError(f"{trained.name} is a model that no run made: nothing was before it", hint="name a run")
+            raise RunError(f"{trained.name} was not trained by a run: no model before training", hint="pass a run")
         if backend == "vllm" and (absent := missing()) is not None:
             raise absent
         self.name = trained.name
@@ -134,22 +134,22 @@ class Talk:
         max_new_tokens: int = 256,
         seed: int | None = None,
     ) -> Iterator[str]:
-        """The answer to a conversation, piece by piece. Leaving it before its end stops the model.
+        """Stream the answer to a conversation. Leaving the iterator early stops generation.
 
         Args:
             messages: The conversation, each with `role` (`system`, `user`, `assistant`) and `content`.
-            base: Whether what the model was before answers.
-            temperature: How freely tokens are drawn; 0: the likeliest one each time.
-            top_p: Share of the probability from which they are drawn.
-            max_new_tokens: Longest answer.
-            seed: For the draws; another one each time where left out.
+            base: Whether the model before training answers.
+            temperature: Sampling temperature; 0: greedy decoding.
+            top_p: Nucleus sampling: probability mass to sample from.
+            max_new_tokens: Maximum new tokens.
+            seed: Random seed. Default: a new one each time.
 
         Raises:
             RunError: The conversation is too long or of another shape, or the process is gone.
         """
         if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
-            problem = f"an answer cannot have temperature {temperature:g}, top_p {top_p:g} and {max_new_tokens} tokens"
-            raise RunError(problem, hint="temperature is 0 or more, top_p above 0 and at most 1, and tokens at least 1")
+            problem = f"invalid sampling: temperature {temperature:g}, top_p {top_p:g}, {max_new_tokens} tokens"
+            raise RunError(problem, hint="use temperature >= 0, 0 < top_p <= 1 and at least 1 token")
         options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
         with self._turn:
             self.last = None
@@ -165,7 +165,7 @@ class Talk:
                     self._leave()
 
     def stop(self) -> None:
-        """Have the answer that is being given end where it is. From any thread."""
+        """Stop the current answer, from any thread."""
         if self.is_open:
             self._tell({"stop": True})
 
@@ -234,13 +234,13 @@ class Talk:
             code = None
         # Last, as another thread may close it while this one waits.
         if self._words.closed:
-            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
+            return RunError(f"the chat with {self.name} is closed", hint="start another one")
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         detail = f": {lines[-1]}" if lines else ""
         return RunError(
-            f"the process of {self.name} ended{f' with code {code}' if code else ''}{detail}",
-            hint="there may be too little memory: close other models, or take --device cpu",
+            f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}",
+            hint="memory may have run out: close other models, or pass --device cpu",
         )
 
 
@@ -253,18 +253,18 @@ def chat(
     backend: Backend = "transformers",
     on_event: Callable[[Event], None] | None = None,
 ) -> Talk:
-    """A talk with what a run made, with one of its checkpoints, or with a model; close it, or use it as a context.
+    """Open a chat with the result of a run, one of its checkpoints, or a model; close it, or use it as a context.
 
     Args:
         run: A run, its folder or its name; or a model's folder or name.
-        checkpoint: Of a run: the step of the checkpoint, rather than the result.
-        compare: Whether what it was before is to answer too.
-        device: Where the model is; `auto`: on an accelerator, if there is one.
-        backend: What generates; `auto`: vLLM where it is installed and takes the model. It gains little in one talk,
-            and takes most of a device's memory, so transformers is the usual one.
-        on_event: Told of the loading.
+        checkpoint: Checkpoint step of a run, instead of the result.
+        compare: Whether the model before training answers too.
+        device: Device of the model; `auto`: an accelerator if available.
+        backend: Generation backend; `auto`: vLLM if it is installed and supports the model. It gains little in
+            one chat and uses most of the device memory, so transformers is the default.
+        on_event: Called with loading events.
 
     Raises:
-        TunekitError: There is no such model, it does not answer, or it cannot be loaded.
+        TunekitError: There is no such model, it does not generate, or it cannot be loaded.
     """
     return Talk(run, checkpoint, compare=compare, device=device, backend=backend, on_event=on_event)

@@ -95,16 +95,16 @@ class Worker:
     def serve(self) -> None:
         """Load what the first line names, and answer the others."""
         first = self.lines.get()
-        does_not_fit = f"{first['name']} does not fit the memory that is free"
+        does_not_fit = f"{first['name']} does not fit in free memory"
         if not self._tell_of(
             partial(self._load_first, first),
             does_not_fit,
-            "free some of it, choose a smaller model, or take --device cpu",
+            "free some, use a smaller model, or pass --device cpu",
         ):
             return
         while True:
             answer = partial(self._answer, self.lines.get())
-            self._tell_of(answer, "memory ran out in the answer", "begin a shorter conversation")
+            self._tell_of(answer, "out of memory while answering", "start a shorter conversation")
 
     def _tell_of(self, work: Callable[[], dict[str, Any]], out_of_memory: str, hint: str) -> bool:
         """Do some work and tell what came of it, or what is wrong; whether nothing is."""
@@ -130,8 +130,8 @@ class Worker:
         self.before: Any = None
         if takes_vllm(first["backend"], trained, first["device"]):
             if compare and trained.adapter is None:
-                what = "vLLM holds one model, and before this run was another"
-                raise RunError(what, hint="take --backend transformers")
+                what = "vLLM holds one model, but the model before training is another one"
+                raise RunError(what, hint="pass --backend transformers")
             self.device, self.dtype, self.tokenizer = "cuda", dtype_on(trained, "cuda"), tokenizer_of(trained)
             self.vllm = VllmModel(trained, self.dtype)
         else:
@@ -156,9 +156,11 @@ class Worker:
             torch.seed()
         is_base = question["base"]
         if is_base and self.before is None and self.found.adapter is None:
-            raise RunError(f"what {self.found.name} was before is not loaded", hint="begin the talk with compare")
+            raise RunError(
+                f"the model before training of {self.found.name} is not loaded", hint="start the chat with compare"
+            )
         if not question["say"]:
-            raise RunError("nothing was said", hint="begin with a message")
+            raise RunError("the conversation is empty", hint="send a message")
         ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
         limit = self._room(ids, question["max_new_tokens"])
         sampling = Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
@@ -202,8 +204,8 @@ class Worker:
         if self.longest is None:
             return asked
         if len(ids) >= self.longest:
-            problem = f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}"
-            raise RunError(problem, hint="clear it, and begin another one")
+            problem = f"the conversation has {len(ids):,} tokens; {self.found.name} accepts {self.longest:,}"
+            raise RunError(problem, hint="clear it, and start another one")
         return min(asked, self.longest - len(ids))
 
 

@@ -70,7 +70,7 @@ def make_app(loaded: Loaded, name: str, ended: Event) -> FastAPI:
 
     def stop(module: Module, given: tuple[object, ...]) -> None:
         if ended.is_set():
-            raise RuntimeError("the server has ended")
+            raise RuntimeError("the server has stopped")
 
     loaded.model.get_input_embeddings().register_forward_pre_hook(stop)
     config = loaded.model.generation_config
@@ -126,16 +126,16 @@ class _Manager(ModelManager):  # type: ignore[misc]
         """Hold a request to what the model takes, and refuse what would not be honoured."""
         for field, silent in REFUSED.items():
             if body.get(field) not in silent:
-                raise HTTPException(400, f"{field}={body[field]!r} is not supported here; leave it out")
+                raise HTTPException(400, f"{field}={body[field]!r} is unsupported; remove it")
         for field in NUMBERS:
             if not isinstance(body.get(field), float | int | None):
-                raise HTTPException(400, f"{field}={body[field]!r} is no number")
+                raise HTTPException(400, f"{field}={body[field]!r} is not a number")
         limit_asked = body.pop("max_completion_tokens", None) or body.get("max_tokens") or NUM_TOKENS
         if not isinstance(limit_asked, int) or limit_asked < 1:
-            raise HTTPException(400, f"max_tokens={limit_asked!r} is no number of tokens")
+            raise HTTPException(400, f"max_tokens={limit_asked!r} is not a number of tokens")
         if self.longest is not None and num_tokens >= self.longest:
-            takes = f"{self.force_model} takes {self.longest:,} with its answer"
-            raise HTTPException(400, f"the prompt has {num_tokens:,} tokens, and {takes}")
+            accepts = f"{self.force_model} accepts {self.longest:,} including the answer"
+            raise HTTPException(400, f"the prompt has {num_tokens:,} tokens; {accepts}")
         body["max_tokens"] = limit_asked if self.longest is None else min(limit_asked, self.longest - num_tokens)
 
 
@@ -153,7 +153,7 @@ class _Chat(ChatCompletionHandler):  # type: ignore[misc]
         except (DataError, RunError) as error:
             raise HTTPException(400, str(error)) from error
         except (KeyError, TypeError, ValueError, TemplateError) as error:
-            raise HTTPException(400, f"messages are not of OpenAI's form: {error!r}") from error
+            raise HTTPException(400, f"messages are not in OpenAI's format: {error!r}") from error
         self.model_manager.limit(body, len(ids))
         return await super().handle_request(body, request_id)
 
@@ -165,7 +165,7 @@ class _Completion(CompletionHandler):  # type: ignore[misc]
         """Go on with one that leaves room for it."""
         prompt = body.get("prompt")
         if not isinstance(prompt, str) or not prompt:
-            raise HTTPException(400, "prompt must be a text that is not empty")
+            raise HTTPException(400, "prompt must be non-empty text")
         self.model_manager.limit(body, len(self.model_manager.loaded.tokenizer(prompt)["input_ids"]))
         return await super().handle_request(body, request_id)
 
@@ -193,12 +193,12 @@ class Gate:
         if self._key is not None:
             credentials = headers.get("authorization", "").removeprefix("Bearer ")
             is_key = hmac.compare_digest(credentials.encode(), self._key.encode())
-            return None if is_key else _error(401, "no such API key")
+            return None if is_key else _error(401, "invalid API key")
         host, origin = headers.get("host", ""), headers.get("origin")
         if urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
-            return _error(421, f"this server is not called {host!r}; ask http://127.0.0.1")
+            return _error(421, f"this server is not {host!r}; use http://127.0.0.1")
         if origin is not None and urlsplit(origin).netloc != host:
-            return _error(403, "a page of another site asks for this")
+            return _error(403, "cross-origin requests are refused")
         return None
 
 

@@ -102,28 +102,28 @@ def generate(
             the end of a conversation is left out.
         out: The file to write, a line of JSON for each row: the row, its `answer` (`answers` where there are several),
             `num_tokens` and `finish_reason` (`end` or `length`). It must not be there yet.
-        checkpoint: Of a run: the step of the checkpoint, rather than the result.
-        system: System prompt of the conversations that have none.
-        temperature: How freely tokens are drawn; 0: the likeliest one each time.
-        top_p: Share of the probability from which they are drawn.
-        max_new_tokens: Longest answer.
+        checkpoint: Checkpoint step of a run, instead of the result.
+        system: System prompt for conversations without one.
+        temperature: Sampling temperature; 0: greedy decoding.
+        top_p: Nucleus sampling: probability mass to sample from.
+        max_new_tokens: Maximum new tokens.
         num_samples: Answers to each prompt.
-        seed: For the draws. The same seed, prompts and `batch_size` give the same answers on the same machine.
-        batch_size: Answers that are given at once; halved where memory runs out.
-        column: Name of the column of answers, where it is to be another one.
-        device: Where the model is; `auto`: on an accelerator, if there is one.
-        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
-        backend: What generates; `auto`: vLLM where it is installed and takes such a model, or transformers.
-        on_event: Told of events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
+        seed: Random seed. The same seed, prompts and `batch_size` give the same answers on the same machine.
+        batch_size: Answers per batch; halved when memory runs out.
+        column: Name of the output column. Default: `answer` or `answers`.
+        device: Device of the model; `auto`: an accelerator if available.
+        dtype: Data type of the weights; `auto`: as trained, or as stored.
+        backend: Generation backend; `auto`: vLLM if it is installed and supports the model.
+        on_event: Called with events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
 
     Raises:
-        TunekitError: There is no such model, it does not answer, prompts are broken or too long, or the file cannot be
-            written.
+        TunekitError: There is no such model, it does not generate, prompts are invalid or too long, or the file cannot
+            be written.
     """
     tell = on_event or (lambda event: None)
     sampling = Sampling(temperature, top_p, max_new_tokens, num_samples, seed)
     if batch_size < 1:
-        raise RunError(f"there is no batch of {batch_size}", hint="give a --batch-size of at least 1")
+        raise RunError(f"invalid batch size: {batch_size}", hint="set --batch-size to at least 1")
     trained = find_trained(run, checkpoint)
     refuse_judges(trained)
     name = column or ("answer" if num_samples == 1 else "answers")
@@ -176,13 +176,14 @@ def _encoded(found: Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
             faults.append(f"{prompt.place}: {error.problem}")
             continue
         if not ids:
-            faults.append(f"{prompt.place}: the prompt has no token")
+            faults.append(f"{prompt.place}: the prompt has no tokens")
         elif longest is not None and len(ids) >= longest:
             has = counted(len(ids), "token")
-            faults.append(f"{prompt.place}: the prompt has {has}, and {found.name} takes {longest:,} with its answer")
+            accepts = f"{found.name} accepts {longest:,} including the answer"
+            faults.append(f"{prompt.place}: the prompt has {has}; {accepts}")
         encoded.append(ids)
     if faults:
-        raise DataError(told(faults, "such row"), hint="mend these rows, or leave them out")
+        raise DataError(told(faults, "such row"), hint="correct or remove these rows")
     return encoded
 
 
@@ -206,15 +207,15 @@ class _Answers(AbstractContextManager["_Answers"]):
         self._size = 0
         self.num_answers = self.num_tokens = self.num_cut = 0
         if out.exists():
-            raise RunError(f"{out} is there already", hint="name another file with --out, or delete it")
+            raise RunError(f"{out} already exists", hint="pass another file with --out, or delete it")
         try:
             self._file: BinaryIO = self._part.open("x+b")
         except FileExistsError as error:
-            problem = f"{self._part} is there: answers of a time that ended early"
+            problem = f"{self._part} exists: answers of a generation that was stopped early"
             raise RunError(problem, hint="move or delete it") from error
         except OSError as error:
             problem = f"cannot write '{out}': {error.strerror}"
-            raise RunError(problem, hint="name a file in a folder that exists") from error
+            raise RunError(problem, hint="use a file in an existing folder") from error
 
     @property
     def num_prompts(self) -> int:
@@ -261,7 +262,7 @@ class _Answers(AbstractContextManager["_Answers"]):
         self._part.unlink()
 
     def _full(self, error: OSError) -> DiskError:
-        return DiskError(f"cannot write '{self._part}': {error.strerror}", hint="what is answered so far stands there")
+        return DiskError(f"cannot write '{self._part}': {error.strerror}", hint="answers so far are saved there")
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -73,7 +73,7 @@ def find_trained(name: str | Path | Run, checkpoint: str | None = None) -> Train
 
     Args:
         name: Which.
-        checkpoint: Of a run: the step of the checkpoint that is meant, rather than the result.
+        checkpoint: Checkpoint step of a run, instead of the result.
 
     Raises:
         TunekitError: There is none, the run has not finished, or the checkpoint is damaged.
@@ -81,7 +81,7 @@ def find_trained(name: str | Path | Run, checkpoint: str | None = None) -> Train
     run = name if isinstance(name, Run) else _run_named(str(name))
     if run is None:
         if checkpoint is not None:
-            raise RunError(f"{name} is a model and no run, and has no checkpoints", hint="leave the checkpoint out")
+            raise RunError(f"{name} is a model, not a run, and has no checkpoints", hint="remove the checkpoint")
         return _model(str(name))
     check_readable(run)
     check_run_code(run)
@@ -95,7 +95,7 @@ def _run_named(name: str) -> Run | None:
         RunError: It is neither.
     """
     if not is_name(name):
-        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
+        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; a folder path works too")
     if name == "pico":
         return None
     if not (Path(name).is_dir() and not (Path(name) / "status.json").is_file()):
@@ -121,7 +121,7 @@ def _model(name: str) -> Trained:
     if origin is None:
         folder = Path(model_folder(section))
         if folder.is_dir() and not (folder / "config.json").is_file():
-            raise ModelError(f"{name} holds no config.json: it is no model", hint="name a model's folder, or a run")
+            raise ModelError(f"{name} has no config.json: not a model folder", hint="pass a model folder or a run")
         return Trained(name=name, base=section, adapter=None, folder=model_folder(section))
     return Trained(name=origin.name, base=origin.base, adapter=origin.adapter, folder=origin.folder)
 
@@ -130,13 +130,13 @@ def _result(run: Run) -> Trained:
     state = run.state
     if state != "finished" or not run.model_path.is_dir():
         status = run.status()
-        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-        steps, hint = checkpoints_of(run), prospects(run) or "wait for its end"
+        where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: no model yet"
+        steps, hint = checkpoints_of(run), prospects(run) or "wait until it finishes"
         if state == "finished":
-            where = f"{run.name} is finished, and {run.model_path} is gone"
-            hint = f"put it back, or `tunekit rerun {run.path}` makes it again"
+            where = f"{run.name} is finished, but {run.model_path} is missing"
+            hint = f"restore it, or recreate it with `tunekit rerun {run.path}`"
         if steps:
-            hint = f"name one of its checkpoints, such as --checkpoint {steps[-1]}; or {hint}"
+            hint = f"pass one of its checkpoints, such as --checkpoint {steps[-1]}; or {hint}"
         raise RunError(where, hint=hint)
     return _of_run(run, run.model_path, run.plan, None)
 
@@ -152,8 +152,8 @@ def _checkpoint(run: Run, name: str) -> Trained:
     text = run.path if not (checkpoint.path / "plan.yaml").is_file() else checkpoint.path
     plan = read_plan(text / "plan.yaml", recipe)
     if not any(checkpoint.path.glob("*.safetensors")):
-        problem = f"{checkpoint.path.name} of {run.name} holds its weights in the parts of {plan.layout.name}"
-        raise RunError(problem, hint="resume the run to its end: its result is whole")
+        problem = f"{checkpoint.path.name} of {run.name} has weights sharded by {plan.layout.name}"
+        raise RunError(problem, hint="resume the run until it finishes: its result has full weights")
     return _of_run(run, checkpoint.path, plan, checkpoint.step)
 
 
@@ -163,7 +163,7 @@ def _of_run(run: Run, folder: Path, plan: Plan, step: int | None) -> Trained:
     where, adapter = str(folder.resolve()), plan.recipe.adapter
     if not isinstance(adapter, FullAdapter):
         if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS}", hint="name another checkpoint, or train again")
+            raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS}", hint="pass another checkpoint, or train again")
         return Trained(name, plan.base, adapter, where, run, step)
     trust = plan.base.trust_remote_code
     own = ModelSection(path=where, trust_remote_code=trust)
@@ -229,7 +229,7 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
         return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=found.base.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if Path(where).is_dir() and not any(Path(where).glob("tokenizer*")):
-            raise ModelError(f"{where} holds no tokenizer", hint="put back its tokenizer.json") from error
+            raise ModelError(f"{where} has no tokenizer", hint="restore its tokenizer.json") from error
         first = str(error).partition("\n")[0]
         raise ModelError(f"the tokenizer in {where} cannot be loaded: {first}", hint="it may be damaged") from error
 
@@ -249,9 +249,9 @@ def config_of(found: Trained) -> "PretrainedConfig":
         )
     except (OSError, ValueError, KeyError) as error:
         if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
-            raise ModelError(f"{where} holds no config.json", hint="put it back from a copy") from error
+            raise ModelError(f"{where} has no config.json", hint="restore it from a copy") from error
         first = str(error).partition("\n")[0]
-        raise ModelError(f"{where}: its config.json cannot be read: {first}", hint="it may be damaged") from error
+        raise ModelError(f"{where}: config.json cannot be read: {first}", hint="it may be damaged") from error
 
 
 def stored_dtype(found: Trained) -> Dtype:
@@ -264,8 +264,8 @@ def stored_dtype(found: Trained) -> Dtype:
     text = config.get_text_config()
     name = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        problem = f"{model_folder(found.base)}: its weights are stored as {name}"
-        raise TunekitError(problem, hint="name a type with --dtype")
+        problem = f"{model_folder(found.base)}: unsupported weight dtype {name}"
+        raise TunekitError(problem, hint="set another one with --dtype")
     return cast(Dtype, name)
 
 
@@ -280,11 +280,11 @@ class Sampling:
     """Sampling parameters.
 
     Attributes:
-        temperature: How freely; 0: the likeliest token each time.
-        top_p: Share of the probability from which tokens are drawn.
-        max_new_tokens: Longest answer.
+        temperature: Sampling temperature; 0: greedy decoding.
+        top_p: Nucleus sampling: probability mass to sample from.
+        max_new_tokens: Maximum new tokens.
         num_samples: Answers to each prompt.
-        seed: For the draws; another one each time where left out.
+        seed: Random seed. Default: a new one each time.
 
     Raises:
         RunError: There is no such way.
@@ -299,13 +299,13 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1 or self.num_samples < 1:
             raise RunError(
-                f"an answer cannot have temperature {self.temperature:g}, top_p {self.top_p:g} and "
-                f"{self.max_new_tokens} tokens, {self.num_samples} times",
-                hint="temperature is 0 or more, top_p above 0 and at most 1, and the others at least 1",
+                f"invalid sampling: temperature {self.temperature:g}, top_p {self.top_p:g}, "
+                f"{self.max_new_tokens} tokens, {self.num_samples} samples",
+                hint="use temperature >= 0, 0 < top_p <= 1, and at least 1 token and 1 sample",
             )
         if self.num_samples > 1 and self.temperature == 0:
-            problem = f"{self.num_samples} answers to each prompt would be the same"
-            raise RunError(problem, hint="give a temperature above 0")
+            problem = f"{self.num_samples} answers per prompt would be identical"
+            raise RunError(problem, hint="set a temperature above 0")
 
     @property
     def draws(self) -> dict[str, Any]:
@@ -359,11 +359,11 @@ def load(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["aut
 
     Args:
         found: Which.
-        device: Where to; `auto`: on an accelerator, if there is one.
-        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
+        device: Device of the model; `auto`: an accelerator if available.
+        dtype: Data type of the weights; `auto`: as trained, or as stored.
 
     Raises:
-        TunekitError: It judges and does not answer, it cannot be loaded, or does not fit the memory that is free.
+        TunekitError: It is a reward model, it cannot be loaded, or it does not fit in free memory.
     """
     refuse_judges(found)
     where = device_for(device)
@@ -374,9 +374,12 @@ def load(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["aut
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"{found.name} does not fit the memory that is free"
-        raise MemoryShortError(problem, hint="free some of it, choose a smaller model, or take --device cpu") from error
+        problem = f"{found.name} does not fit in free memory"
+        raise MemoryShortError(problem, hint="free some, use a smaller model, or pass --device cpu") from error
     return Loaded(found, model, tokenizer, where, chosen)
+
+
+GENERATES_NOTHING = "is a reward model and generates no text"
 
 
 def refuse_judges(found: Trained) -> None:
@@ -386,7 +389,7 @@ def refuse_judges(found: Trained) -> None:
         RunError: It is one.
     """
     if found.judges:
-        raise RunError(f"{found.name} judges answers and gives none", hint="name a run of another method")
+        raise RunError(f"{found.name} {GENERATES_NOTHING}", hint="pass a run of another method")
 
 
 def device_for(device: Device) -> str:
@@ -398,7 +401,7 @@ def device_for(device: Device) -> str:
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise RunError("there is no accelerator here", hint="take --device cpu")
+        raise RunError("no accelerator on this machine", hint="pass --device cpu")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -460,8 +463,8 @@ def answer(
         batch = _alike([prompts[index] for index in waiting[start : start + batch_size]], sampling, longest)
         batch_answers = _answers(loaded, batch, sampling, longest)
         if batch_answers is None and len(batch) == 1:
-            hint = "give fewer --max-new-tokens, leave long prompts out, or free some memory"
-            raise MemoryShortError(f"memory ran out in the answer to a prompt of {len(batch[0]):,} tokens", hint=hint)
+            hint = "lower --max-new-tokens, remove long prompts, or free memory"
+            raise MemoryShortError(f"out of memory while answering a prompt of {len(batch[0]):,} tokens", hint=hint)
         if batch_answers is None:
             batch_size = len(batch) // 2
             continue

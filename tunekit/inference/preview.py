@@ -98,7 +98,7 @@ def _source(recipe: Recipe, key: str | None) -> CompleteSource:
     matching = next((source for source in sources if key in (None, source.key)), None)
     if matching is None:
         keys = ", ".join(source.key for source in sources)
-        raise DataError(f"the recipe has no source {key}", hint=f"there are {keys}")
+        raise DataError(f"the recipe has no source {key}", hint=f"available: {keys}")
     return matching
 
 

@@ -49,7 +49,7 @@ def read_prompts(
 
     Args:
         path: A file of rows of any kind that can be trained on.
-        system: System prompt of the conversations that have none.
+        system: System prompt for conversations without one.
         taken: Columns that no row may have: that of the answers, and those beside it.
 
     Raises:
@@ -57,7 +57,7 @@ def read_prompts(
     """
     files = find_files(DataSource(path=str(path)), key="prompts")
     if files is None:
-        raise DataError(f"'{path}' is no file of prompts", hint="name a file, such as prompts.jsonl")
+        raise DataError(f"'{path}' is not a file of prompts", hint="pass a file, such as prompts.jsonl")
     prompts: list[Prompt] = []
     rows, faults = RowStore(), []
     for file in files.found:
@@ -76,7 +76,7 @@ def read_prompts(
     if faults:
         raise DataError(told(faults, "bad row"))
     if not prompts:
-        raise DataError(f"{path}: there are no rows in it")
+        raise DataError(f"{path}: no rows")
     return prompts, rows
 
 
@@ -92,8 +92,8 @@ def _prompt(value: object, where: str, system: str | None, taken: Sequence[str])
     for column, content in value.items():
         plain(content, column)
         if column in taken:
-            remedy = "--column names another one for the answers" if column == taken[0] else "rename it"
-            raise BadRow(f"the column {column} is there already; {remedy}")
+            remedy = "pass another --column for the answers" if column == taken[0] else "rename it"
+            raise BadRow(f"the column {column} already exists; {remedy}")
     text = question["prompt"]
     if system is not None and isinstance(text, list) and text[0]["role"] != "system":
         text = with_system(text, system)
@@ -124,7 +124,7 @@ def prompt_ids(
             return plain_ids
         said = [{"role": "user", "content": said}]
     if tokenizer.chat_template is None:
-        raise RunError(f"{found.name} has no chat template for a conversation", hint="write prompts as texts")
+        raise RunError(f"{found.name} has no chat template for a conversation", hint="write prompts as plain text")
     try:
         with template_in_time("a conversation"):
             text = tokenizer.apply_chat_template(
@@ -134,7 +134,7 @@ def prompt_ids(
                 tokenize=False,
             )
     except TemplateError as error:
-        problem = f"the chat template of {found.name} refuses this conversation: {error}"
-        raise RunError(problem, hint="leave the system prompt out, and let user and assistant take turns") from error
+        problem = f"the chat template of {found.name} rejects this conversation: {error}"
+        raise RunError(problem, hint="remove the system prompt, and alternate user and assistant") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -17,7 +17,7 @@ from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
-from tunekit.methods.rewards.load import load_rewards
+from tunekit.methods.rewards.load import load_rewards, reward_arguments
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
@@ -153,23 +153,23 @@ class RewardTrial:
             yield BARE_PROMPTS
         if self.no_signal_share >= _NO_SIGNAL_SHARE:
             silent = sum(not group.has_signal for group in self.groups)
-            what = "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"
+            what = "learning will be slow; use easier prompts, a larger method.num_generations, or a finer reward"
             if silent == len(self.groups):
-                what = "there is nothing to learn from; train on such answers first, or take easier prompts"
-            yield f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: {what}"
+                what = "no learning signal; fine-tune on such answers first, or use easier prompts"
+            yield f"all answers have equal rewards in {silent} of {counted(len(self.groups), 'group')}: {what}"
         if self.truncated_share >= _TRUNCATED_SHARE:
-            what = "; raise method.max_completion_length, or add a stop text"
+            what = "; raise method.max_completion_length, or add a stop string"
             if self.masks_truncated:
-                what = ", and are left out of the loss; raise method.max_completion_length"
+                what = ", and are masked from the loss; raise method.max_completion_length"
             most = f"{self.max_completion_length:,} tokens"
-            yield f"{self.truncated_share:.0%} of the answers reach {most} without an end{what}"
+            yield f"{self.truncated_share:.0%} of the answers are truncated at {most}{what}"
         for reward in self.rewards:
             if reward.mean is None:
-                yield f"{reward.name} has nothing to say of any answer"
+                yield f"{reward.name} returns None for every answer"
             elif reward.spread == 0:
-                yield f"{reward.name} gives {reward.mean:g} to every answer"
+                yield f"{reward.name} returns {reward.mean:g} for every answer"
             if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
-                yield f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
+                yield f"{reward.name} takes longer than generation: {reward.seconds_per_step:.1f} s per step"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -205,7 +205,7 @@ def run_trial(
         method: Its method.
         sources: Its training rows.
         num_prompts: Prompts to try, at most.
-        on_progress: Told how many prompts are answered.
+        on_progress: Called with the number of answered prompts.
 
     Raises:
         TunekitError: A reward fails, which is named with the row, or no prompt leaves room for an answer.
@@ -229,7 +229,9 @@ def run_trial(
     num_answers = len(prompts) * method.num_generations
     per_step = recipe.train.global_batch_size / num_answers
     generation_seconds = time.perf_counter() - started
-    batch = _batch(prompts, answered, tokenizer)
+    pairs = [(prompt.row, ids) for prompt, group in zip(prompts, answered, strict=True) for ids in group]
+    rows, token_ids = zip(*pairs, strict=True)
+    batch = reward_arguments(rows, tokenizer.batch_decode(token_ids, skip_special_tokens=True), token_ids)
     values, seconds = [], []
     for function in functions:
         started = time.perf_counter()
@@ -264,8 +266,7 @@ def _prompts(
             if len(ids) <= room:
                 prompts.append(_Prompt(rows.place(index), row, ids))
     if not prompts:
-        problem = f"none of the prompts leaves room for an answer: they may have {room:,} tokens"
-        raise DataError(problem, hint="raise data.max_length")
+        raise DataError(f"no prompt leaves room for an answer: limit {room:,} tokens", hint="raise data.max_length")
     return prompts
 
 
@@ -310,29 +311,6 @@ def _answer(
         while answer and answer[-1] == tokenizer.pad_token_id != end:
             answer.pop()
     return answers
-
-
-def _batch(
-    prompts: list[_Prompt], answered: list[list[list[int]]], tokenizer: "PreTrainedTokenizerBase"
-) -> dict[str, Any]:
-    """Build the keyword arguments that TRL would pass to a reward: lists as long as there are answers."""
-    from transformers import TrainerState
-
-    pairs = [(prompt, ids) for prompt, group in zip(prompts, answered, strict=True) for ids in group]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in pairs]
-    chats = [isinstance(prompt.row["prompt"], list) for prompt, _ in pairs]
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row if name != "prompt")
-    return {
-        "prompts": [prompt.row["prompt"] for prompt, _ in pairs],
-        "completions": [
-            [{"role": "assistant", "content": text}] if chat else text for text, chat in zip(texts, chats, strict=True)
-        ],
-        "completion_ids": [ids for _, ids in pairs],
-        **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in columns},
-        "trainer_state": TrainerState(),
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
 
 
 def _groups(

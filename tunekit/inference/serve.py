@@ -46,19 +46,19 @@ def serve(
     backend: Backend = "transformers",
     on_event: Callable[[Event], None] | None = None,
 ) -> None:
-    """Serve what a run made, or a model, until SIGINT or SIGTERM.
+    """Serve the result of a run, or a model, until SIGINT or SIGTERM.
 
     Args:
         run: A run, its folder or its name; or a model's folder or name.
-        checkpoint: Of a run: the step of the checkpoint, rather than the result.
-        host: The address to listen at.
-        port: The port; 0 takes a free one.
-        api_key: What clients must know, if anything.
-        device: Where the model is; `auto`: on an accelerator, if there is one.
-        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
-        backend: Whose server: transformers' with this model and no other, or vLLM's, which also serves the model below
-            an adapter; `auto`: vLLM's where it is installed and takes such a model.
-        on_event: Told of events `serve` with `phase`: `loading` and `ready`, which has `url`, `name`, `device` and
+        checkpoint: Checkpoint step of a run, instead of the result.
+        host: Address to listen on.
+        port: Port; 0 picks a free one.
+        api_key: API key that clients must send, if any.
+        device: Device of the model; `auto`: an accelerator if available.
+        dtype: Data type of the weights; `auto`: as trained, or as stored.
+        backend: Server: transformers' with this model only, or vLLM's, which also serves the base model of an
+            adapter; `auto`: vLLM's if it is installed and supports the model.
+        on_event: Called with events `serve` with `phase`: `loading` and `ready`, which has `url`, `name`, `device` and
             `path`, the route that a first request may try.
 
     Raises:
@@ -104,22 +104,22 @@ def check_address(host: str, api_key: str | None) -> None:
     except ValueError:
         is_loopback = host == "localhost"
     if not is_loopback and not api_key:
-        hint = f"set {KEY_VARIABLE} or --api-key-file; or leave --host out, and use `ssh -L` from elsewhere"
-        raise RunError(f"--host {host}: others could use this model, as there is no API key", hint=hint)
+        hint = f"set {KEY_VARIABLE} or --api-key-file; or remove --host, and use `ssh -L` from other machines"
+        raise RunError(f"--host {host}: others could use this model without an API key", hint=hint)
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Raises:
-        RunError: The address cannot be had.
+        RunError: The address is not available.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        problem = f"cannot listen at {host}:{port}: {error.strerror}"
-        raise RunError(problem, hint="choose another with --port; 0 takes a free one") from error
+        problem = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise RunError(problem, hint="pass another --port; 0 picks a free one") from error
 
 
 def _answer(

@@ -62,14 +62,14 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
         return why
     import torch
 
-    other = "take --backend transformers"
+    other = "pass --backend transformers"
     if device == "cpu" or not torch.cuda.is_available() or torch.version.cuda is None:
-        return RunError("tunekit uses vLLM on CUDA devices alone", hint=other)
+        return RunError("vLLM is supported on CUDA devices only", hint=other)
     adapter = found.adapter
     if isinstance(adapter, QloraAdapter):
-        return RunError(f"{found.name} was trained over a 4-bit base, which vLLM would not have", hint=other)
+        return RunError(f"{found.name} was trained on a 4-bit base, which vLLM does not load", hint=other)
     if adapter is not None and (adapter.use_dora or adapter.modules_to_save or adapter.rank > RANKS[-1]):
-        return RunError(f"vLLM takes no adapter such as that of {found.name}", hint=other)
+        return RunError(f"vLLM does not support the adapter of {found.name}", hint=other)
     return None
 
 
@@ -202,7 +202,7 @@ def run_server(command: list[str], api_key: str | None) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     if code > 0:
-        raise RunError(f"vLLM's server ended with code {code}", hint="see above, or take --backend transformers")
+        raise RunError(f"vLLM's server exited with code {code}", hint="see above, or pass --backend transformers")
 
 
 def _rank_for(rank: int) -> int:

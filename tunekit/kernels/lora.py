@@ -160,7 +160,7 @@ def _lora(x: Tensor, layers: Sequence[Linear], *, apart: bool) -> tuple[Tensor, 
     """The outputs of the layers, or with `apart` their base products followed by the h of those with an update."""
     updates = [layer.low for layer in layers if layer.low is not None]
     if len({low.a.dtype for low in updates} | {low.b.dtype for low in updates}) > 1:
-        raise ValueError("the updates of layers that share an input must be of one type")
+        raise ValueError("the updates of layers that share an input must have one dtype")
     if any(isinstance(layer.weight, Tensor) and layer.weight.requires_grad for layer in layers):
         raise ValueError("a base weight requires a gradient; here base weights are frozen")
     device = x.device.type

@@ -78,7 +78,7 @@ def dequantize(matrix: Quantized, dtype: torch.dtype | None = None, *, out: Tens
     if out is None:
         out = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.packed.device)
     elif not out.is_contiguous() or out.numel() != num_values or (dtype is not None and out.dtype != dtype):
-        raise ValueError(f"the buffer must be contiguous, of {num_values} values, and of the type asked for")
+        raise ValueError(f"the buffer must be contiguous, of {num_values} values, and of the requested type")
     packed = matrix.packed.reshape(-1)
     _dequantize(
         *(out.view(-1), packed if packed.dtype == torch.uint8 else packed.view(torch.uint8)),

@@ -69,7 +69,7 @@ def qk_norm_rope(
         New tensors of the shapes and types of q and k.
     """
     if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight are given both, or neither")
+        raise ValueError("pass both q_weight and k_weight, or neither")
     q, k, cos, sin = (_with_dense_rows(tensor) for tensor in (q, k, cos, sin))
     turned: tuple[Tensor, Tensor]
     if q_weight is None or k_weight is None:

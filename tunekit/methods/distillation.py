@@ -1,4 +1,4 @@
-"""On-policy distillation through TRL's DistillationTrainer: a teacher says how likely each token of an answer is."""
+"""On-policy distillation through TRL's DistillationTrainer: a teacher scores each token of the model's answers."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase", path: str) -> None:
-    """See that a number is the same token to a teacher as to the model that learns from it.
+    """Check that each token id means the same token to the teacher and to the model.
 
     Args:
         tokenizer: That of the model.
@@ -28,10 +28,9 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
     num_differing = sum(its.get(token) != number for token, number in own.items())
     if num_differing or len(own) != len(its):
         raise ModelError(
-            f"method.teacher: {path!r} has another tokenizer: {num_differing:,} of {len(own):,} tokens have "
-            "another number "
-            f"or are not among its {len(its):,}",
-            hint="take a larger model of the same family as the teacher: probabilities are compared token by token",
+            f"method.teacher: {path!r} has a different tokenizer: {num_differing:,} of {len(own):,} tokens have "
+            f"another id or are missing from its {len(its):,}",
+            hint="use a larger model of the same family as the teacher: probabilities are compared token by token",
         )
 
 

@@ -1,4 +1,4 @@
-"""Direct preference optimization through TRL's DPOTrainer, which tokenises the pairs that tunekit has read."""
+"""Direct preference optimization through TRL's DPOTrainer, which tokenizes the pairs that tunekit has read."""
 
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import RunTrainer
@@ -9,7 +9,7 @@ def build(method: DPOMethod, parts: Parts) -> RunTrainer:
     """A trainer over preference pairs.
 
     Args:
-        method: The strength of the reference, and what else goes to DPOConfig.
+        method: The loss and beta, and what else goes to DPOConfig.
         parts: All else. Rows have columns `prompt`, `chosen` and `rejected`, all texts or all messages.
     """
     from trl import DPOConfig

@@ -93,6 +93,28 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
     return trainer
 
 
+def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Parts, **own: Any) -> RunTrainer:
+    """A trainer of TRL's that learns from rewarded groups of the model's own answers.
+
+    Args:
+        base: TRL's class.
+        config: The class of its arguments.
+        method: The groups, their rewards, and what else goes to the config.
+        parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
+        own: Arguments of the config that only this method has.
+    """
+    from tunekit.methods.rewards.load import load_rewards
+
+    generation = generation_arguments(method, parts.data, parts.plan)
+    return generating_trainer(
+        base,
+        method,
+        parts,
+        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
+        args=config(**arguments_in_groups(method, parts), **own, **{**method.trainer_args, **generation}),
+    )
+
+
 def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:
     """Answers that each process evaluates at once: micro-batches until all processes together have whole groups."""
     size = micro_batch_size

@@ -1,7 +1,7 @@
-"""Group relative policy optimization through TRL's GRPOTrainer, which lets the model answer and asks the rewards."""
+"""Group relative policy optimization through TRL's GRPOTrainer, which generates answers and scores them by rewards."""
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import arguments_in_groups, generating_trainer, generation_arguments
+from tunekit.methods.generation import rewarded_trainer
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.grpo import GRPOMethod
 
@@ -16,20 +16,15 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
     from trl import GRPOConfig, GRPOTrainer
 
     from tunekit.methods.head import replace_heads
-    from tunekit.methods.rewards.load import load_rewards
 
-    trainer = generating_trainer(
+    trainer = rewarded_trainer(
         GRPOTrainer,
+        GRPOConfig,
         method,
         parts,
-        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
-        args=GRPOConfig(
-            **arguments_in_groups(method, parts),
-            loss_type=method.loss_type,
-            importance_sampling_level=method.importance_sampling_level,
-            scale_rewards=method.scale_rewards,
-            **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
-        ),
+        loss_type=method.loss_type,
+        importance_sampling_level=method.importance_sampling_level,
+        scale_rewards=method.scale_rewards,
     )
     replace_heads(trainer, entropy_gradient=trainer._entropy_bonus_enabled, keeps_trls=parts.head == "tiles")
     return trainer

@@ -88,7 +88,7 @@ def name_scored_positions(trainer: "Trainer") -> None:
     """
     collator = trainer.data_collator
     if type(collator) is not DataCollatorForLanguageModeling:
-        raise _gone(f"rows are collated by {type(collator).__name__}")
+        raise _gone(f"the data collator is {type(collator).__name__}")
     trainer.data_collator = ScoredPositionsCollator(**vars(collator))
 
 
@@ -162,10 +162,10 @@ def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_
     bound = inspect.getclosurevars(trl.__func__).nonlocals
     missing = sorted(set(_BOUND) - set(bound))
     if missing:
-        raise _gone(f"its forward pass has no {', '.join(missing)}")
+        raise _gone(f"its forward pass lacks {', '.join(missing)}")
     unknown = set(bound["outputs"]) - {"log_probs", *STATISTICS}
     if unknown:
-        raise _gone(f"it is asked for {', '.join(sorted(unknown))}")
+        raise _gone(f"unknown outputs {', '.join(sorted(unknown))}")
     head = Head("trl" if keeps_trls else "tunekit", bound, trl, sums_losses, entropy_gradient)
     vars(module)[HEAD] = head
     forward = _forward_with(head)
@@ -179,7 +179,7 @@ def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_
 
 def _gone(how: str) -> DependencyError:
     return DependencyError(
-        f"TRL's head is not as tunekit knows it: {how}", hint="install the versions that tunekit asks for"
+        f"TRL's fused head is not as expected: {how}", hint="install the versions that tunekit requires"
     )
 
 

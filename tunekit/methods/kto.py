@@ -21,7 +21,7 @@ def build(method: KTOMethod, parts: Parts) -> RunTrainer:
     """A trainer over single answers.
 
     Args:
-        method: The weights of good and bad answers, and what else goes to KTOConfig.
+        method: The weights of desirable and undesirable answers, and what else goes to KTOConfig.
         parts: All else. Rows have columns `prompt` and `completion`, both texts or both messages, and `label`.
     """
     from trl import KTOConfig

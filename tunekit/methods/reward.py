@@ -1,4 +1,4 @@
-"""Reward modelling through TRL's RewardTrainer: a model with a score in the place of its head learns which is better.
+"""Reward modeling through TRL's RewardTrainer: a model with a scalar head learns to score chosen answers higher.
 
 The score is read at the last token that is no padding (transformers' models for sequence classification, one label).
 """
@@ -12,7 +12,7 @@ def build(method: RewardMethod, parts: Parts) -> RunTrainer:
     """A trainer over preference pairs.
 
     Args:
-        method: What holds scores around 0, and what else goes to RewardConfig.
+        method: The coefficient that centers rewards, and what else goes to RewardConfig.
         parts: All else. Rows have columns `prompt`, `chosen` and `rejected`, all texts or all messages.
     """
     from trl import RewardConfig, RewardTrainer

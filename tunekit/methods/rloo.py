@@ -1,7 +1,7 @@
-"""REINFORCE leave-one-out through TRL's RLOOTrainer: each answer is judged against the others to its prompt."""
+"""REINFORCE leave-one-out through TRL's RLOOTrainer: the baseline of each answer is the mean of the others' rewards."""
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import arguments_in_groups, generating_trainer, generation_arguments
+from tunekit.methods.generation import rewarded_trainer
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.rloo import RLOOMethod
 
@@ -16,18 +16,7 @@ def build(method: RLOOMethod, parts: Parts) -> RunTrainer:
     from trl import RLOOConfig, RLOOTrainer
 
     from tunekit.methods.head import replace_heads
-    from tunekit.methods.rewards.load import load_rewards
 
-    trainer = generating_trainer(
-        RLOOTrainer,
-        method,
-        parts,
-        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
-        args=RLOOConfig(
-            **arguments_in_groups(method, parts),
-            normalize_advantages=method.normalize_advantages,
-            **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
-        ),
-    )
+    trainer = rewarded_trainer(RLOOTrainer, RLOOConfig, method, parts, normalize_advantages=method.normalize_advantages)
     replace_heads(trainer, keeps_trls=parts.head == "tiles")
     return trainer

@@ -57,6 +57,18 @@ Wrapped = Literal[
 """Methods of the trainer that a part of the run may stand around."""
 
 
+def _attribute(*names: str) -> Any:
+    """Give an attribute of the trainers below a public name; `names` are those that it has in them, tried in order."""
+
+    def name_in(trainer: Any) -> str:
+        return next((name for name in names if name in vars(trainer)), names[-1])
+
+    return property(
+        lambda trainer: getattr(trainer, name_in(trainer)),
+        lambda trainer, value: setattr(trainer, name_in(trainer), value),
+    )
+
+
 class RunTrainer(Base):  # type: ignore[misc]
     """Mixin over a trainer of TRL's: each method calls what stands around it, and that calls TRL's."""
 
@@ -123,69 +135,26 @@ class RunTrainer(Base):  # type: ignore[misc]
         """Return the log-probability of each token of answers, `(batch, seq)`, and more, as TRL's trainer has it."""
         return self._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    @property
-    def metrics(self) -> Any:
-        """Metrics measured since the last log, by mode and name."""
-        return vars(self)["_stored_metrics" if "_stored_metrics" in vars(self) else "_metrics"]
+    metrics = _attribute("_stored_metrics", "_metrics")
+    """Metrics measured since the last log, by mode and name."""
 
-    @metrics.setter
-    def metrics(self, metrics: Any) -> None:
-        setattr(self, "_stored_metrics" if "_stored_metrics" in vars(self) else "_metrics", metrics)
+    answer_logs = _attribute("_logs")
+    """Prompts, answers and rewards of the last step, of a method that generates."""
 
-    @property
-    def answer_logs(self) -> Any:
-        """Prompts, answers and rewards of the last step, of a method that generates."""
-        return self._logs
+    buffered_answers = _attribute("_buffered_inputs")
+    """Answers that further steps learn from, a micro-batch each."""
 
-    @property
-    def buffered_answers(self) -> Any:
-        """Answers that further steps learn from, a micro-batch each."""
-        return self._buffered_inputs
+    micro_step = _attribute("_step")
+    """Micro-batches since the beginning, by which a method that generates knows when new answers are due."""
 
-    @buffered_answers.setter
-    def buffered_answers(self, answers: Any) -> None:
-        self._buffered_inputs = answers
+    summed_loss = _attribute("_tr_loss")
+    """Sum of the losses since the last log, of this process, a scalar tensor."""
 
-    @property
-    def micro_step(self) -> int:
-        """Micro-batches since the beginning, by which a method that generates knows when new answers are due."""
-        return int(self._step)
+    logged_step = _attribute("_globalstep_last_logged")
+    """The step of the last log."""
 
-    @micro_step.setter
-    def micro_step(self, number: int) -> None:
-        self._step = number
-
-    @property
-    def summed_loss(self) -> Any:
-        """Sum of the losses since the last log, of this process, a scalar tensor."""
-        return self._tr_loss
-
-    @summed_loss.setter
-    def summed_loss(self, loss: Any) -> None:
-        self._tr_loss = loss
-
-    @property
-    def logged_step(self) -> int:
-        """The step of the last log."""
-        return int(self._globalstep_last_logged)
-
-    @logged_step.setter
-    def logged_step(self, step: int) -> None:
-        self._globalstep_last_logged = step
-
-    @property
-    def num_trained_tokens(self) -> int:
-        """Tokens that were trained on so far by all processes."""
-        if "_total_train_tokens" in vars(self):
-            return int(self._total_train_tokens)
-        return int(self._num_tokens)
-
-    @num_trained_tokens.setter
-    def num_trained_tokens(self, number: int) -> None:
-        if "_total_train_tokens" in vars(self):
-            self._total_train_tokens = number
-        else:
-            self._num_tokens = number
+    num_trained_tokens = _attribute("_total_train_tokens", "_num_tokens")
+    """Tokens that were trained on so far by all processes."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self._run("train_sampler", super()._get_train_sampler, train_dataset)

@@ -4,7 +4,6 @@ from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import training as hf
 from tunekit.migration.draft import (
     Draft,
-    Rule,
     UnfitError,
     carried,
     figure,
@@ -18,7 +17,6 @@ from tunekit.migration.draft import (
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import tool_table
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo"}
 _NEEDS_FLASH = ("flash_attention", "flex_attention", "xformers_attention", "sage_attention")
@@ -58,26 +56,26 @@ def _method(draft: Draft) -> None:
 
 
 def finish(draft: Draft) -> None:
-    """Say what Axolotl does where the file says nothing, and what looks wrong."""
+    """Record Axolotl's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 512})
     if not all(kind == "text" for kind in hf.source_formats(draft)):
         hf.drops_too_long(draft, "excess_length_strategy", "drop")
     if draft.get("pretraining_dataset") is not None and not draft.values.get("data.streaming"):
         what = "Axolotl streams pretraining_dataset"
-        draft.differ("streaming", True, f"{what}; here it is read whole first: data.streaming streams it")
+        draft.differ("streaming", True, f"{what}; the recipe reads it in full first: data.streaming streams it")
     if draft.method == "grpo":
         hf.room_for_answers(draft, prompt=0)
     if draft.has_adapter:
-        draft.assume({"adapter.rank": 8, "adapter.alpha": 8}, "PEFT's default, where the file says nothing")
+        draft.assume({"adapter.rank": 8, "adapter.alpha": 8}, "PEFT's default; not set in the file")
         if "adapter.target_modules" not in draft.values and not draft.get("lora_target_linear"):
             draft.suspect(
-                "adapter", "neither lora_target_linear nor lora_target_modules: all linear layers are taken here"
+                "adapter", "neither lora_target_linear nor lora_target_modules: the recipe adapts all linear layers"
             )
     if draft.get("sample_packing") is True:
         _suspect_packing(draft)
     if draft.get("tokens") and draft.has_adapter and not draft.get("lora_modules_to_save"):
         draft.suspect(
-            "tokens", "tokens are added, but embed_tokens and lm_head are not in lora_modules_to_save: they stay random"
+            "tokens", "tokens are added without embed_tokens and lm_head in lora_modules_to_save: they stay random"
         )
     if draft.get("shuffle_merged_datasets") and draft.get("shuffle_before_merging_datasets"):
         draft.suspect("shuffle_before_merging_datasets", "rows are shuffled twice, before and after merging")
@@ -88,7 +86,7 @@ def finish(draft: Draft) -> None:
     if draft.get("load_in_4bit") and is_off(draft.get("adapter", False)):
         draft.suspect(
             "load_in_4bit",
-            "load_in_4bit without an adapter: weights of 4 bits cannot be trained; the recipe trains all of them",
+            "load_in_4bit without an adapter: 4-bit weights cannot be trained; the recipe trains all parameters",
         )
 
 
@@ -98,7 +96,8 @@ def _suspect_packing(draft: Draft) -> None:
         hf.suspect_packing(draft, "sample_packing", "flash or flex attention")
     if draft.get("eval_sample_packing") is None and draft.get("val_set_size"):
         draft.suspect(
-            "sample_packing", "evaluation is packed too, as eval_sample_packing is not off: few rows may fill no batch"
+            "sample_packing",
+            "evaluation is packed too unless eval_sample_packing is off: few rows may not fill a batch",
         )
 
 
@@ -109,7 +108,7 @@ def adapter(draft: Draft, entry: Entry) -> Fate:
     """The adapter."""
     if entry.value in ("lora", "qlora"):
         return carried("adapter.type", draft.values["adapter.type"])
-    raise UnfitError(f"{entry.value}: adapter.type takes full, lora and qlora")
+    raise UnfitError(f"{entry.value}: adapter.type accepts full, lora and qlora")
 
 
 def lr_scheduler(draft: Draft, entry: Entry) -> Fate:
@@ -125,7 +124,7 @@ def lr_scheduler(draft: Draft, entry: Entry) -> Fate:
 def min_lr(draft: Draft, entry: Entry) -> Fate:
     """The share of the learning rate that a cosine ends at."""
     if draft.get("lr_scheduler", "cosine") != "cosine":
-        raise UnfitError("goes with lr_scheduler cosine only")
+        raise UnfitError("only used with lr_scheduler cosine")
     if draft.get("lr_scheduler") is None:
         lr_scheduler(draft, Entry("lr_scheduler", "cosine", entry.line))
     return Fate("carried", f"method.trainer_args.lr_scheduler_kwargs: {{min_lr_rate: {entry.value}}}")
@@ -134,7 +133,7 @@ def min_lr(draft: Draft, entry: Entry) -> Fate:
 def beta(draft: Draft, entry: Entry) -> Fate:
     """The weight of what holds a model to its reference."""
     if draft.method in ("sft", "reward"):
-        return Fate("silent", "goes with methods that hold a model to a reference")
+        return Fate("silent", "only used by methods with a reference model")
     return draft.carry(entry, "method.beta", number(entry.value))
 
 
@@ -143,8 +142,8 @@ def target_linear(draft: Draft, entry: Entry) -> Fate:
     if not truth(entry.value):
         return Fate("silent", "is off")
     if draft.get("lora_target_modules"):
-        draft.suspect(entry.key, "lora_target_linear and lora_target_modules are both given; the modules are taken")
-        return Fate("silent", "lora_target_modules names them")
+        draft.suspect(entry.key, "lora_target_linear and lora_target_modules are both set; the modules are used")
+        return Fate("silent", "lora_target_modules sets them")
     return draft.carry(entry, "adapter.target_modules", "all-linear")
 
 
@@ -152,7 +151,9 @@ def modules(draft: Draft, entry: Entry) -> Fate:
     """The modules that are adapted, by their names."""
     value = names(entry.value)
     if any(sign in name for name in value for sign in "*\\|("):
-        raise UnfitError("a regular expression: adapter.target_modules takes name endings; all linear layers are taken")
+        raise UnfitError(
+            "a regular expression: adapter.target_modules accepts name endings; all linear layers are used"
+        )
     return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all-linear"] else value)
 
 
@@ -160,15 +161,15 @@ def unfrozen(draft: Draft, entry: Entry) -> Fate:
     """Parts of a model that are trained by themselves."""
     return Fate(
         "unsupported",
-        "parts of a model are not trained by themselves: adapter full, lora or qlora; adapter.modules_to_save",
+        "training parts of a model is unsupported: use adapter full, lora or qlora, or adapter.modules_to_save",
     )
 
 
 def special(draft: Draft, entry: Entry) -> Fate:
     """A special token of the tokenizer."""
     if entry.key.endswith("pad_token"):
-        return Fate("decided", "padding is never learned, whichever token it is")
-    return Fate("different", "the tokenizer of the model keeps its own special tokens")
+        return Fate("decided", "padding is always masked from the loss")
+    return Fate("different", "the tokenizer's own special tokens are used")
 
 
 def plugins(draft: Draft, entry: Entry) -> Fate:
@@ -176,7 +177,7 @@ def plugins(draft: Draft, entry: Entry) -> Fate:
     supported = ("liger", "cut_cross_entropy", "kernels")
     unsupported = [name for name in names(entry.value) if not any(word in name.lower() for word in supported)]
     if unsupported:
-        raise UnfitError(f"not there: {', '.join(name.rpartition('.')[2] for name in unsupported)}")
+        raise UnfitError(f"unsupported: {', '.join(name.rpartition('.')[2] for name in unsupported)}")
     return Fate("decided", reason("kernels"))
 
 
@@ -188,12 +189,7 @@ def texts(draft: Draft, entry: Entry) -> Fate:
 def utilization(draft: Draft, entry: Entry) -> Fate:
     """The share of a device's memory that vLLM takes."""
     if draft.get("trl.vllm_mode") == "server":
-        return Fate("silent", "the server has its own")
+        return Fate("silent", "the server has its own setting")
     if draft.method != "grpo":
-        return Fate("silent", "goes with grpo")
+        return Fate("silent", "only used with grpo")
     return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", figure(entry.value))
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """Axolotl's keys."""
-    return {**hf.trainer_rules(), **tool_table("axolotl").rules()}

@@ -102,9 +102,7 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
     method = draft.method
     if method == "sft":
         if first not in (*_PLAIN, "chat_template"):
-            raise UnfitError(
-                f"rows of {kind} are not read as such: data.format is left to be recognised, or names a function"
-            )
+            raise UnfitError(f"rows of {kind} are unsupported: data.format is detected, or set to a function")
         section, _, index = entry.key.rpartition(".")[0].removesuffix("]").partition("[")
         value = draft.get(section)
         given = value[int(index or 0)] if isinstance(value, list) else value
@@ -114,15 +112,13 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
     if first in _WRAPPED:
         columns = _format(kind, {}, method)[1]
         words = f"data.columns: {columns}; " if columns else ""
-        how = f"Axolotl writes prompts as turns of {first}'s template; here texts are joined as they stand"
+        how = f"Axolotl formats prompts as turns of {first}'s template; the recipe joins texts unchanged"
         return Fate("different", f"{words}{how}")
     if last in _PAIRS and "chat_template" not in kind:
         return Fate("carried", f"data.columns: {_PAIRS[last]}")
     if last in ("ultra", "default", "chat_template") or first in ("chat_template", "bradley_terry"):
-        return Fate("decided", "the shape of preference rows is recognised from their columns")
-    return Fate(
-        "unsupported", f"{kind} is a function of Axolotl's or of yours: data.format names one as module:function"
-    )
+        return Fate("decided", "the format of preference rows is detected from their columns")
+    return Fate("unsupported", f"{kind} is a function of Axolotl or your own: set data.format to module:function")
 
 
 def type_part(draft: Draft, entry: Entry) -> Fate:
@@ -134,7 +130,7 @@ def type_part(draft: Draft, entry: Entry) -> Fate:
     if name.startswith("field_") and entry.value in columns.values():
         return Fate("carried", f"data.columns: {columns}")
     if name.startswith("field_") and entry.value in _COLUMNS:
-        return Fate("silent", "the column has this name here too")
+        return Fate("silent", "the column has the same name in tunekit")
     if name in ("format", "no_input_format", "system_format") and columns:
         return Fate("decided", reason("template"))
     return Fate("unsupported", reason("fields"))
@@ -158,24 +154,22 @@ def roles_to_train(draft: Draft, entry: Entry) -> Fate:
     roles = names(entry.value)
     if set(roles) <= {"assistant", "gpt", "model"}:
         return Fate("silent", "data.loss_on assistant is the default")
-    return Fate(
-        "unsupported", "only turns of the assistant are trained on, the last of them, or every token (data.loss_on)"
-    )
+    return Fate("unsupported", "data.loss_on trains on all assistant turns, the last one, or every token")
 
 
 def end_tokens(draft: Draft, entry: Entry) -> Fate:
     """The end tokens that are learned."""
     if entry.value == "turn":
         return Fate("decided", reason("masking"))
-    return Fate("different", f"{entry.value}: here the end token of each turn that counts does, and of no other")
+    return Fate("different", f"{entry.value}: the recipe trains on the end tokens of trained turns only")
 
 
 def training_field(draft: Draft, entry: Entry) -> Fate:
     """The key of a turn that says whether it is learned."""
     if entry.value in _TRAINING_FIELDS:
-        return Fate("silent", f"{entry.value} of a turn is read here too: false leaves it out of the loss")
+        return Fate("silent", f"{entry.value} of a turn is supported: false masks it from the loss")
     raise UnfitError(
-        f"turns are marked by {', '.join(_TRAINING_FIELDS)}: a function renames the key (data.format: module:function)"
+        f"supported keys: {', '.join(_TRAINING_FIELDS)}; rename it with a function (data.format: module:function)"
     )
 
 
@@ -194,7 +188,7 @@ def to_source(draft: Draft, entry: Entry) -> Fate:
 def tools(draft: Draft, entry: Entry) -> Fate:
     """The column of tools, which has its own name here."""
     if entry.value == "tools":
-        return Fate("silent", "the column is called tools here too")
+        return Fate("silent", "the column is named tools in tunekit too")
     return Fate("unsupported", reason("fields"))
 
 
@@ -203,7 +197,7 @@ def data_files(draft: Draft, entry: Entry) -> Fate:
     files = entry.value if isinstance(entry.value, list) else [entry.value]
     if len(files) > 1:
         raise UnfitError(
-            "only the first of several files: give each a source of its own, or a pattern such as data/*.jsonl"
+            "only the first of several files is used: add a source for each, or a pattern such as data/*.jsonl"
         )
     return carried("data.train", files[0])
 
@@ -214,16 +208,14 @@ def template(draft: Draft, entry: Entry) -> Fate:
     if name.startswith("tokenizer_default"):
         return Fate("decided", reason("template"))
     if name == "jinja":
-        return Fate("silent", "chat_template_jinja has it")
-    draft.suspect(
-        entry.key, f"chat_template {name} replaces the model's own: the model may know another form of dialogue"
-    )
-    return Fate("different", f"Axolotl writes rows by its template {name}; {reason('other_template')}")
+        return Fate("silent", "chat_template_jinja sets it")
+    draft.suspect(entry.key, f"chat_template {name} replaces the model's own: the chat format may change")
+    return Fate("different", f"Axolotl formats rows with its template {name}; {reason('other_template')}")
 
 
 def jinja(draft: Draft, entry: Entry) -> Fate:
     """A template: a file, or its text."""
     value = text(entry.value)
     if "{" in value or "\n" in value:
-        raise UnfitError("write the template to a file and name it in model.chat_template")
+        raise UnfitError("write the template to a file, and set model.chat_template to its path")
     return draft.carry(entry, "model.chat_template", value)

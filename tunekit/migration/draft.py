@@ -85,9 +85,7 @@ class Draft:
         for target, value in values.items():
             if target not in self.values:
                 self.values[target] = value
-                self.assumed.append(
-                    Assumed(target, value, words or f"{self.tool}'s default, where the file says nothing")
-                )
+                self.assumed.append(Assumed(target, value, words or f"{self.tool}'s default; not set in the file"))
 
     def differ(self, key: str, value: Any, words: str) -> None:
         """Note what the tool does by itself, and the recipe otherwise.
@@ -138,7 +136,7 @@ def rule_of(rules: Rules, pattern: str) -> Rule | None:
 def _unknown(draft: Draft, entry: Entry, known: Iterable[str]) -> Fate:
     likely = near(entry.pattern, known, cutoff=0.75)
     suggestion = f"; did you mean '{likely}'?" if likely else ""
-    return Fate("unsupported", f"unknown: not a key of {draft.tool}{suggestion}")
+    return Fate("unsupported", f"unknown key of {draft.tool}{suggestion}")
 
 
 def data_file(name: str) -> Any:
@@ -171,8 +169,8 @@ def no_method(draft: Draft, key: str, what: str) -> RecipeError:
     """The error of a method that is not there: the recipe would be one of something else."""
     where = f"{draft.original.path}:{draft.line_of(key)}" if draft.line_of(key) else draft.original.path
     return RecipeError(
-        f"{where}: {key}: {what} is no method of tunekit's",
-        hint="there are sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation",
+        f"{where}: {key}: method {what} is unsupported",
+        hint="available: sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, names, no_method, number, reason, text, truth
+from tunekit.migration.draft import Draft, UnfitError, carried, names, no_method, number, reason, text, truth
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -36,25 +36,25 @@ def _is_bitsandbytes(method: Any) -> bool:
 
 
 def finish(draft: Draft) -> None:
-    """Say what LLaMA-Factory does where the file says nothing, and what looks wrong."""
+    """Record LLaMA-Factory's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 2048})
     hf.trainer_defaults(draft, 5e-5)
     if draft.has_adapter:
         draft.assume({"adapter.rank": 8})
         draft.assume({"adapter.alpha": 2 * draft.values["adapter.rank"]})
     if draft.get("stage") == "pt" and draft.get("packing") is None:
-        draft.assume({"data.packing": True}, "LLaMA-Factory packs texts of stage pt")
+        draft.assume({"data.packing": True}, "LLaMA-Factory packs rows in stage pt")
     if "alpaca" in hf.source_formats(draft):
-        what = "LLaMA-Factory joins instruction and input by a line break"
-        draft.differ("dataset", draft.get("dataset"), f"{what}; here a blank line stands between them")
+        what = "LLaMA-Factory joins instruction and input with a line break"
+        draft.differ("dataset", draft.get("dataset"), f"{what}; tunekit with a blank line")
     if draft.get("stage", "sft") != "pt":
-        what = "LLaMA-Factory shortens the turns of a row longer than cutoff_len, questions as well as answers"
+        what = "LLaMA-Factory truncates all turns of a row longer than cutoff_len, questions and answers"
         draft.differ("cutoff_len", draft.values["data.max_length"], f"{what}; {reason('cut')}")
     if draft.get("packing") is True and not draft.get("neat_packing"):
         hf.suspect_packing(draft, "packing", "neat_packing")
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
         draft.suspect(
-            "quantization_bit", "quantization_bit with finetuning_type full: quantised weights cannot be trained"
+            "quantization_bit", "quantization_bit with finetuning_type full: quantized weights cannot be trained"
         )
 
 
@@ -74,8 +74,8 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
     for place, name in enumerate(chosen):
         dataset = info.get(name)
         if not isinstance(dataset, dict):
-            what = f"dataset {name} stands in no dataset_info.json that is at hand: data names {folder}/{name}.json"
-            draft.suspect(key, f"{what}; look whether it is that")
+            what = f"dataset {name} is not in a local dataset_info.json: the recipe uses {folder}/{name}.json"
+            draft.suspect(key, f"{what}; check the path")
             source_values = hf.source(f"{folder}/{name}.json")
         else:
             source_values = _source(draft, dataset, folder)
@@ -102,8 +102,8 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     if media is not None:
         name = said.get("file_name") or said.get("hf_hub_url")
         raise RecipeError(
-            f"{draft.original.path}: the dataset {name} has {media}, and only text is trained on",
-            hint="name data sets of text in the file",
+            f"{draft.original.path}: the dataset {name} has {media}, but tunekit trains on text only",
+            hint="set text datasets in the file",
         )
     hub = said.get("hf_hub_url")
     split, limit = said.get("split"), draft.get("max_samples")
@@ -154,15 +154,15 @@ def bits(draft: Draft, entry: Entry) -> Fate:
     if draft.values["adapter.type"] == "qlora":
         return carried("adapter.type", "qlora")
     if not draft.has_adapter:
-        raise UnfitError("quantised weights cannot be trained: adapter: qlora trains an adapter beside them")
-    raise UnfitError("adapter: qlora has a base in 4 bits by bitsandbytes, and there is no other")
+        raise UnfitError("quantized weights cannot be trained: adapter: qlora trains an adapter on top of them")
+    raise UnfitError("unsupported quantization: adapter: qlora uses a 4-bit base by bitsandbytes")
 
 
 def quantization_method(draft: Draft, entry: Entry) -> Fate:
     """The library that quantises."""
     if _is_bitsandbytes(entry.value):
-        return Fate("silent", "adapter: qlora quantises with bitsandbytes")
-    raise UnfitError(f"{entry.value} is not there: adapter: qlora quantises with bitsandbytes")
+        return Fate("silent", "adapter: qlora quantizes with bitsandbytes")
+    raise UnfitError(f"{entry.value} is unsupported: adapter: qlora quantizes with bitsandbytes")
 
 
 def template(draft: Draft, entry: Entry) -> Fate:
@@ -171,7 +171,7 @@ def template(draft: Draft, entry: Entry) -> Fate:
     if name in ("default", "empty", "alpaca", "vicuna"):
         draft.suspect(
             entry.key,
-            f"template {name} is not the model's own, which is taken here: the model learned another form of dialogue",
+            f"template {name} is not the model's own, which the recipe uses: the chat format changes",
         )
     for beginning, family in tool_table("llama-factory").words["templates"].items():
         if name.startswith(beginning) and family not in model.replace("_", "-") and "/" in model:
@@ -179,7 +179,7 @@ def template(draft: Draft, entry: Entry) -> Fate:
                 entry.key, f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
             )
             break
-    return Fate("different", f"LLaMA-Factory writes rows by its template {entry.value}; {reason('other_template')}")
+    return Fate("different", f"LLaMA-Factory formats rows with its template {entry.value}; {reason('other_template')}")
 
 
 def max_samples(draft: Draft, entry: Entry) -> Fate:
@@ -188,13 +188,13 @@ def max_samples(draft: Draft, entry: Entry) -> Fate:
     sources = sources if isinstance(sources, list) else [sources]
     if all(isinstance(source, dict) and "[:" in str(source.get("split")) for source in sources):
         return Fate("carried", f"split: train[:{entry.value}]")
-    return Fate("unsupported", "all rows of a file are taken; a hub data set takes split: train[:1000]")
+    return Fate("unsupported", "all rows of a file are used; a Hub dataset supports split: train[:1000]")
 
 
 def mix(draft: Draft, entry: Entry) -> Fate:
     """The mixture of several data sets."""
     if text(entry.value) == "concat":
-        return Fate("silent", "sources without weights are taken whole")
+        return Fate("silent", "sources without weights are used in full")
     if "data.stopping_strategy" in draft.values:
         return carried("data.stopping_strategy", "all_exhausted")
     return Fate("carried", "data.train: weights of its sources")
@@ -215,9 +215,9 @@ def loss(draft: Draft, entry: Entry) -> Fate:
     if draft.method in ("orpo", "cpo"):
         return carried("method.type", draft.method)
     if draft.method != "dpo":
-        return Fate("silent", "goes with stage dpo")
+        return Fate("silent", "only used with stage dpo")
     if entry.value == "kto_pair":
-        raise UnfitError("kto_pair is gone from TRL; stage kto learns from single answers")
+        raise UnfitError("kto_pair was removed from TRL; stage kto trains on unpaired answers")
     is_mixed = number(draft.get("pref_ftx", 0))
     return draft.carry(entry, "method.loss_type", [entry.value, "sft"] if is_mixed else entry.value)
 
@@ -234,10 +234,5 @@ def mixed(draft: Draft, entry: Entry) -> Fate:
 def beta(draft: Draft, entry: Entry) -> Fate:
     """The weight of what holds a model to its reference."""
     if draft.method not in ("dpo", "kto", "orpo", "cpo"):
-        return Fate("silent", "goes with stages dpo and kto")
+        return Fate("silent", "only used with stages dpo and kto")
     return hf.beta(draft, entry)
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """LLaMA-Factory's arguments."""
-    return {**hf.trainer_rules(), **tool_table("llama-factory").rules()}

@@ -1,7 +1,7 @@
-"""A configuration of another tool -> a checked recipe and its report: the way from file to result.
+"""Migration of another tool's configuration to a checked recipe and a report.
 
 The tool is known by its keys, its rules fill a draft, and the draft is checked as any recipe is. What the schema
-refuses goes from the draft to the list of what cannot be had, with the schema's own words, so that what is left is
+refuses moves from the draft to the list of unsupported keys, with the schema's own message, so that what is left is
 always valid.
 """
 
@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.migration import axolotl, llamafactory, swift, torchtune, trl
-from tunekit.migration.draft import Draft, Rules, apply, data_file
+from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.migration.suspects import refuse_media, suspects
+from tunekit.migration.table import tool_table
 from tunekit.recipe.load import check_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import Fault, Place, read_yaml, to_yaml
@@ -28,14 +29,11 @@ WITHOUT_DROPOUT = [name for name, method in METHODS.items() if method.spec.train
 class Tool(Protocol):
     """Interface of a tool's module."""
 
-    def rules(self, draft: Draft) -> Rules:
-        """Return the rule for each key."""
-
     def prepare(self, draft: Draft) -> None:
         """Lay in what several keys say together."""
 
     def finish(self, draft: Draft) -> None:
-        """Say what the tool does where the file is silent."""
+        """Record the tool's defaults for what the file does not set."""
 
 
 _MODULES: dict[str, Tool] = {
@@ -50,23 +48,23 @@ _MODULES: dict[str, Tool] = {
 def migrate(
     path: str | Path, *, tool: str | None = None, num_devices: int | None = None, arguments: Sequence[str] = ()
 ) -> Migration:
-    """A recipe made of another tool's configuration, and what became of each of its keys.
+    """Convert another tool's configuration into a recipe, and report on each key.
 
     Reads no rows and no model; `tunekit.plan` says how the recipe would run.
 
     Args:
         path: A configuration of Axolotl, LLaMA-Factory, TRL's commands, torchtune or ms-swift: YAML, JSON, or a shell
             script that calls one of them.
-        tool: Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Left out: known by its keys.
-        num_devices: Devices that it was meant for, by which the batch of a step is multiplied. Left out: as the file
-            says, or one.
+        tool: Source tool: axolotl, llama-factory, trl, torchtune or ms-swift. Default: detected from its keys.
+        num_devices: Devices that it was written for: they multiply the global batch size. Default: as in the
+            file, or one.
         arguments: Further `--key value` words of the tool's command line; they go before the file.
 
     Raises:
         RecipeError: It cannot be read, is of no known tool, or names no model or no rows.
     """
     if tool is not None and tool not in TOOLS:
-        raise RecipeError(f"--from {tool}: no such tool", hint=f"there are {', '.join(TOOLS)}")
+        raise RecipeError(f"--from {tool}: no such tool", hint=f"available: {', '.join(TOOLS)}")
     words = tuple(arguments)
     original = read_original(path, _without_command(words))
     if words and original.task is None and not words[0].startswith("-"):
@@ -75,7 +73,7 @@ def migrate(
     draft = Draft(original, TOOLS[name], num_devices)
     module = _MODULES[name]
     module.prepare(draft)
-    apply(draft, module.rules(draft))
+    apply(draft, trl.rules(draft) if name == "trl" else tool_table(name).rules())
     refuse_media(draft)
     module.finish(draft)
     _settle(draft)
@@ -111,11 +109,11 @@ def _recognised(original: Original) -> str:
     most = max(marks.values())
     best = [name for name, count in marks.items() if count == most]
     if most < 2:
-        what = f"{original.path}: is a configuration of no known tool: it has {', '.join(list(original.values)[:5])}"
-        raise RecipeError(what, hint=f"--from says whose it is: {', '.join(TOOLS)}")
+        what = f"{original.path}: not a configuration of a known tool: it has {', '.join(list(original.values)[:5])}"
+        raise RecipeError(what, hint=f"pass the tool with --from: {', '.join(TOOLS)}")
     if len(best) > 1:
-        what = f"{original.path}: has keys of {' and of '.join(TOOLS[name] for name in best)}"
-        raise RecipeError(what, hint=f"--from says whose it is: {', '.join(best)}")
+        what = f"{original.path}: has keys of {' and '.join(TOOLS[name] for name in best)}"
+        raise RecipeError(what, hint=f"pass the tool with --from: {', '.join(best)}")
     return best[0]
 
 
@@ -128,7 +126,7 @@ def _settle(draft: Draft) -> None:
         del draft.values["adapter.dropout"]
         draft.assumed = [assumption for assumption in draft.assumed if assumption.key != "adapter.dropout"]
         for key in draft.origins.pop("adapter.dropout", []):
-            draft.fates[key] = Fate("decided", f"TRL switches dropout off with {method}, there as here")
+            draft.fates[key] = Fate("decided", f"TRL disables dropout for {method}, in both tools")
     rates = METHODS[method].spec.learning_rate
     rate = rates.full if draft.values.get("adapter.type") == "full" else rates.lora
     if draft.values.get("train.learning_rate") == rate:
@@ -145,7 +143,7 @@ def _checked(draft: Draft) -> Recipe:
         if draft.values.get(target) in (None, "", []):
             fates = [fate.words for key, fate in draft.fates.items() if fate.kind == "unsupported" and key in keys]
             why = "".join(f": {words}" for words in fates[:1])
-            raise RecipeError(f"{draft.original.path}: {what}{why}", hint="a recipe needs it: add it to the file")
+            raise RecipeError(f"{draft.original.path}: {what}{why}", hint="required in a recipe: add it to the file")
     while True:
         recipe, faults = check_text(to_yaml(_nested(draft.values)), find_functions=False)
         if recipe is not None:
@@ -160,9 +158,9 @@ def _checked(draft: Draft) -> Recipe:
 
 
 _NEEDED = {
-    "model.path": ("names no model", ["base_model", "model", "model_name_or_path", "model._component_"]),
+    "model.path": ("no model", ["base_model", "model", "model_name_or_path", "model._component_"]),
     "data.train": (
-        "names no rows to train on",
+        "no training rows",
         ["dataset", "datasets", "dataset_name", "dataset._component_", "dataset.source"],
     ),
 }
@@ -186,7 +184,7 @@ def _take_out(draft: Draft, fault: Fault) -> None:
                 if recorded == key or recorded.startswith((f"{key}.", f"{key}[")):
                     draft.fates[recorded] = Fate("unsupported", f"{target} {fault.message}")
         if not keys:
-            draft.suspicious.append(Suspicion(0, f"{target}: {value} cannot be had: {fault.message}"))
+            draft.suspicious.append(Suspicion(0, f"{target}: {value} is unsupported: {fault.message}"))
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tunekit.recipe.reading.parse import (
     read_yaml,
 )
 
-_HINT = "name a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
+_HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
     r"(?:^|[/\s])(?:(swift)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward)"
     r"|(llamafactory-cli)\s+(train))(?=\s|$)"
@@ -97,7 +97,7 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
     command = _find_command(text) if _is_script(Path(path), text) else None
     if command is None and Path(path).suffix in (".sh", ".bash"):
         raise RecipeError(
-            f"{label}: no command of a known tool is in it", hint="it calls `swift sft`, `trl sft` or alike"
+            f"{label}: no command of a known tool", hint="pass a script that calls `swift sft`, `trl sft` or similar"
         )
     original = _of_values(label, text) if command is None else _of_command(label, *command)
     added = _arguments([(word, 0) for word in words], label)
@@ -120,7 +120,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     if path.is_dir():
-        raise RecipeError(f"{path}: is a folder, not a configuration", hint="name a file in it")
+        raise RecipeError(f"{path}: is a folder, not a configuration", hint="pass a file in it")
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -150,8 +150,8 @@ def _of_values(shown: str, text: str) -> Original:
     if values is None:
         raise RecipeError(f"{shown}: is empty", hint=_HINT)
     if not isinstance(values, dict):
-        kind = "a list" if isinstance(values, list) else "one value"
-        raise RecipeError(f"{shown}: holds {kind}, not keys with values", hint=_HINT)
+        kind = "a list" if isinstance(values, list) else "a single value"
+        raise RecipeError(f"{shown}: is {kind}, not a YAML mapping", hint=_HINT)
     return Original(shown, values, tuple(_flat(values, (), places)))
 
 
@@ -239,7 +239,7 @@ def _arguments(words: Iterable[tuple[str, int]], shown: str) -> tuple[Entry, ...
             key = key.replace("-", "_")
             options[key] = ([value] if value else [], line)
         elif key is None:
-            raise RecipeError(f"{shown}:{line}: '{word}' belongs to no --key", hint="write --key value")
+            raise RecipeError(f"{shown}:{line}: '{word}' has no --key", hint="write --key value")
         else:
             options[key][0].append(word)
     return tuple(Entry(name, _value(*values), line) for name, (values, line) in options.items())

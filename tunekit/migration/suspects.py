@@ -41,14 +41,14 @@ def refuse_media(draft: Draft) -> None:
     if _MODEL.search(model.rstrip("/").rpartition("/")[2]) is not None:
         where = _where(draft, *draft.origins.get("model.path", []))
         raise RecipeError(
-            f"{where}: the model {model} is one of images, video or audio, and only text is trained on",
-            hint="name a model of text in the file to train on the texts alone",
+            f"{where}: the model {model} processes images, video or audio, but tunekit trains on text only",
+            hint="set a text model in the file to train on the text only",
         )
     for key in _KEYS:
         if draft.get(key) is not None and not is_off(draft.get(key)):
             raise RecipeError(
-                f"{_where(draft, key)}: {key} says how images, video or audio are read, and only text is trained on",
-                hint=f"take {key} out of the file to train on the texts alone",
+                f"{_where(draft, key)}: {key} configures images, video or audio, but tunekit trains on text only",
+                hint=f"remove {key} from the file to train on the text only",
             )
 
 
@@ -81,19 +81,16 @@ def suspects(draft: Draft, recipe: Recipe) -> None:
     rate, adapter, method, epochs = recipe.learning_rate, recipe.adapter, recipe.method, recipe.train.num_epochs or 0
     is_lora, is_sft = isinstance(adapter, LoraAdapter), method.spec.trains_on == "tokens"
     if is_lora and is_sft and rate < LOW_FOR_LORA:
-        note("train.learning_rate", f"learning rate {rate:g} is low for LoRA, which mostly trains with 1e-4 to 5e-4")
+        note("train.learning_rate", f"learning rate {rate:g} is low for LoRA (typical: 1e-4 to 5e-4)")
     if not is_lora and is_sft and rate > HIGH_FOR_FULL:
-        words = f"learning rate {rate:g} is high for full fine-tuning, which mostly trains with 1e-5"
-        note("train.learning_rate", words)
+        note("train.learning_rate", f"learning rate {rate:g} is high for full fine-tuning (typical: 1e-5)")
     if not is_sft and not method.spec.classifies and rate > HIGH_FOR_ANSWERS:
-        words = f"learning rate {rate:g} is high for {method.type}, which mostly trains below 1e-5"
-        note("train.learning_rate", words)
+        note("train.learning_rate", f"learning rate {rate:g} is high for {method.type} (typical: below 1e-5)")
     if epochs > MANY_EPOCHS:
-        note("train.num_epochs", f"{epochs:g} epochs: rows that are seen so often are learned by heart")
+        note("train.num_epochs", f"{epochs:g} epochs: the model may memorize the rows")
     if isinstance(adapter, LoraAdapter) and adapter.rank > 256:
-        words = f"rank {adapter.rank}: adapters are seldom so large; adapter: full may cost little more"
-        note("adapter.rank", words)
+        note("adapter.rank", f"rank {adapter.rank}: unusually large; adapter: full may cost little more")
     if is_rewarded(method) and not method.rewards:
-        note("method.type", f"{method.type} has no rewards yet: training needs one at least (method.rewards)")
+        note("method.type", f"{method.type} has no rewards yet: training needs at least one (method.rewards)")
     if recipe.model.trust_remote_code:
-        note("model.trust_remote_code", "code that comes with a model is run: read it first")
+        note("model.trust_remote_code", "the model's own code will run: read it first")

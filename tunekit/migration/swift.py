@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, no_method, number, reason, text
+from tunekit.migration.draft import Draft, UnfitError, carried, no_method, number, reason, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.migration.table import tool_table
 
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
@@ -69,7 +68,7 @@ def _is_file(path: str) -> bool:
 
 
 def finish(draft: Draft) -> None:
-    """Say what ms-swift does where the file says nothing, and what looks wrong."""
+    """Record ms-swift's defaults for what the file does not set, and what looks wrong."""
     is_full = not draft.has_adapter
     if "train.max_steps" not in draft.values:
         draft.assume({"train.num_epochs": 3})
@@ -85,7 +84,7 @@ def finish(draft: Draft) -> None:
         draft.assume({"adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05})
     hf.drops_too_long(draft, "truncation_strategy", "delete")
     if draft.original.task == "pt" and draft.get("use_chat_template") is None:
-        draft.differ("use_chat_template", False, f"by itself in swift pt: {reason('plain_text')}")
+        draft.differ("use_chat_template", False, f"the default in swift pt: {reason('plain_text')}")
     kind = str(draft.get("rlhf_type", ""))
     if kind in _BETAS:
         draft.assume({"method.beta": _BETAS[kind]})
@@ -96,15 +95,16 @@ def finish(draft: Draft) -> None:
         hf.room_for_answers(draft, prompt=draft.values.get("data.max_length", 1024))
     elif draft.get("max_length") is None and draft.get("max_model_len") is None:
         draft.suspect(
-            "", "max_length is not given: ms-swift takes what the model can; data.max_length is tunekit's default here"
+            "",
+            "max_length is not set: ms-swift uses the model's limit; the recipe has tunekit's default data.max_length",
         )
     if draft.get("packing") and "flash" not in str(draft.get("attn_impl", "")):
         hf.suspect_packing(draft, "packing", "flash attention")
     hf.suspect_beta(draft)
     if is_full and draft.get("quant_bits"):
-        draft.suspect("quant_bits", "quant_bits with all weights trained: quantised weights cannot be")
+        draft.suspect("quant_bits", "quant_bits with full fine-tuning: quantized weights cannot be trained")
     if not draft.get("use_hf") and "data.train" in draft.values and "/" in str(draft.get("model", "")):
-        draft.suspect("model", "names are those of ModelScope's hub; the same are looked for on Hugging Face")
+        draft.suspect("model", "names refer to the ModelScope hub; tunekit looks them up on Hugging Face")
 
 
 # Single keys
@@ -114,7 +114,7 @@ def bits(draft: Draft, entry: Entry) -> Fate:
     """The bits of a quantised model."""
     if draft.values["adapter.type"] == "qlora":
         return carried("adapter.type", "qlora")
-    raise UnfitError("adapter: qlora has a base in 4 bits by bitsandbytes, and there is no other")
+    raise UnfitError("unsupported quantization: adapter: qlora uses a 4-bit base by bitsandbytes")
 
 
 def dataset(draft: Draft, entry: Entry) -> Fate:
@@ -123,7 +123,7 @@ def dataset(draft: Draft, entry: Entry) -> Fate:
     datasets = entry.value if isinstance(entry.value, list) else [entry.value]
     cut = [str(name) for name in datasets if "#" in str(name) and _is_file(str(name).partition("#")[0])]
     if cut:
-        raise UnfitError(f"{target} has them, but all rows: {', '.join(cut)} takes some of a file")
+        raise UnfitError(f"{target} uses all rows; partial files are unsupported: {', '.join(cut)}")
     return carried(target, draft.values.get(target))
 
 
@@ -131,11 +131,11 @@ def loss_scale(draft: Draft, entry: Entry) -> Fate:
     """The turns that are learned."""
     base, _, more = text(entry.value).partition("+")
     if draft.method != "sft":
-        return Fate("decided", "methods other than sft learn from whole answers")
+        return Fate("decided", "methods other than sft train on full answers")
     if base not in ("default", "last_round", "all") or (more and more != "ignore_empty_think"):
-        raise UnfitError(f"{entry.value}: data.loss_on takes assistant, last and all, without weights in between")
+        raise UnfitError(f"{entry.value}: data.loss_on accepts assistant, last and all, without weights")
     if more:
-        draft.differ(entry.key, entry.value, "ms-swift leaves empty <think> passages out of the loss; here they count")
+        draft.differ(entry.key, entry.value, "ms-swift masks empty <think> blocks from the loss; tunekit does not")
     if base == "default":
         return Fate("silent", reason("loss_default"))
     return draft.carry(entry, "data.loss_on", "last" if base == "last_round" else "all")
@@ -144,24 +144,19 @@ def loss_scale(draft: Draft, entry: Entry) -> Fate:
 def template(draft: Draft, entry: Entry) -> Fate:
     """A template by name: the model's own is taken."""
     if entry.value in ("default", "dummy"):
-        draft.suspect(entry.key, f"template {entry.value} is not the model's own, which is taken here")
-    return Fate("different", f"ms-swift writes rows by its template {entry.value}; {reason('other_template')}")
+        draft.suspect(entry.key, f"template {entry.value} is not the model's own, which the recipe uses")
+    return Fate("different", f"ms-swift formats rows with its template {entry.value}; {reason('other_template')}")
 
 
 def utilization(draft: Draft, entry: Entry) -> Fate:
     """The share of a device's memory that vLLM takes."""
     if draft.method != "grpo":
-        return Fate("silent", "goes with vLLM on the devices that train")
+        return Fate("silent", "only used with colocated vLLM")
     return hf.utilization(draft, entry)
 
 
 def stopping(draft: Draft, entry: Entry) -> Fate:
     """The end of a mixture of data sets."""
     if draft.get("interleave_prob") is None:
-        return Fate("silent", "goes with interleave_prob")
+        return Fate("silent", "only used with interleave_prob")
     return draft.carry(entry, "data.stopping_strategy", text(entry.value))
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """ms-swift's arguments."""
-    return {**hf.trainer_rules(), **tool_table("ms-swift").rules()}

@@ -118,6 +118,8 @@ class Table(_Part):
     """Keys by which a configuration of the tool is told from others."""
     prefixes: str = ""
     """Sections that hold the keys of datasets."""
+    inherits: str | None = None
+    """Another table, whose keys the tool has too, unless it has its own of a name."""
     words: dict[str, dict[str, Any]] = {}
     """Names of the tool that functions look up, by kind."""
     fields: dict[str, str | Row] = {}
@@ -152,12 +154,12 @@ class Table(_Part):
         keys = [key for key, _ in self._rules()]
         wrong = {key for key in keys if keys.count(key) > 1} | (self.suspicious.keys() - {*keys})
         if wrong:
-            raise ValueError(f"given twice, or suspicious and nothing else: {', '.join(sorted(wrong))}")
+            raise ValueError(f"set twice, or only suspicious: {', '.join(sorted(wrong))}")
         return self
 
     def rules(self) -> dict[str, Rule]:
         """Return the rule of each key."""
-        rules = dict(self._rules())
+        rules = ({} if self.inherits is None else tool_table(self.inherits).rules()) | dict(self._rules())
         rules |= {key: _suspected(rules[key], words) for key, words in self.suspicious.items()}
         if self.adapter is not None:
             rules |= {key: _of_adapter(rule) for key, rule in self.adapter.rules().items()}
@@ -205,7 +207,7 @@ def _reader(target: str) -> str:
     parts = tuple(target.split("."))
     path = holders_along(parts)
     if len(path) < len(parts) and not (path and is_free_mapping(path[-1][0].field)):
-        raise ValueError(f"{target}: no field of a recipe")
+        raise ValueError(f"{target}: not a recipe field")
     kinds = {kind for holder in path[-1] for kind in members(holder.field.annotation)}
     if any(str(kind).startswith("list") for kind in kinds):
         return "names"
@@ -227,7 +229,7 @@ def _variable(name: str, implies: Tracker | None) -> Rule:
             return Fate("silent", "is off")
         if implies is not None:
             draft.track(entry, implies)
-        return Fate("unsupported", f"no key of a recipe: set {name}={entry.value}")
+        return Fate("unsupported", f"not a recipe key: set {name}={entry.value}")
 
     return rule
 
@@ -244,13 +246,13 @@ def _suspected(rule: Rule, words: str) -> Rule:
 
 def _of_methods(rule: Rule, methods: str) -> Rule:
     return lambda draft, entry: (
-        rule(draft, entry) if draft.method in methods.split() else Fate("silent", f"goes with {methods}")
+        rule(draft, entry) if draft.method in methods.split() else Fate("silent", f"only used with {methods}")
     )
 
 
 def _of_adapter(rule: Rule) -> Rule:
     return lambda draft, entry: (
-        rule(draft, entry) if draft.has_adapter else Fate("silent", "all weights are trained, without an adapter")
+        rule(draft, entry) if draft.has_adapter else Fate("silent", "no effect in full fine-tuning")
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, names, number, reason, truth, whole
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -22,7 +22,7 @@ def prepare(draft: Draft) -> None:
         if draft.get(key) is not None:
             what = "distillation from a teacher's rows" if key == "teacher_model" else "PPO"
             where = f"{draft.original.path}:{draft.line_of(key)}: {key}"
-            raise RecipeError(f"{where}: {what} is no method of tunekit's", hint="`tunekit explain method` lists those")
+            raise RecipeError(f"{where}: {what} is unsupported", hint="`tunekit explain method` lists the methods")
     hf.set_batch(draft, "batch_size")
     if "method.type" not in draft.values:
         loss_type = _words("losses").get(_last(draft.get("loss._component_", "")))
@@ -127,11 +127,12 @@ def _columns(given: dict[str, Any], known: dict[str, str]) -> dict[str, str]:
 
 
 def finish(draft: Draft) -> None:
-    """Say what torchtune does where the file says nothing, and what looks wrong."""
-    own = "torchtune's way, where the file says nothing"
+    """Record torchtune's defaults for what the file does not set, and what looks wrong."""
+    own = "torchtune's default; not set in the file"
     if draft.get("tokenizer.max_seq_len") is None:
         draft.suspect(
-            "tokenizer", "max_seq_len is null: torchtune cuts nothing; data.max_length is tunekit's default here"
+            "tokenizer",
+            "max_seq_len is null: torchtune truncates nothing; the recipe has tunekit's default data.max_length",
         )
     if draft.get("lr_scheduler._component_") is None:
         draft.assume({"train.lr_scheduler_type": "constant", "train.warmup_steps": 0}, own)
@@ -140,15 +141,12 @@ def finish(draft: Draft) -> None:
         decay = _words("optimizers").get(str(optimizer_name), ("", 0.0))[1]
         draft.assume({"train.weight_decay": decay}, f"the default of {_last(optimizer_name)}")
     if draft.get("clip_grad_norm") is None:
-        words = "torchtune clips no gradients here, tunekit does: a large number comes to the same"
+        words = "torchtune does not clip gradients here, tunekit does: set a large value to disable it"
         draft.assume({"train.max_grad_norm": 1.0}, words)
     if draft.has_adapter:
         draft.assume({"adapter.target_modules": "all-linear"}, own)
     if draft.values.get("data.loss_on") == "all":
-        draft.suspect(
-            "dataset",
-            "train_on_input is on (alpaca_dataset has it by itself): the model learns to write prompts as well",
-        )
+        draft.suspect("dataset", "train_on_input is on (the default of alpaca_dataset): the loss includes prompts")
     if draft.method in ("dpo", "cpo"):
         draft.values.pop("data.loss_on", None)
 
@@ -159,7 +157,7 @@ def finish(draft: Draft) -> None:
 def component(draft: Draft, entry: Entry) -> Fate:
     """The builder of the model."""
     if "model.path" not in draft.values:
-        why = reason("multimodal") if _is_of_images(str(entry.value)) else "this model is not known"
+        why = reason("multimodal") if _is_of_images(str(entry.value)) else "unknown model"
         raise UnfitError(f"{_last(entry.value)}: {why}")
     return Fate("carried", f"model.path: {draft.values['model.path']}, adapter.type: {draft.values['adapter.type']}")
 
@@ -168,7 +166,7 @@ def folder(draft: Draft, entry: Entry) -> Fate:
     """The folder that the model is read from."""
     if draft.values.get("model.path") == str(entry.value).rstrip("/"):
         return carried("model.path", draft.values["model.path"])
-    return Fate("decided", "the model is taken from the hub; model.path may be a folder with a config.json")
+    return Fate("decided", "the model is loaded from the Hub; model.path may be a folder with a config.json")
 
 
 def attention_modules(draft: Draft, entry: Entry) -> Fate:
@@ -198,7 +196,7 @@ def dataset(draft: Draft, entry: Entry) -> Fate:
     """The builder of a data set."""
     name = _last(entry.value)
     if name not in _words("datasets"):
-        raise UnfitError(f"{name}: no known rows: data.train names them, data.format may be a function of yours")
+        raise UnfitError(f"{name}: unknown dataset: set data.train, and data.format to a function if needed")
     fate, how = of_rows(draft, entry), _words("prompts").get(name)
     return fate if how is None else Fate("different", f"{fate.words}; {how}")
 
@@ -229,7 +227,7 @@ def optimizer(draft: Draft, entry: Entry) -> Fate:
     """An optimizer by its class."""
     known = _words("optimizers").get(str(entry.value))
     if known is None:
-        raise UnfitError(f"{entry.value}: train.optim names those that are there")
+        raise UnfitError(f"{entry.value}: `tunekit explain train.optim` lists the supported ones")
     return draft.carry(entry, "train.optim", known[0])
 
 
@@ -245,7 +243,7 @@ def betas(draft: Draft, entry: Entry) -> Fate:
 def schedule(draft: Draft, entry: Entry) -> Fate:
     """A schedule by its function."""
     if _last(entry.value) != "get_cosine_schedule_with_warmup":
-        raise UnfitError(f"{_last(entry.value)}: train.lr_scheduler_type names those that are there")
+        raise UnfitError(f"{_last(entry.value)}: `tunekit explain train.lr_scheduler_type` lists the supported ones")
     if draft.get("lr_scheduler.num_warmup_steps") is None:
         draft.put("train.warmup_steps", 0, entry.key)
     return draft.carry(entry, "train.lr_scheduler_type", "cosine")
@@ -287,19 +285,14 @@ def of_loss(draft: Draft, entry: Entry) -> Fate:
 
 def prompt_template(draft: Draft, entry: Entry) -> Fate:
     """A template of the rows: the model's own is taken."""
-    draft.suspect(entry.key, f"prompt_template {entry.value} is not the model's own, which is taken here")
-    return Fate("different", f"torchtune writes rows by {_last(entry.value)}; {reason('other_template')}")
+    draft.suspect(entry.key, f"prompt_template {entry.value} is not the model's own, which the recipe uses")
+    return Fate("different", f"torchtune formats rows with {_last(entry.value)}; {reason('other_template')}")
 
 
 def logger(draft: Draft, entry: Entry) -> Fate:
     """The logger, which may be a tracker."""
     name = _last(entry.value)
     if name in ("DiskLogger", "StdoutLogger"):
-        return Fate("silent", "losses are in the run's folder")
+        return Fate("silent", "losses are logged in the run folder")
     tracker = _words("loggers").get(name)
     return Fate("unsupported", reason("no_tracker")) if tracker is None else draft.track(entry, tracker)
-
-
-def rules(draft: Draft) -> dict[str, Rule]:
-    """Torchtune's keys."""
-    return tool_table("torchtune").rules()

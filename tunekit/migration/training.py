@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from tunekit.migration.draft import (
     Draft,
-    Rule,
     UnfitError,
     carried,
     is_off,
@@ -25,11 +24,6 @@ from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table
 from tunekit.recipe.sections.section import Tracker
-
-
-def trainer_rules() -> dict[str, Rule]:
-    """Return the rules of the arguments of transformers' Trainer."""
-    return tool_table("trainer").rules()
 
 
 def set_batch(
@@ -58,9 +52,7 @@ def set_batch(
     words += f" x {draft.num_devices} devices" if draft.num_devices else ", for one device"
     draft.comments["train.global_batch_size"] = words
     if draft.num_devices is None:
-        what = (
-            f"how many devices it ran on is not in the file: train.global_batch_size {of_device * times} is that of one"
-        )
+        what = f"the number of devices is not in the file: train.global_batch_size {of_device * times} assumes one"
         draft.suspect(micro, f"{what}; --num-devices 8 multiplies it")
 
 
@@ -92,8 +84,8 @@ def warmup_steps(draft: Draft, entry: Entry) -> Fate:
     ratio = draft.get("warmup_ratio")
     if ratio:
         if not steps:
-            return Fate("silent", "0, and warmup_ratio says the share")
-        draft.suspect(entry.key, f"warmup_steps {steps} and warmup_ratio {ratio} are both given; the steps count")
+            return Fate("silent", "0; warmup_ratio is used")
+        draft.suspect(entry.key, f"warmup_steps {steps} and warmup_ratio {ratio} are both set; the steps are used")
     return draft.carry(entry, "train.warmup_steps", steps)
 
 
@@ -101,23 +93,23 @@ def warmup_ratio(draft: Draft, entry: Entry) -> Fate:
     """A share of all steps for warm-up."""
     ratio = number(entry.value)
     if draft.get("warmup_steps"):
-        return Fate("silent", "warmup_steps goes before it")
+        return Fate("silent", "warmup_steps takes precedence")
     if ratio >= 1:
-        raise UnfitError(f"{ratio} is no share of the steps; warmup_steps counts them")
+        raise UnfitError(f"{ratio} is not below 1; use warmup_steps for a number of steps")
     return draft.carry(entry, "train.warmup_steps", ratio)
 
 
 def max_steps(draft: Draft, entry: Entry) -> Fate:
     """Steps instead of epochs; below 1 they are not counted."""
     steps = whole(entry.value)
-    return Fate("silent", "epochs count") if steps < 1 else draft.carry(entry, "train.max_steps", steps)
+    return Fate("silent", "num_epochs is used") if steps < 1 else draft.carry(entry, "train.max_steps", steps)
 
 
 def epochs(draft: Draft, entry: Entry) -> Fate:
     """Epochs, unless steps are given."""
     num_epochs = number(entry.value)
     if _steps(draft) > 0:
-        return Fate("silent", "max_steps goes before it")
+        return Fate("silent", "max_steps takes precedence")
     return draft.carry(entry, "train.num_epochs", num_epochs)
 
 
@@ -145,7 +137,7 @@ def _interval(draft: Draft, entry: Entry, key: str, strategy: Any, why: str) -> 
     if steps <= 0:
         return Fate("silent", "is off")
     if strategy is not None and str(strategy) not in ("steps", "best"):
-        return Fate("silent", f"{key} {strategy} goes before it")
+        return Fate("silent", f"{key} {strategy} takes precedence")
     return draft.carry(entry, f"train.{key.replace('strategy', 'steps')}", whole(steps))
 
 
@@ -155,7 +147,7 @@ def save_total_limit(draft: Draft, entry: Entry) -> Fate:
     if limit < 1:
         return Fate("silent", "is off")
     fate = draft.carry(entry, "train.save_total_limit", max(2, limit))
-    return Fate("carried", f"{fate.words}  (two at least: one may turn out damaged)") if limit == 1 else fate
+    return Fate("carried", f"{fate.words}  (at least two: one may be damaged)") if limit == 1 else fate
 
 
 def metric(draft: Draft, entry: Entry) -> Fate:
@@ -167,7 +159,7 @@ def run_name(draft: Draft, entry: Entry) -> Fate:
     """The name of a run, in letters that a folder may have."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text(entry.value)).strip("-._")[:100]
     if not name:
-        raise UnfitError("has no letters that a run's name may have")
+        raise UnfitError("has no characters allowed in a run name")
     return draft.carry(entry, "output.name", name)
 
 
@@ -177,7 +169,7 @@ def half(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "is off")
     other = draft.get("bf16", draft.get("bfloat16"))
     if other is not None and not is_off(other) and other != "auto":
-        draft.suspect(entry.key, "bf16 and fp16 are both on; bfloat16 is taken")
+        draft.suspect(entry.key, "bf16 and fp16 are both on; bfloat16 is used")
         return Fate("decided", reason("precision"))
     return draft.carry(entry, "model.dtype", "float16")
 
@@ -185,7 +177,7 @@ def half(draft: Draft, entry: Entry) -> Fate:
 def precision_bf16(draft: Draft, entry: Entry) -> Fate:
     """The usual 16-bit floats."""
     if entry.value != "auto" and not truth(entry.value) and is_off(draft.get("fp16", draft.get("float16", False))):
-        draft.suspect(entry.key, f"{entry.key} is off, and so is fp16: all was computed in float32")
+        draft.suspect(entry.key, f"{entry.key} and fp16 are off: the original trained in float32")
         return draft.carry(entry, "model.dtype", "float32")
     return Fate("decided", reason("precision"))
 
@@ -212,9 +204,9 @@ def holdout(draft: Draft, entry: Entry) -> Fate:
     if size == 0:
         return Fate("silent", "is off")
     if draft.values.get("data.eval") is not None:
-        return Fate("silent", "rows to evaluate on are named")
+        return Fate("silent", "evaluation rows are set")
     if size >= 1:
-        return Fate("unsupported", f"{size} rows: tunekit holds out a share; set data.eval_size")
+        return Fate("unsupported", f"{size} rows: tunekit holds out a fraction; set data.eval_size")
     return draft.carry(entry, "data.eval_size", size)
 
 
@@ -223,7 +215,7 @@ def packing(draft: Draft, entry: Entry) -> Fate:
     if not truth(entry.value):
         return Fate("silent", "is off")
     if draft.method != "sft":
-        raise UnfitError("rows of this method are not packed")
+        raise UnfitError("packing is unsupported for this method")
     return draft.carry(entry, "data.packing", True)
 
 
@@ -231,9 +223,7 @@ def clipping(draft: Draft, entry: Entry) -> Fate:
     """The norm that gradients are clipped to."""
     norm = number(entry.value)
     if norm <= 0:
-        return Fate(
-            "unsupported", "0 clips nothing: tunekit clips at 1.0; a large train.max_grad_norm comes to the same"
-        )
+        return Fate("unsupported", "0 disables clipping; tunekit clips at 1.0: set a large train.max_grad_norm instead")
     return draft.carry(entry, "train.max_grad_norm", norm)
 
 
@@ -248,7 +238,7 @@ def logging(draft: Draft, entry: Entry) -> Fate:
 def tuner(draft: Draft, entry: Entry) -> Fate:
     """The kind of training: all weights, or an adapter."""
     if entry.value not in ("full", "lora"):
-        raise UnfitError(f"{entry.value} is not there: adapter takes full, lora, qlora; the recipe has lora")
+        raise UnfitError(f"{entry.value} is unsupported: adapter accepts full, lora, qlora; the recipe uses lora")
     return carried("adapter.type", draft.values["adapter.type"])
 
 
@@ -257,7 +247,7 @@ def four_bits(draft: Draft, entry: Entry) -> Fate:
     if not truth(entry.value):
         return Fate("silent", "is off")
     if draft.values["adapter.type"] != "qlora":
-        raise UnfitError("weights of 4 bits are trained with an adapter only: adapter: qlora")
+        raise UnfitError("4-bit weights need an adapter to train: adapter: qlora")
     return carried("adapter.type", "qlora")
 
 
@@ -276,8 +266,8 @@ def rewards(draft: Draft, entry: Entry) -> Fate:
     if converted:
         draft.put("method.rewards", converted, entry.key)
     if lost:
-        hint = "write it as module:function of a file in the working directory"
-        raise UnfitError(f"no such reward here: {', '.join(lost)}; {hint}, or `tunekit explain method.rewards`")
+        hint = "use module:function of a file in the working directory"
+        raise UnfitError(f"unknown reward: {', '.join(lost)}; {hint}, or `tunekit explain method.rewards`")
     return carried("method.rewards", converted)
 
 
@@ -294,14 +284,14 @@ def _reward(name: str) -> dict[str, Any] | None:
 
 def suspect_packing(draft: Draft, key: str, without: str) -> None:
     """Suspect packed documents that attention did not keep apart."""
-    draft.suspect(key, f"{key} without {without}: documents of one sequence saw each other; here they do not")
+    draft.suspect(key, f"{key} without {without}: packed documents attended to each other; in tunekit they do not")
 
 
 def too_long(draft: Draft, entry: Entry) -> Fate:
     """Rows longer than the longest sequence, which are cut at their end here."""
     at_end = {"Axolotl": "truncate", "TRL": "keep_start", "ms-swift": "right"}
     if entry.value == at_end[draft.tool]:
-        return Fate("silent", "rows longer than data.max_length are cut at their end here too")
+        return Fate("silent", "rows longer than data.max_length are truncated at the end in tunekit too")
     verb = {"drop": "dropped", "delete": "dropped", "raise": "an error"}.get(str(entry.value), f"'{entry.value}'")
     return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {reason('cut')}")
 
@@ -309,7 +299,7 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
 def drops_too_long(draft: Draft, key: str, value: str) -> None:
     """Note that a tool drops rows that are too long, where the original does not say so."""
     if draft.get(key) is None and draft.method != "grpo":
-        draft.differ(key, value, f"{draft.tool} drops rows longer than data.max_length by itself; {reason('cut')}")
+        draft.differ(key, value, f"{draft.tool} drops rows longer than data.max_length by default; {reason('cut')}")
 
 
 def report_to(draft: Draft, entry: Entry) -> Fate:
@@ -319,7 +309,7 @@ def report_to(draft: Draft, entry: Entry) -> Fate:
     if not asked:
         return Fate("silent", "is off")
     if "all" in asked:
-        return Fate("unsupported", f"all: trackers are named; {reason('no_tracker')}")
+        return Fate("unsupported", f"all: list trackers by name; {reason('no_tracker')}")
     known: tuple[Tracker, ...] = get_args(Tracker)
     fates = [draft.track(entry, tracker) for tracker in known if tracker in asked]
     unsupported = [name for name in asked if name not in known]
@@ -330,7 +320,7 @@ def server(draft: Draft, entry: Entry) -> Fate:
     """The address of vLLM's server, by its host and its port."""
     above = entry.key[: entry.key.rindex("vllm_server_")]
     if draft.get(f"{above}vllm_mode") != "server":
-        return Fate("silent", "goes with vllm_mode server")
+        return Fate("silent", "only used with vllm_mode server")
     host = draft.get(f"{above}vllm_server_host", "127.0.0.1" if draft.tool == "ms-swift" else "0.0.0.0")
     host, port = (
         value[0] if draft.tool == "ms-swift" and isinstance(value, list) else value
@@ -342,21 +332,21 @@ def server(draft: Draft, entry: Entry) -> Fate:
 def utilization(draft: Draft, entry: Entry) -> Fate:
     """The share of a device's memory that vLLM takes, where it runs on those that train."""
     if draft.get("vllm_mode") == "server" or not draft.get("use_vllm"):
-        return Fate("silent", "goes with vLLM on the devices that train")
+        return Fate("silent", "only used with colocated vLLM")
     return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", number(entry.value))
 
 
 def suspect_beta(draft: Draft) -> None:
     """Suspect a beta of 0, which only GRPO has by itself."""
     if draft.get("beta") is not None and draft.values.get("method.beta") == 0 and draft.method != "grpo":
-        draft.suspect("beta", "beta 0: nothing holds the model to what it was")
+        draft.suspect("beta", "beta 0: no KL penalty to the reference")
 
 
 def beta(draft: Draft, entry: Entry) -> Fate:
     """The weight of what holds a model to its reference."""
     value = number(entry.value)
     if value == 0:
-        draft.suspect(entry.key, f"{entry.key.rpartition('.')[2]} 0: nothing holds the model to what it was")
+        draft.suspect(entry.key, f"{entry.key.rpartition('.')[2]} 0: no KL penalty to the reference")
     return draft.carry(entry, "method.beta", value)
 
 
@@ -410,5 +400,5 @@ def room_for_answers(draft: Draft, *, prompt: int) -> None:
     if prompt or length <= answer:
         together = (prompt or 512) + answer
         draft.values["data.max_length"] = together
-        words = f"a prompt of {prompt or 512} tokens and an answer of {answer}, which data.max_length counts together"
+        words = f"prompt of {prompt or 512} tokens plus answer of {answer}: data.max_length includes both"
         draft.assumed.append(Assumed("data.max_length", together, words))

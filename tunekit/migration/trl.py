@@ -41,7 +41,7 @@ def _method(draft: Draft) -> str:
     for method, telling in tool_table("trl").words["telling"].items():
         if keys & {*telling.split()}:
             return str(method)
-    draft.suspect("", "the file does not say which command it is for: taken for `trl sft`; `-- trl dpo` says another")
+    draft.suspect("", "the file does not name the command: `trl sft` assumed; pass another, such as `-- trl dpo`")
     return "sft"
 
 
@@ -69,7 +69,7 @@ def _sources(draft: Draft) -> None:
 
 
 def finish(draft: Draft) -> None:
-    """Say what TRL does where the file says nothing, and what looks wrong."""
+    """Record TRL's defaults for what the file does not set, and what looks wrong."""
     method = draft.method
     if method in ("grpo", "rloo"):
         prompt = draft.get("max_prompt_length", 512)
@@ -80,19 +80,19 @@ def finish(draft: Draft) -> None:
         if "adapter.target_modules" not in draft.values:
             draft.suspect(
                 "use_peft",
-                "lora_target_modules is missing, by which PEFT takes few modules: all linear layers are taken here",
+                "lora_target_modules is not set: PEFT adapts few modules by default, the recipe all linear layers",
             )
     elif any(key.startswith("lora_") for key in draft.original.values):
-        draft.suspect("lora_r", "lora settings without use_peft: all weights are trained")
+        draft.suspect("lora_r", "lora settings without use_peft: full fine-tuning")
     attention = str(draft.get("attn_implementation", ""))
     if draft.get("packing") is True and "flash" not in attention and "varlen" not in attention:
         hf.suspect_packing(draft, "packing", "flash attention")
     if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
-        what = "TRL counts every token of a chat where assistant_only_loss is not on; the recipe counts the assistant's"
-        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all repeats it)")
+        what = "TRL trains on every token of a chat unless assistant_only_loss is on; the recipe on the assistant's"
+        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all does the same)")
     hf.suspect_beta(draft)
     if draft.get("load_in_4bit") and not draft.get("use_peft"):
-        draft.suspect("load_in_4bit", "load_in_4bit without use_peft: weights of 4 bits cannot be trained")
+        draft.suspect("load_in_4bit", "load_in_4bit without use_peft: 4-bit weights cannot be trained")
 
 
 # Single keys
@@ -108,7 +108,7 @@ def test_split(draft: Draft, entry: Entry) -> Fate:
 def text_field(draft: Draft, entry: Entry) -> Fate:
     """The column of texts."""
     if draft.method != "sft":
-        return Fate("silent", "goes with sft")
+        return Fate("silent", "only used with sft")
     if "data.columns" in draft.values:
         return carried("data.columns", draft.values["data.columns"])
     return Fate("silent", "text is the default")
@@ -148,7 +148,6 @@ def rules(draft: Draft) -> dict[str, Rule]:
     generation = _GENERATION.split() if method in ("grpo", "rloo", "distillation") else ()
     return {
         **dict.fromkeys(known, _pass_on),
-        **hf.trainer_rules(),
         **tool_table("trl").rules(),
         **dict.fromkeys(fields, _field),
         **dict.fromkeys(generation, _generation),

@@ -151,9 +151,9 @@ def packed_attention(
     if dropout and attention_mask is None:
         unsupported.append("dropout")
     if not (module.is_causal if is_causal is None else is_causal):
-        unsupported.append("sight of what follows")
+        unsupported.append("non-causal attention")
     if unsupported:
-        raise ValueError(f"{VARLEN} has no {' and no '.join(unsupported)}, which {type(module).__name__} asks for")
+        raise ValueError(f"{VARLEN} does not support {' or '.join(unsupported)}, which {type(module).__name__} uses")
     if attention_mask is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -166,7 +166,7 @@ def packed_attention(
     if cu_seq_lens_q is None and max_length_q is None:
         return _whole_rows(query, key, value, scale=scaling, window=sliding_window), None
     if cu_seq_lens_q is None or max_length_q is None or query.shape[0] != 1:
-        raise ValueError(f"{VARLEN} takes one row and the boundaries of its documents, or rows with a mask")
+        raise ValueError(f"{VARLEN} supports one row with document boundaries, or rows with a mask")
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     # Norms and rotary embeddings of a float32 stream leave float32 queries and keys beside 16-bit values.
     if _is_cast(query):
@@ -189,7 +189,7 @@ def _whole_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | Non
     if query.shape[2] == key.shape[2]:
         return torch.cat(_seen(query, key, value, scale=scale, window=window), dim=1)
     if query.shape[2] != 1:
-        raise ValueError(f"{VARLEN} takes several tokens behind a cache with a mask only")
+        raise ValueError(f"{VARLEN} supports several tokens after a cache only with a mask")
     if window is not None:
         key, value = key[:, :, -window:], value[:, :, -window:]
     out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1])

@@ -83,7 +83,7 @@ def _read_template(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"model.chat_template: {path!r} cannot be read: {_first_line(error)}", hint="name a Jinja file"
+            f"model.chat_template: {path!r} cannot be read: {_first_line(error)}", hint="set it to a Jinja file"
         ) from error
 
 
@@ -154,16 +154,16 @@ def load_model(
         folder = Path(section.path)
         missing = [name for name in ("config.json", "*.safetensors") if folder.is_dir() and not any(folder.glob(name))]
         if missing:
-            words = f"model.path: {section.path!r} is no whole model: there is no {missing[0]} in it"
-            raise ModelError(words, hint="put it back, or save the model anew") from error
+            words = f"model.path: {section.path!r} is not a complete model: no {missing[0]}"
+            raise ModelError(words, hint="restore it, or save the model again") from error
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
-            hint=_about_code(error) or "see the log for the whole message",
+            hint=_about_code(error) or "see the log for the full message",
         ) from error
     except SafetensorError as error:
         raise ModelError(
             f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
-            hint="fetch or save them again",
+            hint="download or save them again",
         ) from error
     if is_given:
         _give_unwritten_memory(model)
@@ -256,7 +256,7 @@ def use_liger(model: "PreTrainedModel") -> None:
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ModelError(
-            f"model.kernels: liger-kernel has none for {model.config.model_type}", hint="leave model.kernels out"
+            f"model.kernels: liger-kernel does not support {model.config.model_type}", hint="unset model.kernels"
         )
     # TRL has its own head, and refuses one that is fused already.
     _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
@@ -387,11 +387,11 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
 
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
-        raise ModelError(f"{file} is gone, which this run starts from", hint="put it back, or start from another model")
+        raise ModelError(f"{file}, which this run starts from, is missing", hint="restore it, or use another model")
     try:
         weights = load_file(file)
     except SafetensorError as error:
-        raise ModelError(f"{file} is damaged: {error}", hint="name a checkpoint, or put it back") from error
+        raise ModelError(f"{file} is damaged: {error}", hint="pass a checkpoint, or restore it") from error
     needed = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
     different = sorted(needed.symmetric_difference(weights))
     if not different:
@@ -402,9 +402,9 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
         return
     where = "the folder" if different[0] in weights else "the model"
     raise ModelError(
-        f"the adapter in {folder} is not one of this model: {different[0]} is in {where} alone"
+        f"the adapter in {folder} does not match this model: {different[0]} is only in {where}"
         f"{f', and {len(different) - 1} more' if len(different) > 1 else ''}",
-        hint="the recipe must name the base model and the settings that the adapter was trained with",
+        hint="set the base model and the settings that the adapter was trained with in the recipe",
     )
 
 

@@ -59,10 +59,10 @@ def probe_node() -> Hardware:
     unused = tuple(accelerator.device for accelerator in unequal)
     if unused:
         names = ", ".join(dict.fromkeys(device.name for device in unused))
-        notes.append(f"a run computes on equal accelerators, so {names} {'is' if len(unused) == 1 else 'are'} left out")
+        notes.append(f"runs use identical accelerators: {names} {'is' if len(unused) == 1 else 'are'} not used")
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         unused = (apple_device(processor(), cpu),)
-        notes.append(f"the {unused[0].name} is not used: tunekit does not train on MPS, and computes on the CPU")
+        notes.append(f"the {unused[0].name} is not used: tunekit does not train on MPS, but on the CPU")
     return Hardware(
         cpu=cpu,
         accelerators=tuple(accelerator.device for accelerator in used),

@@ -56,7 +56,7 @@ def num_cores() -> int:
 
 
 def apple_device(name: str, memory: Device) -> Device:
-    """The GPU of an Apple processor: it has no memory of its own and may use a share of the main memory."""
+    """The GPU of an Apple processor: it has no memory of its own and may use a share of host memory."""
     share = next(share for size, share in METAL_SHARES if memory.memory_total_bytes >= size)
     total = int(memory.memory_total_bytes * share)
     return Device(
@@ -65,7 +65,7 @@ def apple_device(name: str, memory: Device) -> Device:
         memory_total_bytes=total,
         memory_free_bytes=min(total, memory.memory_free_bytes),
         native_bfloat16=False,
-        link="main memory",
+        link="host memory",
     )
 
 

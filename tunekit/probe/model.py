@@ -45,7 +45,7 @@ HUB_SECONDS = 10
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of tensors, by name."""
 
-_PICKLED = "pickled weights can run code when they are opened and are not loaded; convert them first"
+_PICKLED = "pickled weights can run code when opened and are not loaded; convert them to safetensors"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """Files that hold a tokenizer; one of them is enough."""
@@ -124,7 +124,7 @@ def _probe(model: ModelSection) -> ModelFacts:
     if folder.is_dir():
         return _read_folder(folder, model.path)
     if folder.exists():
-        raise ModelError(f"model.path: {model.path!r} is a file", hint="name the folder that holds config.json")
+        raise ModelError(f"model.path: {model.path!r} is a file", hint="set it to the folder with config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or (os.sep != "/" and os.sep in model.path):
         raise ModelError(f"model.path: no folder {model.path!r}", hint=_near(folder))
     cached = _cached(model)
@@ -193,7 +193,7 @@ def _near(folder: Path) -> str:
     from difflib import get_close_matches
 
     if not folder.parent.is_dir():
-        return f"the folder {str(folder.parent)!r} is not there either"
+        return f"the folder {str(folder.parent)!r} does not exist either"
     names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     close = get_close_matches(folder.name, names, n=1)
     return f"did you mean {str(folder.parent / close[0])!r}?" if close else "check the path"
@@ -216,7 +216,7 @@ def fetched_folder(model: ModelSection) -> Path | None:
         return None
     except HFValidationError as error:
         raise ModelError(
-            f"model.path: {model.path!r} is neither a folder here nor a name that the hub could have",
+            f"model.path: {model.path!r} is neither a folder here nor a valid name on the Hub",
             hint="check the path",
         ) from error
 
@@ -266,18 +266,18 @@ def _hub_errors(model: ModelSection) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise _HubError(
-            f"model.path: {name!r} asks for its licence to be accepted on the hub",
+            f"model.path: {name!r} requires accepting its license on the Hub",
             hint="accept it there, then log in with `hf auth login`",
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"model.path: there is no {name!r}, neither as a folder here nor on the hub",
+            f"model.path: {name!r} is neither a folder here nor on the Hub",
             hint="check the spelling; a private model needs `hf auth login`",
         ) from error
     except (LocalEntryNotFoundError, OSError) as error:
         raise _HubError(
-            f"model.path: {name!r} is not a folder here, and the hub cannot be reached",
-            hint="name a local folder, or connect to the network",
+            f"model.path: {name!r} is not a folder here, and the Hub cannot be reached",
+            hint="set it to a local folder, or connect to the network",
         ) from error
 
 
@@ -299,7 +299,7 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
 def _read_config(folder: Path, path: str) -> dict[str, Any]:
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise ModelError(f"model.path: {path!r} has no config.json", hint="name a folder saved by save_pretrained")
+        raise ModelError(f"model.path: {path!r} has no config.json", hint="set it to a folder saved by save_pretrained")
     try:
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -384,12 +384,12 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
         )
     if "encoder_layers" in config or config.get("is_encoder_decoder"):
         raise ModelError(
-            f"model.path: {path!r} ({kind}) is configured as an encoder and a decoder, which tunekit does not train",
-            hint="use a model that is a decoder alone",
+            f"model.path: {path!r} ({kind}) is an encoder-decoder model, which tunekit does not train",
+            hint="use a decoder-only model",
         )
     raise ModelError(
         f"model.path: the config.json of {path!r} ({kind}) has no {' or '.join(names)}",
-        hint="tunekit plans decoders whose layers attend, by these numbers: use one",
+        hint="use a decoder-only transformer: tunekit plans by these values",
     )
 
 

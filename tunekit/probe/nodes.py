@@ -12,9 +12,13 @@ from tunekit.errors import PlanError
 from tunekit.recipe.schema import Recipe
 
 ACCELERATE = {
-    "ACCELERATE_USE_FSDP": (("true", "1"), "FSDP", "leave it out, and see parallel.strategy in the recipe"),
-    "ACCELERATE_USE_DEEPSPEED": (("true", "1"), "DeepSpeed", "leave it out, and see parallel.strategy in the recipe"),
-    "ACCELERATE_MIXED_PRECISION": (("bf16", "fp16", "fp8"), "mixed precision", "leave it out, and see model.dtype"),
+    "ACCELERATE_USE_FSDP": (("true", "1"), "FSDP", "remove it, and set parallel.strategy in the recipe"),
+    "ACCELERATE_USE_DEEPSPEED": (("true", "1"), "DeepSpeed", "remove it, and set parallel.strategy in the recipe"),
+    "ACCELERATE_MIXED_PRECISION": (
+        ("bf16", "fp16", "fp8"),
+        "mixed precision",
+        "remove it, and set model.dtype in the recipe",
+    ),
 }
 """Variables in which `accelerate launch` hands on what it was asked for: values to refuse, what they mean, and what to
 do. The rest of its configuration is forgotten."""
@@ -67,7 +71,7 @@ def use_launch(launch: Launch, num_visible: int) -> tuple[int, str | None]:
     if launch.is_elsewhere:
         return num_visible, _elsewhere(launch, num_visible)
     num_used, note = _share(launch, num_visible)
-    several = f"{launch.num_nodes} nodes by {launch.launcher}, all taken to be like this one"
+    several = f"{launch.num_nodes} nodes by {launch.launcher}, all assumed identical to this one"
     notes = [several] if launch.num_nodes > 1 else []
     return num_used, "; ".join([*notes, note] if note else notes) or None
 
@@ -85,17 +89,17 @@ def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
     if requested.num_processes not in (None, num):
         raise PlanError(
             f"parallel.num_processes: {requested.num_processes} contradicts {launch.launcher}, which started {num}",
-            hint="leave it out, or start as many",
+            hint="unset it, or start as many",
         )
     if requested.max_restarts:
         raise PlanError(
-            f"parallel.max_restarts: these are the processes of {launch.launcher}, which alone can start them again",
-            hint="leave it out, or run `tunekit train` without a launcher; `tunekit resume` goes on with a run",
+            f"parallel.max_restarts: only {launch.launcher} can restart its processes",
+            hint="unset it, or run `tunekit train` without a launcher; `tunekit resume` resumes a run",
         )
     check_may_go_back(recipe, launch.launcher)
     for name, (values, what, hint) in ACCELERATE.items():
         if environment.get(name, "").lower() in values:
-            raise PlanError(f"accelerate launch was asked for {what}, which the plan decides ({name})", hint=hint)
+            raise PlanError(f"accelerate launch sets {what}, which the plan decides ({name})", hint=hint)
     return recipe.model_copy(update={"parallel": requested.model_copy(update={"num_processes": num})})
 
 
@@ -111,8 +115,8 @@ def check_may_go_back(recipe: Recipe, launcher: str) -> None:
     ):
         if asks:
             raise PlanError(
-                f"{name}: these are the processes of {launcher}, which alone can start them again",
-                hint="leave it out, or run `tunekit train` without a launcher",
+                f"{name}: only {launcher} can restart its processes",
+                hint="unset it, or run `tunekit train` without a launcher",
             )
 
 
@@ -128,23 +132,25 @@ def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:
             raise PlanError(
                 f"{launch.launcher} runs {num_local} processes on this node, but this process sees "
                 f"{_devices(num_visible)}",
-                hint="start as many processes as there are accelerators, or see CUDA_VISIBLE_DEVICES"
-                + "; give every task all accelerators of its node: --gpus-per-node" * (launch.launcher == "srun"),
+                hint="start as many processes as there are accelerators, or check CUDA_VISIBLE_DEVICES"
+                + "; give each task all accelerators of its node: --gpus-per-node" * (launch.launcher == "srun"),
             )
         return num_local, f"{launch.launcher} runs {num_local} processes on this node of {num_visible} accelerators"
     if num_local < num_visible:
         raise PlanError(
-            f"{launch.launcher} gave {_devices(num_local)} on this node, but this process sees {_devices(num_visible)}",
-            hint="hide those of others: set CUDA_VISIBLE_DEVICES to the ones that were given",
+            f"{launch.launcher} allocated {_devices(num_local)} on this node, but this process sees "
+            f"{_devices(num_visible)}",
+            hint="hide the others: set CUDA_VISIBLE_DEVICES to the allocated ones",
         )
-    return num_visible, f"{launch.launcher} gave {_devices(num_local)} on this node, of which {num_visible} can be used"
+    return num_visible, f"{launch.launcher} allocated {_devices(num_local)} on this node; {num_visible} usable"
 
 
 def _elsewhere(launch: Launch, num_visible: int) -> str:
     nodes = "node is" if launch.num_nodes == 1 else f"{launch.num_nodes} nodes are"
-    note = f"this is not one of the nodes that {launch.launcher} gave: its {nodes} taken to be like this machine"
+    allocation = f"not on a node of the {launch.launcher} allocation"
+    note = f"{allocation}: its {nodes} assumed identical to this machine"
     if launch.num_local is not None and launch.num_local != num_visible:
-        note += f", which has {_devices(num_visible)} for their {launch.num_local}: name them with --on"
+        note += f", which has {_devices(num_visible)} instead of {launch.num_local}: set the node type with --on"
     return note
 
 
@@ -206,7 +212,7 @@ def _started(
     """
     if nodes * local != world:
         raise PlanError(
-            f"the launcher says {name}={world}, but {nodes} nodes with {local} processes each are {nodes * local}",
+            f"the launcher set {name}={world}, but {nodes} nodes with {local} processes each are {nodes * local}",
             hint="start the same number of processes on every node",
         )
     rank, local_rank = (_count(environment, name) or 0 for name in ranks)
@@ -241,5 +247,5 @@ def _count(environment: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not text.isdigit():
-        raise PlanError(f"{name} is {text!r}, which is no number", hint=f"unset {name}, or see what set it")
+        raise PlanError(f"{name} is {text!r}, not a number", hint=f"unset {name}, or check what set it")
     return int(text)

@@ -40,7 +40,7 @@ def nvidia_devices(environment: Mapping[str, str]) -> tuple[Found, ...]:
         # Most often the driver was updated and its old module is still loaded.
         raise PlanError(
             f"the NVIDIA driver does not answer: {str(error).rstrip('.')}",
-            hint="see what nvidia-smi says; a restart may help",
+            hint="run nvidia-smi; a restart may help",
         ) from error
 
 

@@ -90,13 +90,13 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
     if unsupported or not targets or (isinstance(targets, str) and targets != "all-linear"):
         what = f"{unsupported[0]}: {config[unsupported[0]]}" if unsupported else f"target_modules: {targets}"
         raise ModelError(
-            f"model.path: {section.path!r} is an adapter with {what}, which no recipe can describe",
+            f"model.path: {section.path!r} is an adapter with {what}, which recipes do not support",
             hint="merge it into its base model first",
         )
     base = config.get("base_model_name_or_path")
     if not base:
         raise ModelError(
-            f"model.path: {section.path!r} is an adapter that does not say which model it is for",
+            f"model.path: {section.path!r} is an adapter without its base model",
             hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
         )
     adapter = LoraAdapter(
@@ -115,7 +115,7 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
 
 def _check_weights(folder: Path, path: str) -> None:
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = ", only pickled ones, which can run code when they are opened"
+        pickled = ", only pickled ones, which can run code when opened"
         raise ModelError(
             f"model.path: {path!r} has no {ADAPTER_WEIGHTS}" + pickled * (folder / "adapter_model.bin").is_file(),
             hint="save the adapter again with PEFT, as safetensors",
@@ -169,8 +169,8 @@ def _check_classes(classes: Any, path: str) -> None:
     for name in (class_name for item in named for class_name in (item if isinstance(item, list) else [item])):
         if isinstance(name, str) and "--" in name:
             raise ModelError(
-                f"model.path: {path!r} runs code of another repository, {name.partition('--')[0]}, at no commit",
-                hint="copy that code beside the model, and name it in auto_map without the repository",
+                f"model.path: {path!r} runs code of another repository, {name.partition('--')[0]}, not at a commit",
+                hint="copy that code beside the model, and refer to it in auto_map without the repository",
             )
 
 
@@ -185,5 +185,5 @@ def check_code(section: ModelSection, known: dict[str, str]) -> None:
     if changed:
         raise ModelError(
             f"{Path(section.path) / changed[0]}: the code that comes with the model changed since the run was made",
-            hint="read it; a new run takes it as it is: tunekit train",
+            hint="read it; a new run uses it as it is: tunekit train",
         )

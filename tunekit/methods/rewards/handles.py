@@ -171,7 +171,7 @@ def _given(value: Any) -> int | str:
         return number_of(value)
     if value in PLAIN:
         return str(value.__name__)
-    raise TypeError(f"a test gives the program a value of type {type(value).__name__}")
+    raise TypeError(f"a test passes the program a value of type {type(value).__name__}")
 
 
 def _tests_of(value: Handle) -> "Tests":
@@ -192,7 +192,7 @@ def _is_own(value: Any) -> bool:
     return isinstance(value, Handle) and (value.__dict__["_built"] or _is_class_name(value.__dict__["_label"]))
 
 
-_REFUSAL = "the program is not asked for {} of its own objects; a test expects plain data there"
+_REFUSAL = "{} of the program's own objects is unsupported in a test; it needs plain data there"
 
 
 def _refusal(value: Handle, what: str) -> Refused:
@@ -331,7 +331,7 @@ class Tests:
         try:
             value = decode(message, lambda number: Handle(self, int(number)))
         except Exception as error:  # noqa: BLE001  (a program may answer anything)
-            raise self.refusal(f"the program's answer is no plain data: {error}") from None
+            raise self.refusal(f"the program's answer is not plain data: {error}") from None
         return Handle(self, number_of(value), label) if isinstance(value, Handle) else value
 
     def refusal(self, reason: str) -> Refused:
@@ -344,7 +344,7 @@ class Tests:
         number = number_of(iterator)
         self.taken[number] = self.taken.get(number, 0) + 1
         if self.taken[number] > MAX_VALUES:
-            raise self.refusal(f"a test takes more than {MAX_VALUES} values from an iterator")
+            raise self.refusal(f"a test reads more than {MAX_VALUES} values from an iterator")
 
     def ask(self, action: str, values: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Have the program do something, which may change every object."""
@@ -359,12 +359,12 @@ class Tests:
             send(self.requests, [action, encoded, named])
             reply = receive(self.replies)
         except (Ended, OSError, json.JSONDecodeError) as error:
-            self.refusal(str(error) if isinstance(error, Ended) else "the program has ended")
+            self.refusal(str(error) if isinstance(error, Ended) else "the program has exited")
             raise Ended(self.refused) from None
         if isinstance(reply, dict):
             raise _raised(action, reply)
         if not isinstance(reply, list) or len(reply) != 2 or len(reply[1]) != len(values[1:]):
-            raise self.refusal("the program's answer is none")
+            raise self.refusal("the program's answer is malformed")
         for value, changed in zip(values[1:], reply[1], strict=True):
             _change(value, self.decoded(changed))
         return self.decoded(reply[0])

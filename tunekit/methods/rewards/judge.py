@@ -88,7 +88,7 @@ def read_score(text: str, max_score: float) -> float:
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
         raise _BadReplyError(f'replied {text[:100]!r}, not {{"score": N}}')
     if not 0 <= score <= max_score:
-        raise _BadReplyError(f"gave the score {score:g}, which is not from 0 to {max_score:g}")
+        raise _BadReplyError(f"gave the score {score:g}, outside 0 to {max_score:g}")
     return float(score)
 
 
@@ -108,9 +108,9 @@ def _patiently(ask: Callable[[], float], index: int, section: JudgeReward) -> fl
             what, lasting = str(error), False
         except HfHubHTTPError as error:
             status = error.response.status_code
-            what, lasting = f"answered with status {status}", status < 500 and status not in _BUSY
+            what, lasting = f"responded with status {status}", status < 500 and status not in _BUSY
         except (InferenceTimeoutError, httpx2.HTTPError) as error:
-            what, lasting = f"did not answer: {type(error).__name__}", False
+            what, lasting = f"did not respond: {type(error).__name__}", False
         if wait is None or lasting:
             break
         time.sleep(wait)

@@ -9,7 +9,7 @@ Before training: whether the rows have what the rewards read in them.
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tunekit.data.sources.rows import Rows
@@ -23,6 +23,34 @@ _SHOWN = 200
 
 RewardFunction = Callable[..., list[float | None]]
 """Reward function as TRL calls it. Its metrics are named by its `__name__`."""
+
+
+def reward_arguments(
+    rows: Sequence[Mapping[str, Any]], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Build the keyword arguments that TRL passes to a reward: lists as long as there are answers.
+
+    Args:
+        rows: The row of each answer.
+        texts: The answers.
+        token_ids: Tokens of each answer.
+    """
+    from transformers import TrainerState
+
+    prompts = [row["prompt"] for row in rows]
+    columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    return {
+        "prompts": prompts,
+        "completions": [
+            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ],
+        "completion_ids": [list(ids) for ids in token_ids],
+        **{name: [row.get(name) for row in rows] for name in columns},
+        "trainer_state": TrainerState(),
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
 
 
 def load_rewards(rewards: Sequence[Reward], *, device: str) -> list[RewardFunction]:
@@ -67,19 +95,9 @@ def judge_of(reward: Reward) -> Judge:
     """
     from tunekit.methods.rewards import code, judge, maths, model, text
 
-    judges: dict[str, Callable[[Any], Judge]] = {
-        "exact_match": text.exact_match,
-        "numeric_match": text.numeric_match,
-        "regex": text.regex,
-        "length": text.length,
-        "repetition": text.repetition,
-        "json_schema": text.json_schema,
-        "math": maths.math,
-        "code": code.code,
-        "reward_model": model.reward_model,
-        "judge": judge.judge,
-    }
-    return judges[reward.type](reward)
+    modules = {"math": maths, "code": code, "reward_model": model, "judge": judge}
+    judge_for: Callable[[Any], Judge] = vars(modules.get(reward.type, text))[reward.type]
+    return judge_for(reward)
 
 
 def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
@@ -92,7 +110,7 @@ def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
 
         column_values = [None] * len(completions) if judge.column is None else columns.get(judge.column)
         if column_values is None:
-            raise fault(0, f"the rows have no column {judge.column!r}")
+            raise fault(0, f"rows have no column {judge.column!r}")
         expected = list(column_values)
         for index, value in enumerate(column_values if judge.column is not None else ()):
             try:
@@ -135,13 +153,13 @@ def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | N
     except TypeError:
         raise RunError(
             f"method.rewards: {path} returned a value of type {type(returned).__name__}, not a list",
-            hint="return a list with a number for each completion",
+            hint="return a list with one number per completion",
         ) from None
     if len(values) != num_expected:
         raise RunError(
             f"method.rewards: {path} returned {len(values)} values for {num_expected} completions; the first was "
             f"{_shown(columns, 0)}",
-            hint="return one number for each completion, None where there is nothing to say",
+            hint="return one number per completion, or None where the reward does not apply",
         )
     return [None if value is None else _number(path, value, columns, index) for index, value in enumerate(values)]
 
@@ -156,7 +174,7 @@ def _number(path: str, value: Any, columns: dict[str, Any], index: int) -> float
     shown_value = value if isinstance(value, int | float | str) else f"a value of type {type(value).__name__}"
     raise RunError(
         f"method.rewards: {path} returned {shown_value} for {_shown(columns, index)}",
-        hint="return a finite number, or None where there is nothing to say",
+        hint="return a finite number, or None where the reward does not apply",
     )
 
 
@@ -167,7 +185,7 @@ def _raised(path: str, function: Callable[..., Any], columns: dict[str, Any], er
     what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return RunError(
         f"method.rewards: {path} raised {what} ({where.filename}:{where.lineno}) for {_culprit(function, columns)}",
-        hint="a reward must take every completion; let it return 0 or None where it cannot judge",
+        hint="a reward must accept every completion; return 0 or None where it cannot score one",
     )
 
 
@@ -178,7 +196,7 @@ def _culprit(function: Callable[..., Any], columns: dict[str, Any]) -> str:
             function(**alone)
         except Exception:  # noqa: BLE001  (the row that it fails on is what is looked for)
             return _shown(columns, index)
-    return f"all completions together, and for none alone; the first was {_shown(columns, 0)}"
+    return f"all completions together, but for none alone; the first was {_shown(columns, 0)}"
 
 
 def _shown(columns: dict[str, Any], index: int) -> str:
@@ -226,10 +244,10 @@ def _check_row(name: str, judge: Judge, column: str, row: dict[str, object], pla
     if column not in row:
         column_names = ", ".join(other for other in row if other not in _PROMPT)
         raise DataError(
-            f"{place}: method.rewards: {name} reads the column {column!r}, and the row has no such one",
-            hint=f"set its column: besides the prompt there is {column_names}"
+            f"{place}: method.rewards: {name} reads the column {column!r}, which the row lacks",
+            hint=f"set its column; available besides the prompt: {column_names}"
             if column_names
-            else "the row has a prompt alone",
+            else "the row has only a prompt",
         )
     try:
         judge.read(row[column])
@@ -238,5 +256,5 @@ def _check_row(name: str, judge: Judge, column: str, row: dict[str, object], pla
         text = text if len(text) <= 60 else text[:60] + "..."
         raise DataError(
             f"{place}: method.rewards: {name} cannot use the column {column!r}: {text!r} {error}",
-            hint="correct the row, or name another column",
+            hint="correct the row, or set another column",
         ) from None

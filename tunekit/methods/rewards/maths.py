@@ -52,7 +52,7 @@ def math(section: MathReward) -> Judge:
 
 def _expression(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise ValueError("is no mathematical expression")
+        raise ValueError("is not a mathematical expression")
     return str(value)
 
 

@@ -86,7 +86,7 @@ def _load(section: ModelSection, device: str, *, pad_token_id: int | None) -> "P
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"method.rewards: reward_model: {section.path!r} cannot be loaded: {str(error).strip().splitlines()[0]}",
-            hint="name a sequence classifier with one output, stored as safetensors",
+            hint="use a sequence classifier with one output, stored as safetensors",
         ) from error
     model.config.pad_token_id = pad_token_id
     model.requires_grad_(requires_grad=False)
@@ -102,6 +102,6 @@ def _refuse_untrained(section: ModelSection, missing: Any) -> None:
     """
     if missing:
         raise ModelError(
-            f"method.rewards: reward_model: {section.path!r} is no reward model: it has no {sorted(missing)[0]}",
-            hint="train one with method reward, or name a sequence classifier with one output",
+            f"method.rewards: reward_model: {section.path!r} is not a reward model: it has no {sorted(missing)[0]}",
+            hint="train one with method reward, or use a sequence classifier with one output",
         )

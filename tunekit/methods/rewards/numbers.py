@@ -89,7 +89,7 @@ def read_number(value: Any) -> Number:
         ValueError: There is none, or something stands behind it that is not a unit.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("is neither a number nor a text that ends in one")
+        raise ValueError("is neither a number nor text that ends with one")
     if not isinstance(value, str):
         if not math.isfinite(value):
             raise ValueError("is not a finite number")
@@ -97,7 +97,7 @@ def read_number(value: Any) -> Number:
     text = plain(value).rstrip(" .\n")
     number = last_number(text)
     if number is None or not text.endswith(number.unit or tuple("0123456789%.)")):
-        raise ValueError("does not end in a number")
+        raise ValueError("does not end with a number")
     return number
 
 

@@ -56,7 +56,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _DESCRIPTOR_CALLS = ("F_DUPFD", "F_DUPFD_CLOEXEC", "F_GETFD", "F_SETFD", "F_GETFL")
 _MADV_HWPOISON = 100
 
-_HINT = "`code` needs Linux with Landlock and seccomp (kernel 5.13 or later); judge with another reward here"
+_HINT = "`code` needs Linux with Landlock and seccomp (kernel 5.13 or later); use another reward on this machine"
 
 
 def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memory_bytes: int) -> list[bool]:
@@ -96,7 +96,7 @@ def failures(program: str, tests: list[str], *, timeout_seconds: float, memory_b
             process.kill()
         for process in processes:
             process.communicate()
-    missing = "the program or its tests ended before, or ran out of time or memory"
+    missing = "the program or its tests exited early, or ran out of time or memory"
     reasons = [json.loads(line) or None for line in verdicts]
     return reasons + [missing] * (len(tests) - len(reasons))
 
@@ -114,8 +114,8 @@ def check_sandbox() -> None:
     for program, expected in ((inside, True), (outside, False), (network, False)):
         tests = ["assert double(2) == 4"] if program == inside else ["pass"]
         if passed_tests(program, tests, timeout_seconds=20, memory_bytes=2**29) != [expected]:
-            what = "programs do not run" if expected else "programs are not kept in"
-            raise DependencyError(f"method.rewards: code: {what} in the sandbox on this machine", hint=_HINT)
+            what = "does not run programs" if expected else "does not confine programs"
+            raise DependencyError(f"method.rewards: code: the sandbox {what} on this machine", hint=_HINT)
 
 
 def _started(task: dict[str, object]) -> subprocess.Popen[bytes]:
@@ -170,7 +170,7 @@ def _filter() -> bytes:
         DependencyError: libseccomp is not installed.
     """
     if sys.platform != "linux":
-        raise DependencyError(f"method.rewards: code: there is no sandbox for {sys.platform}", hint=_HINT)
+        raise DependencyError(f"method.rewards: code: no sandbox for {sys.platform}", hint=_HINT)
     try:
         import pyseccomp
     except ImportError as error:

@@ -164,7 +164,7 @@ def _read(descriptor: int, size: int) -> bytes:
     while len(raw) < size:
         part = os.read(descriptor, size - len(raw))
         if not part:
-            raise Ended("the program has ended")
+            raise Ended("the program has exited")
         raw += part
     return bytes(raw)
 
@@ -200,7 +200,7 @@ def decode(message: Any, holding: Callable[[Any], Any], depth: int = 0) -> Any:
     if type(message) in (*SCALARS, int):
         return message
     if depth > MAX_DEPTH:
-        raise ValueError("it is nested too deeply")
+        raise ValueError("nested too deeply")
     ((kind, content),) = message.items()
     match kind:
         case "int":
@@ -218,11 +218,11 @@ def decode(message: Any, holding: Callable[[Any], Any], depth: int = 0) -> Any:
             kind = vars(importlib.import_module(module))[name]
             value = kind(*(decode(part, holding, depth + 1) for part in content[1]))
             if kind is range and not _is_short(value):
-                raise ValueError("it is a range of too many values")
+                raise ValueError("range with too many values")
             return value
         case "handle":
             return holding(content)
-    raise ValueError("it is of no such kind")
+    raise ValueError("unknown kind")
 
 
 # The side of the program

@@ -64,7 +64,7 @@ def numeric_match(section: NumericMatchReward) -> Judge:
 
 def _expected_text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("is no text")
+        raise ValueError("is not text")
     if not str(value).strip():
         raise ValueError("is empty")
     return str(value)
@@ -206,11 +206,11 @@ def _validator(value: Any) -> "Validator":
         except ValueError as error:
             raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
-        raise ValueError("is no JSON schema")
+        raise ValueError("is not a JSON schema")
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        raise ValueError(f"is no JSON schema: {error.message}") from None
+        raise ValueError(f"is not a JSON schema: {error.message}") from None
     validator: Validator = kind(schema, registry=Registry())
     return validator

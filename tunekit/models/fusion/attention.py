@@ -140,7 +140,7 @@ def read_attention(module: Module) -> Attention:
 
 
 def _unknown(line: str) -> Unreadable:
-    return Unreadable(f"its forward has a line that is not known: {line.splitlines()[0]}")
+    return Unreadable(f"unknown line in its forward: {line.splitlines()[0]}")
 
 
 def _statements(function: Callable[..., Any]) -> list[str]:
@@ -211,7 +211,7 @@ def attention_rule(module: nn.Module) -> Fusion | Kept | None:
     parts = tuple((name, fusion) for name, fusion in rules.items() if isinstance(fusion, Fusion))
     widths = tuple(num_outputs(module.get_submodule(name)) for name in (*attention.projections, attention.output))
     if None in widths:
-        return Kept("its projections are no linear layers")
+        return Kept("its projections are not linear layers")
     sizes = (*widths, *((type(norms[name]), fusion.settings, fusion.sizes) for name, fusion in parts))
     return Fusion("self-attention", forward, attention, partial(_trial, module, attention), sizes, parts)
 

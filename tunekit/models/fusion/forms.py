@@ -83,10 +83,10 @@ def norm_rule(module: nn.Module) -> Fusion | Kept | None:
         weight = names.get("weight")
         eps = vars(module).get(names["eps"])
         if not isinstance(eps, float | int) or (weight is not None and weight not in module._parameters):
-            return Kept("its epsilon is no number, or its weight no parameter")
+            return Kept("its epsilon is not a number, or its weight not a parameter")
         shape = None if weight is None else tuple(whole_shape(module.get_parameter(weight)))
         if shape is not None and len(shape) != 1:
-            return Kept("its weight is no vector")
+            return Kept("its weight is not a vector")
         width = 128 if shape is None else shape[0]
         settings = Norm(weight, float(eps), norm["offset"], norm["casting"])
         return Fusion(norm["words"], Norm.forward, settings, _norm_trial(module, width), shape)
@@ -159,7 +159,7 @@ def gated_rule(module: nn.Module) -> Fusion | Kept | None:
     gate = names.get("gate", names.get("gate_up", ""))
     width = num_outputs(module.get_submodule(gate))
     if width is None:
-        return Kept(f"a gated block; {gate} is no linear layer")
+        return Kept(f"a gated block; {gate} is not a linear layer")
     settings = Gated(gate, names.get("up"), names["down"], names.get("dropout"), activation)
     words = f"gated MLP ({activation.replace('_', ' ')}{'' if settings.up else ', one projection'})"
     return Fusion(words, Gated.forward, settings, _gated_trial(module, settings, width), width)
@@ -252,17 +252,17 @@ def layer_rule(module: nn.Module) -> Fusion | Kept | None:
     if structure is None:
         return None
     if _bound(structure, _table()["layers_without"]) is not None:
-        return Kept("a layer whose norms come before its adds: no add is followed by a norm within it")
+        return Kept("no norm follows an add within this layer")
     names = _bound(structure, _table()["layers"])
     if names is None:
         return None
     if "**" not in structure.passes[0]:
-        return Kept("a layer that does not hand all on to its attention")
+        return Kept("the layer does not pass all its arguments to its attention")
     settings = _settings(type(module), structure, names)
     middle = module.get_submodule(settings.middle_norm)
     part = norm_rule(middle)
     if not isinstance(part, Fusion) or not is_fused(middle):
-        return Kept(f"the norm behind its add, {settings.middle_norm}, is not fused")
+        return Kept(f"the norm after its add, {settings.middle_norm}, is not fused")
     outer = [name for name in (settings.norm, settings.behind_attention, settings.behind_block) if name]
     sizes = (part.settings, part.sizes, tuple(type(module.get_submodule(name)) for name in outer))
     parts = ((settings.middle_norm, part),)

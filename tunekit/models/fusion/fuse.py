@@ -83,7 +83,7 @@ class Report:
             nums[str(line.form)] += line.num_modules
         fused = ", ".join(f"{num} {form}" for form, num in nums.items()) or "nothing"
         unfused = ", ".join(dict.fromkeys(line.module for line in self.kept))
-        return f"tunekit's for {fused}{f'; torch for {unfused}' if unfused else ''}"
+        return f"tunekit for {fused}{f'; torch for {unfused}' if unfused else ''}"
 
 
 def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[Rule] = RULES) -> Report:
@@ -106,7 +106,7 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
                 outcomes[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
     for name, module in named.items():
         if name not in outcomes and _is_of_a_model(module):
-            outcomes[name] = (None, "no kernel for what it computes", None)
+            outcomes[name] = (None, "no kernel for this computation", None)
     return _report(named, outcomes)
 
 
@@ -128,7 +128,7 @@ def coverage(section: ModelSection) -> Report:
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"the configuration of {section.path!r} cannot be read: {first_line}",
-            hint="name a folder with a config.json, or a model on the hub",
+            hint="pass a folder with a config.json, or a model on the Hub",
         ) from error
     return fuse(model)
 
@@ -165,15 +165,15 @@ def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference
         return prove(fusion.trial, lambda new: replace(new, fusion), device=device, dtype=dtype)
     except Exception as error:  # noqa: BLE001  (a stand-in runs the model's own code, which may want another input)
         first = next(iter(str(error).splitlines()), "")
-        return f"it could not be tried: {type(error).__name__}{': ' * bool(first)}{first}"
+        return f"could not be tested: {type(error).__name__}{': ' * bool(first)}{first}"
 
 
 def _obstacle(module: nn.Module) -> str | None:
     """Return what prevents a module of a known form from being fused."""
     if "forward" in vars(module):
-        return "something else has replaced its forward"
+        return "its forward was replaced"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return "its weights are divided over devices"
+        return "its weights are sharded over devices"
     return None
 
 

@@ -205,14 +205,14 @@ def _why_not(layer: Any) -> str | None:
     if variants:
         return f"no kernel for this variant of LoRA: {', '.join(variants)}"
     if any(up.bias is not None for up in layer.lora_B.values()):
-        return "no kernel for adapters with biases"
+        return "no kernel for adapters with bias"
     return "its weight is stored transposed" if layer.fan_in_fan_out else None
 
 
 def _why_not_quantised(layer: Linear4bit) -> str | None:
     state = _state(layer)
     if state is None:
-        return "its weights are not quantised yet"
+        return "its weights are not quantized yet"
     return None if state.quant_type == "nf4" else f"no kernel for weights in {state.quant_type}"
 
 

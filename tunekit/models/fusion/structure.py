@@ -110,13 +110,13 @@ def _source(function: Callable[..., Any]) -> ast.FunctionDef:
     try:
         return _definition(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
-        raise Unreadable("its source is not to be had") from error
+        raise Unreadable("its source is not available") from error
 
 
 def _definition(source: str) -> ast.FunctionDef:
     tree = ast.parse(source).body[0]
     if not isinstance(tree, ast.FunctionDef):
-        raise Unreadable("its forward is no function")
+        raise Unreadable("its forward is not a function")
     return tree
 
 
@@ -198,7 +198,7 @@ class _Reader:
             case ast.If(test=test, body=body, orelse=orelse):
                 self.branch(test, body, orelse)
             case _:
-                raise Unreadable(f"its forward has a statement that is not read: {type(node).__name__.lower()}")
+                raise Unreadable(f"unsupported statement in its forward: {type(node).__name__.lower()}")
 
     def assign(self, target: ast.expr, value: str) -> None:
         match target:
@@ -297,7 +297,7 @@ class _Reader:
                 if decided is not None:
                     return self.value(body if decided else orelse)
                 return self.emit(f"choose({self.value(test)}, {self.value(body)}, {self.value(orelse)})")
-        raise Unreadable(f"its forward has an expression that is not read: {type(node).__name__.lower()}")
+        raise Unreadable(f"unsupported expression in its forward: {type(node).__name__.lower()}")
 
     def name(self, name: str) -> str:
         if self.is_itself(name):
@@ -405,7 +405,7 @@ class _Reader:
     def inlined(self, node: ast.Call, function: FunctionType, is_method: bool) -> str:
         """Return the result of a call by inlining the called function. Nothing has changed where this raises."""
         if self.depth >= MAX_DEPTH or any(k.arg is None for k in node.keywords):
-            raise Unreadable("too deep, or called with what is not known")
+            raise Unreadable("calls nested too deeply, or with unknown arguments")
         function = inspect.unwrap(function)
         source = _source(function)
         outside = self.names, self.globals, self.itself, self.depth
@@ -433,12 +433,12 @@ class _Reader:
         try:
             bound = inspect.signature(function).bind(*positional, **named)
         except TypeError as error:
-            raise Unreadable("its arguments do not fit") from error
+            raise Unreadable("its arguments do not match") from error
         values: dict[str, str] = {}
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 if name in bound.arguments:
-                    raise Unreadable("it takes any arguments")
+                    raise Unreadable("it accepts arbitrary arguments")
                 continue
             values[name] = bound.arguments[name] if name in bound.arguments else repr(parameter.default)
         if is_method:

@@ -34,7 +34,7 @@ SMOOTHED_LOSSES = ("aot", "aot_unpaired", "exo_pair", "robust")
 
 
 class DPOMethod(ReferenceMethod):
-    """Direct preference optimization: prefer the better of two answers (TRL's DPOTrainer)."""
+    """Direct preference optimization: prefer chosen over rejected answers (TRL's DPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/dpo_config.py", "DPOConfig"),

@@ -37,7 +37,7 @@ UNREAD = (
 
 
 class GMPOMethod(RewardedMethod):
-    """Geometric-mean policy optimization: GRPO with steadier steps (TRL's GMPOTrainer)."""
+    """Geometric-mean policy optimization: GRPO with more stable updates (TRL's GMPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "experimental/gmpo/gmpo_config.py", "GMPOConfig"),

@@ -26,7 +26,7 @@ UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
 
 
 class GRPOMethod(RewardedMethod):
-    """Group relative policy optimization: generate answers, prefer the rewarded (TRL's GRPOTrainer)."""
+    """Group relative policy optimization: generate answers, reinforce those with higher rewards (TRL's GRPOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/grpo_config.py", "GRPOConfig"),

@@ -14,7 +14,7 @@ GOOD_TO_BAD = (1.0, 4 / 3)
 
 
 class KTOMethod(ReferenceMethod):
-    """Kahneman-Tversky optimization: more of the good answers, less of the bad (TRL's KTOTrainer)."""
+    """Kahneman-Tversky optimization: learn from desirable and undesirable answers (TRL's KTOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/kto_config.py", "KTOConfig"),

@@ -15,7 +15,7 @@ from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 
 
 class RLOOMethod(RewardedMethod):
-    """REINFORCE leave-one-out: generate answers, prefer the rewarded (TRL's RLOOTrainer)."""
+    """REINFORCE leave-one-out: generate answers, reinforce those with higher rewards (TRL's RLOOTrainer)."""
 
     spec = MethodSpec(
         config=("trl", "trainer/rloo_config.py", "RLOOConfig"),
