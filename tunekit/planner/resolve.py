@@ -107,7 +107,7 @@ def resolve(
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
-        ddp_find_unused_parameters=layout.strategy == "ddp" and model.num_vision_params > 0,
+        ddp_find_unused_parameters=layout.strategy == "ddp" and model.num_tower_params > 0,
         padding_free=padding.is_free,
         gradient_checkpointing=fitting.gradient_checkpointing,
         micro_batch_size=fitting.micro_batch_size,
@@ -232,7 +232,7 @@ class _Chosen:
             if setting.host_limit_bytes is None:
                 why += "; whether this machine has that much main memory is not known"
             why += "".join(f"; {instead}" for instead in _without_offload(setting))
-        if self.fit.layout.strategy == "ddp" and setting.model.num_vision_params:
+        if self.fit.layout.strategy == "ddp" and setting.model.num_tower_params:
             why += "; DDP looks for what has no gradients, since text does not reach the vision tower"
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
