@@ -136,7 +136,7 @@ BROKEN = {
     "encoder": (
         change_config(architectures=["BertForMaskedLM"]),
         "{path!r} is not a causal language model (architectures: BertForMaskedLM); "
-        "use a model with an ...ForCausalLM architecture",
+        "use a model with a ...ForCausalLM architecture, or a ...ForConditionalGeneration with a text_config",
     ),
     "no-layers": (
         change_config(num_hidden_layers=None),

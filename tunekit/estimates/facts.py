@@ -562,7 +562,9 @@ class ModelFacts(Facts):
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        former = model_types().former_linears.get(self.model_type) if self.num_experts else None
+        # PEFT goes by the type of the whole model.
+        is_converted = self.num_experts and not self.is_multimodal
+        former = model_types().former_linears.get(self.model_type) if is_converted else None
         targets = None if target_modules == "all-linear" else target_modules
         matched = {
             name: sizes
@@ -642,7 +644,9 @@ def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]
     return shape
 
 
-_EMBEDDINGS = frozenset({"embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "position_embedding"})
+_EMBEDDINGS = frozenset(
+    {"embed_tokens", "embed_tokens_per_layer", "wte", "wpe", "embed_in", "word_embeddings", "position_embedding"}
+)
 """Names of modules that are embedding tables."""
 
 

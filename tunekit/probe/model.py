@@ -357,14 +357,20 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
 _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
+_BUFFERS = (".input_min", ".input_max", ".output_min", ".output_max", ".layer_scalar")
+"""Last names of tensors of Gemma 4 that are buffers: to what its towers clip, and a scale of each layer."""
+
+
 def _is_loaded(name: str, num_layers: int) -> bool:
     """Return whether a stored tensor is a parameter of the model as transformers builds it.
 
     Layers behind the last one predict further tokens (DeepSeek-V3, GLM-4.5) and are left out. What corrects the scores
-    of experts is a buffer, which nothing trains, but for Ernie's.
+    of experts is a buffer, which nothing trains, but for Ernie's. So are some of Gemma 4's scalars.
     """
     layer = _DECODER_LAYER.match(name)
     if layer and int(layer[1]) >= num_layers:
+        return False
+    if name.endswith(_BUFFERS):
         return False
     return not name.endswith(".e_score_correction_bias") or ".moe_statics." in name
 
