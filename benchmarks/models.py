@@ -86,7 +86,7 @@ def main() -> None:
         ):
             table[name] = results
             for run, result in results.items():
-                print(f"{name:26} {run:6} {result['verdict']:16} {result['detail'][:200]}", flush=True)
+                print(f"{name:26} {run:6} {result['verdict']:16} {result['detail']}", flush=True)
     for run in args.only:
         print(f"{run:6}", dict(Counter(results[run]["verdict"] for results in table.values() if run in results)))
     print(in_words(PACKAGES))
@@ -153,7 +153,7 @@ def _verdict(run: Callable[[], str]) -> tuple[str, str]:
 
 def _words(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({Path(place.filename).name}:{place.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-400:]} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _save(model_type: str) -> None:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.distributed import DistributedConfig
 
+    from tunekit.methods.run_trainer import RunTrainer
+
 
 def join(plan: Plan, place: Place) -> None:
     """Make the process group of a run, before anything of Accelerate's is made."""
@@ -101,7 +103,7 @@ def weights_device(plan: Plan, place: Place) -> str | None:
     return plan.device.kind
 
 
-def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
+def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
         # Nothing could go on from one.
@@ -114,12 +116,14 @@ def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
+        fsdp2.set_buffers_aside(trainer)
         fsdp2.untie_head(trainer)
 
 
-def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
+def after_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine after it has wrapped the model, in every process, before the first step."""
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
+        fsdp2.return_buffers(trainer)
         fsdp2.gather_head(trainer)
 
 

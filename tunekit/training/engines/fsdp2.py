@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, TorchContextParallelConfig
 from accelerate.utils.fsdp_utils import _get_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
+from torch.distributed import broadcast
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -32,6 +33,8 @@ from tunekit.recipe.sections.model import FullAdapter
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 
 def let_accelerate_shard_on_a_cpu() -> None:
@@ -102,6 +105,33 @@ def name_layers(trainer: "Trainer") -> None:
     present = {type(module).__name__ for module in model.modules()}
     named = cast("Collection[str]", model._no_split_modules)
     trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
+
+
+def set_buffers_aside(trainer: "RunTrainer") -> None:
+    """Keep buffers that checkpoints hold out of what Accelerate divides, with the same values in all processes.
+
+    Experts' score corrections (DeepSeek-V3, GLM-4.5) and Gemma 4's scales are such. Accelerate takes all of a state for
+    divided parameters, and fails (1.15, `fsdp2_load_full_state_dict`); buffers that no checkpoint holds it keeps.
+    """
+    stored = trainer.model.state_dict().keys()
+    trainer.stored_buffers = [name for name, _ in trainer.model.named_buffers() if name in stored]
+    for name in trainer.stored_buffers:
+        buffer = trainer.model.get_buffer(name)
+        # Only the processes that have read the weights have a value.
+        value = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+        broadcast(value, src=0)
+        _register(trainer.model, name, value, persistent=False)
+
+
+def return_buffers(trainer: "RunTrainer") -> None:
+    """Have checkpoints hold the buffers again that were set aside, once the model is wrapped."""
+    for name in trainer.stored_buffers:
+        _register(trainer.model, name, trainer.model.get_buffer(name), persistent=True)
+
+
+def _register(model: Module, name: str, value: Tensor, *, persistent: bool) -> None:
+    parent, _, own = name.rpartition(".")
+    model.get_submodule(parent).register_buffer(own, value, persistent=persistent)
 
 
 def untie_head(trainer: "Trainer") -> None:
