@@ -11,9 +11,10 @@ it, of one step of plain gradient descent in float32:
 - `dpo`: preferences, compared with the formula on log-probabilities of transformers' model;
 - `ddp`, `fsdp2`: the run of `lora` in two processes, compared with the one of a single process.
 
-Gradients are taken from outside: what a step of gradient descent added to the saved weights, divided by the rate. What
-comes out is one word (`same`, `other loss`, `other gradients`, `refused`, `crash`, `timeout`) and the figures or the
-message behind it. A type that transformers cannot compute a loss of at these sizes is `not built`.
+The routers' auxiliary loss is off, which is a mean over each micro-batch. Gradients are taken from outside: what a step
+of gradient descent added to the saved weights, divided by the rate. What comes out is one word (`same`, `other loss`,
+`other gradients`, `refused`, `crash`, `timeout`) and the figures or the message behind it. A type that transformers
+cannot compute a loss of at these sizes is `not built`.
 """
 
 import argparse
@@ -34,11 +35,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.circumstances import circumstances, in_words
-from benchmarks.tiny_models import tiny_model
+from benchmarks.tiny_models import MULTIMODAL, auto_class, tiny_model
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer
 
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="limit of one run")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
-    names = args.model_type or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = args.model_type or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
     table: dict[str, dict[str, dict[str, Any]]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, results in zip(
@@ -85,7 +86,7 @@ def main() -> None:
         ):
             table[name] = results
             for run, result in results.items():
-                print(f"{name:26} {run:6} {result['verdict']:16} {result['detail'][:200]}", flush=True)
+                print(f"{name:26} {run:6} {result['verdict']:16} {result['detail']}", flush=True)
     for run in args.only:
         print(f"{run:6}", dict(Counter(results[run]["verdict"] for results in table.values() if run in results)))
     print(in_words(PACKAGES))
@@ -152,7 +153,7 @@ def _verdict(run: Callable[[], str]) -> tuple[str, str]:
 
 def _words(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({Path(place.filename).name}:{place.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-400:]} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _save(model_type: str) -> None:
@@ -188,7 +189,8 @@ def recipe(name: str, rows: str = "chats.jsonl", **sections: Mapping[str, Any]) 
     }  # fmt: skip
     data = {"train": rows, "max_length": 128, **sections.pop("data", {})}
     output = {"dir": name, "sample_prompts": []}
-    return {"model": "model", "data": data, "train": train, "output": output, **sections}
+    method = {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}, **sections.pop("method", {})}
+    return {"model": "model", "data": data, "train": train, "output": output, "method": method, **sections}
 
 
 LORA = {"type": "lora", "rank": 4, "alpha": 4, "dropout": 0.0}
@@ -278,7 +280,9 @@ RUNS: dict[str, Callable[[], str]] = {
 
 
 def _model(folder: Path = Path("model")) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    loader: Any = auto_class(AutoConfig.from_pretrained(folder).model_type)
+    model: PreTrainedModel = loader.from_pretrained(folder, dtype=torch.float32).train()
+    return model
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 VOCAB_SIZE = 259
 """Entries of the tokenizer of `tests/tiny.py`: one a byte, and three of ChatML."""
@@ -25,6 +36,19 @@ EOS, PAD = 256, 257
 def _sizes() -> dict[str, Any]:
     text = (Path(__file__).parent / "tiny_models.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
+
+
+MULTIMODAL = frozenset(
+    name
+    for name, architecture in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != architecture
+)
+"""Types whose checkpoints hold vision or audio towers that `AutoModelForCausalLM` does not load."""
+
+
+def auto_class(model_type: str) -> type:
+    """The auto class that builds all of a published checkpoint of a type."""
+    return AutoModelForMultimodalLM if model_type in MULTIMODAL else AutoModelForCausalLM
 
 
 def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
@@ -86,11 +110,11 @@ def tiny_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedM
     """
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
-        num = AutoModelForCausalLM.from_config(config).num_parameters()
+        num = auto_class(model_type).from_config(config).num_parameters()
     if num > 20_000_000:
         raise ValueError(f"{model_type}: {num:,} parameters with tiny sizes")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto_class(model_type).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -57,7 +57,7 @@ def test_active_parameters_are_those_that_model_cards_say(name, billions):
 def test_the_vision_tower_is_counted_apart():
     facts = facts_of(known_models()["google/gemma-3-4b-it"].config)
     # keras-hub's gemma3_4b_text, whose vocabulary is 262144; Gemma's own has 64 more places.
-    assert facts.num_params - facts.num_vision_params == 3_880_099_328 + 64 * 2560
+    assert facts.num_params - facts.num_tower_params == 3_880_099_328 + 64 * 2560
     assert facts.model_type == "gemma3_text"
     assert facts.layer_types[4:7] == ("sliding_attention", "full_attention", "sliding_attention")
 

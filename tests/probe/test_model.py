@@ -71,7 +71,7 @@ def test_a_model_that_sees_is_counted_tower_and_all(tmp_path):
     facts = probe_model(ModelSection(path=str(save_tiny_model_with_vision(tmp_path))))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert facts.num_params == loaded.num_parameters()
-    assert facts.num_vision_params == sum(
+    assert facts.num_tower_params == sum(
         parameter.numel() for name, parameter in loaded.named_parameters() if "language_model" not in name
     )
     assert (facts.model_type, facts.num_layers, facts.has_tied_head) == ("gemma3_text", 2, True)
@@ -136,7 +136,7 @@ BROKEN = {
     "encoder": (
         change_config(architectures=["BertForMaskedLM"]),
         "{path!r} is not a causal language model (architectures: BertForMaskedLM); "
-        "use a model with an ...ForCausalLM architecture",
+        "use a model with a ...ForCausalLM architecture, or a ...ForConditionalGeneration with a text_config",
     ),
     "no-layers": (
         change_config(num_hidden_layers=None),

@@ -309,6 +309,11 @@ class Linears:
 SCORE = "score.weight"
 """Name in transformers of the head of a reward model."""
 
+_TEXT = re.compile(
+    r"(?:\w+\.)*?language_model\.|(?:model\.)?(?:embed_tokens|layers|norm)\.|(?:\w+\.)?(?:lm_head|score)\."
+)
+"""Names of what text passes through in a multimodal model, as checkpoints store it."""
+
 _LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
 
 
@@ -354,6 +359,8 @@ class ModelFacts(Facts):
     """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
     judges: bool = False
     """True if it has a score of a text in the place of its head."""
+    is_multimodal: bool = False
+    """True if its config.json describes the text decoder as one part among others."""
 
     @property
     def num_sliding_layers(self) -> int:
@@ -399,10 +406,14 @@ class ModelFacts(Facts):
         experts = sum(prod(shape) for name, shape in self.tensors.items() if _is_expert(name))
         return self.num_params - experts + experts * self.num_experts_per_token // self.num_experts
 
+    def is_tower(self, name: str) -> bool:
+        """True for a tensor or module of a vision or audio tower or of its projector: text does not pass through it."""
+        return self.is_multimodal and not _TEXT.match(name)
+
     @property
-    def num_vision_params(self) -> int:
-        """Number of parameters of the vision tower and its way into the decoder."""
-        return sum(prod(shape) for name, shape in self.tensors.items() if is_vision(name))
+    def num_tower_params(self) -> int:
+        """Number of parameters of vision and audio towers and their projectors."""
+        return sum(prod(shape) for name, shape in self.tensors.items() if self.is_tower(name))
 
     @cached_property
     def has_tied_head(self) -> bool:
@@ -544,12 +555,15 @@ class ModelFacts(Facts):
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        former = model_types().former_linears.get(self.model_type) if self.num_experts else None
+        # PEFT goes by the type of the whole model.
+        is_converted = self.num_experts and not self.is_multimodal
+        former = model_types().former_linears.get(self.model_type) if is_converted else None
         targets = None if target_modules == "all-linear" else target_modules
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
-            if (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
+            if not self.is_tower(name)
+            and (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
             and not (former and _leaf(name) in former)
         }
         return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
@@ -605,11 +619,6 @@ class DataFacts(Facts):
         return (self.num_truncated or 0) / max(1, self.num_rows or 0)
 
 
-def is_vision(name: str) -> bool:
-    """Return whether a tensor belongs to a vision tower or its projector."""
-    return "vision_tower" in name or "multi_modal_projector" in name
-
-
 def is_embedding(name: str) -> bool:
     """Return whether a weight is an embedding table."""
     return _is_vocabulary(name) and not is_head(name)
@@ -628,7 +637,9 @@ def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]
     return shape
 
 
-_EMBEDDINGS = frozenset({"embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "position_embedding"})
+_EMBEDDINGS = frozenset(
+    {"embed_tokens", "embed_tokens_per_layer", "wte", "wpe", "embed_in", "word_embeddings", "position_embedding"}
+)
 """Names of modules that are embedding tables."""
 
 

@@ -197,7 +197,7 @@ def load_trained(
     Raises:
         ModelError: It cannot be loaded.
     """
-    from tunekit.models.load import load_model, lora_config, read_adapter
+    from tunekit.models.load import Task, load_model, lora_config, read_adapter
 
     adapter = found.adapter
     model = load_model(
@@ -210,8 +210,10 @@ def load_trained(
     if adapter is not None:
         from peft import get_peft_model
 
-        adapted = get_peft_model(model, lora_config(adapter, model, task="SEQ_CLS" if found.judges else "CAUSAL_LM"))
-        read_adapter(adapted, Path(found.folder))
+        task: Task = "SEQ_CLS" if found.judges else "CAUSAL_LM"
+        folder = Path(found.folder)
+        adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=folder))
+        read_adapter(adapted, folder)
         model = cast("PreTrainedModel", adapted)
     return cast("PreTrainedModel", model.eval())
 

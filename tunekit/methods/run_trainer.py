@@ -15,7 +15,7 @@ trained token fill them instead: a loss that is a mean over tokens does not see 
 the last step is filled with pairs of the epoch's beginning, in one process too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -73,6 +73,8 @@ class RunTrainer(Base):  # type: ignore[misc]
     """Mixin over a trainer of TRL's: each method calls what stands around it, and that calls TRL's."""
 
     _around: Mapping[str, tuple[Callable[..., Any], ...]] = MappingProxyType({})
+    stored_buffers: Sequence[str] = ()
+    """Names of buffers of the model that checkpoints hold, where FSDP2 divides it."""
 
     def wrap(self, name: Wrapped, around: Callable[..., Any]) -> None:
         """Have a part of the run stand around a method; the last one is the outermost.

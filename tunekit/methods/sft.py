@@ -82,6 +82,10 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         self.learns_from_sums = False
         if self._num_parts > 1:
             self.loss_is_scaled_for_ga = True
+        else:
+            # Some model classes say no (Qwen3-VL, Gemma 4), since their own loss is a mean over a micro-batch. It is
+            # not the one that is trained on: heads divide by the tokens of the step.
+            self.model_accepts_loss_kwargs = True
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         """Trained tokens of a step, of which each process has some of each sequence where they are divided."""

@@ -20,7 +20,9 @@ Trained parameters: every weight, or low-rank updates through PEFT.
 """
 
 import contextlib
+import json
 import os
+import re
 from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
@@ -32,14 +34,14 @@ from tunekit.estimates.memory.states import Dtype
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import model_folder, with_tokenizer
-from tunekit.probe.origin import ADAPTER_WEIGHTS
+from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig, PeftModel
     from torch.nn import Module
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
 
 
@@ -117,7 +119,7 @@ def load_model(
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
+    from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
 
     from tunekit.models.attention import register_packed_attention
 
@@ -126,7 +128,6 @@ def load_model(
     torch_dtype = getattr(torch, dtype)
     if head_seed is not None:
         set_seed(head_seed)
-    kind = AutoModelForCausalLM if head_seed is None else AutoModelForSequenceClassification
     is_given = device == "meta" and distributed is None
     config = None
     if quantization is not None:
@@ -137,12 +138,14 @@ def load_model(
             bnb_4bit_compute_dtype=torch_dtype,
         )
     try:
+        files = read_config(section)
+        kind = auto_class(files) if head_seed is None else AutoModelForSequenceClassification
         with _keeping_buffers() if is_given else contextlib.nullcontext():
             model = kind.from_pretrained(
                 model_folder(section),
                 revision=section.revision,
                 dtype=torch_dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation=_of_text(attn_implementation, files),
                 quantization_config=config,
                 trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,
@@ -170,6 +173,63 @@ def load_model(
     if quantization is not None:
         keep_quantised_layout(model)
     return model
+
+
+def read_config(section: ModelSection) -> "PretrainedConfig":
+    """Return the configuration of a model.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: Its type is unknown.
+    """
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
+    )
+    return config
+
+
+def _of_text(attn_implementation: str | None, config: "PretrainedConfig") -> str | dict[str, str] | None:
+    """An attention implementation for the text decoder alone: those of towers are others, and may not have it."""
+    text = config.get_text_config(decoder=True)
+    names = [name for name in config.sub_configs if vars(config).get(name) is text]
+    return {names[0]: attn_implementation} if attn_implementation is not None and names else attn_implementation
+
+
+def auto_class(config: "PretrainedConfig") -> Any:
+    """Return the auto class that loads the architecture of a model, vision and audio towers included.
+
+    For some multimodal configurations `AutoModelForCausalLM` builds the text decoder alone, and for others nothing.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto import modeling_auto
+
+    architectures = config.architectures or []
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    return AutoModelForMultimodalLM if multimodal in architectures and causal != multimodal else AutoModelForCausalLM
+
+
+def towers(model: "Module") -> list[str]:
+    """Names of the outermost modules that text does not pass through: vision and audio towers and their projectors.
+
+    They are the modules without a parameter of the text decoder, its embedding or its head; a model that is a text
+    decoder alone has none.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config(decoder=True) is model.config:
+        return []
+    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings(), vars(model).get("score")}
+    own = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
+    names: list[str] = []
+    for name, module in model.named_modules():
+        parameters = [id(parameter) for parameter in module.parameters()]
+        is_below = any(name.startswith(f"{tower}.") for tower in names)
+        if parameters and own.isdisjoint(parameters) and not is_below:
+            names.append(name)
+    return names
 
 
 @contextlib.contextmanager
@@ -332,31 +392,33 @@ def attach_adapter(
     set_seed(seed)
     if isinstance(adapter, FullAdapter):
         model.requires_grad_(True)
+        for name in towers(model):
+            model.get_submodule(name).requires_grad_(False)
         return model
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, lora_config(adapter, model, task=task))
+    adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained))
     if trained is not None:
         read_adapter(adapted, trained)
     return adapted
 
 
-def lora_config(adapter: LoraAdapter, model: "torch.nn.Module", *, task: Task = "CAUSAL_LM") -> "LoraConfig":
+def lora_config(
+    adapter: LoraAdapter, model: "torch.nn.Module", *, task: Task = "CAUSAL_LM", trained: Path | None = None
+) -> "LoraConfig":
     """Return an adapter section as PEFT has it.
 
     Args:
         adapter: The section.
-        model: The model, whose routers that are linear layers are left out: PEFT adapts every linear layer, and those
-            of PhiMoE and Llama 4 return more than its product.
+        model: The model to adapt.
         task: What PEFT takes the model for.
+        trained: Folder of a trained adapter with these settings, which adapts the modules that it was trained on.
     """
     from peft import LoraConfig
-    from torch import nn
 
-    # Linear layers of a class that the model's own code defines.
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    routers = [name for name, module in linears if type(module).__module__ == type(model).__module__]
-
+    excluded = _never_adapted(model)
+    if trained is not None and (trained / ADAPTER_CONFIG).is_file():
+        excluded = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("exclude_modules")
     return LoraConfig(
         task_type=task,
         r=adapter.rank,
@@ -366,8 +428,24 @@ def lora_config(adapter: LoraAdapter, model: "torch.nn.Module", *, task: Task = 
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
-        exclude_modules=routers or None,
+        exclude_modules=excluded,
     )
+
+
+def _never_adapted(model: "torch.nn.Module") -> list[str] | str | None:
+    """Return the linear layers that get no adapter whatever the target modules are, as PEFT's `exclude_modules`.
+
+    PEFT adapts every linear layer by class. Layers of a subclass that the model's own code defines compute something
+    else (the routers of PhiMoE and Llama 4 return more than a product), and towers see no text.
+    """
+    from torch import nn
+
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    own = [name for name, module in linears if type(module).__module__ == type(model).__module__]
+    names = towers(model)
+    if not names:
+        return own or None
+    return "|".join([*(rf"{re.escape(name)}(\..*)?" for name in names), *map(re.escape, own)])
 
 
 def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> None:
@@ -420,7 +498,7 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.integrations import gather_params_ctx
 
-    adapted = get_peft_model(model, lora_config(adapter, model))
+    adapted = get_peft_model(model, lora_config(adapter, model, trained=folder))
     read_adapter(adapted, folder)
     for module in adapted.modules():
         if isinstance(module, BaseTunerLayer):

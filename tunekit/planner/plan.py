@@ -150,8 +150,6 @@ class Plan(Facts):
     """True if each decoder layer is compiled."""
     fp8: bool = False
     """True if products of linear layers have 8-bit factors."""
-    ddp_find_unused_parameters: bool = False
-    """True if DDP looks for trained parameters that a step does not reach: of a vision tower, which text does not."""
     padding_free: bool
     """True if the rows of a micro-batch are concatenated, kept apart by their positions; always when packed."""
     gradient_checkpointing: bool

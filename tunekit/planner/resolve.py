@@ -99,7 +99,6 @@ def resolve(
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
-        ddp_find_unused_parameters=layout.strategy == "ddp" and model.num_vision_params > 0,
         padding_free=padding.is_free,
         gradient_checkpointing=fitting.gradient_checkpointing,
         micro_batch_size=fitting.micro_batch_size,
@@ -224,8 +223,6 @@ class _Chosen:
             if setting.host_limit_bytes is None:
                 why += "; host memory of this machine unknown"
             why += "".join(f"; {instead}" for instead in _without_offload(setting))
-        if self.fit.layout.strategy == "ddp" and setting.model.num_vision_params:
-            why += "; DDP finds unused parameters, since text does not reach the vision tower"
         if self.fit.layout.sync_each_batch:
             why += "; gradients reduced in every micro-batch, since they would not fit unsharded"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)

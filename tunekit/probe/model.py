@@ -20,7 +20,6 @@ from tunekit.estimates.facts import ModelFacts, Origin
 from tunekit.estimates.memory.experts import fused_experts
 from tunekit.estimates.models.architectures import tensors_of
 from tunekit.estimates.models.model_config import (
-    WITH_VISION,
     complete,
     head_dim_of,
     is_known,
@@ -308,14 +307,16 @@ def _read_config(folder: Path, path: str) -> dict[str, Any]:
 
 
 def _check_causal(config: Mapping[str, Any], path: str) -> None:
-    """Refuse what transformers does not load as a causal language model. Some with a vision tower it loads as one."""
+    """Refuse what is no causal language model, nor has one as its text decoder among vision or audio towers."""
     architectures = config.get("architectures") or []
     is_causal = any("CausalLM" in name or "LMHead" in name for name in architectures)
-    if not is_causal and (config.get("model_type") not in WITH_VISION or not architectures):
+    is_multimodal = "text_config" in config and not config.get("is_encoder_decoder")
+    has_text_decoder = is_multimodal and any("ForConditionalGeneration" in name for name in architectures)
+    if not is_causal and not has_text_decoder:
         names = ", ".join(architectures) or "none"
         raise ModelError(
             f"model.path: {path!r} is not a causal language model (architectures: {names})",
-            hint="use a model with an ...ForCausalLM architecture",
+            hint="use a model with a ...ForCausalLM architecture, or a ...ForConditionalGeneration with a text_config",
         )
 
 
@@ -349,20 +350,27 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         num_experts_per_token=num_experts_per_token_of(text),
         router_aux_loss_coef=router_aux_loss_coef_of(text) if num_experts else None,
         has_chat_template=has_chat_template,
+        is_multimodal="text_config" in config,
     )
 
 
 _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
+_BUFFERS = (".input_min", ".input_max", ".output_min", ".output_max", ".layer_scalar")
+"""Last names of tensors of Gemma 4 that are buffers: to what its towers clip, and a scale of each layer."""
+
+
 def _is_loaded(name: str, num_layers: int) -> bool:
     """Return whether a stored tensor is a parameter of the model as transformers builds it.
 
     Layers behind the last one predict further tokens (DeepSeek-V3, GLM-4.5) and are left out. What corrects the scores
-    of experts is a buffer, which nothing trains, but for Ernie's.
+    of experts is a buffer, which nothing trains, but for Ernie's. So are some of Gemma 4's scalars.
     """
     layer = _DECODER_LAYER.match(name)
     if layer and int(layer[1]) >= num_layers:
+        return False
+    if name.endswith(_BUFFERS):
         return False
     return not name.endswith(".e_score_correction_bias") or ".moe_statics." in name
 

@@ -138,7 +138,7 @@ def products_of(
     """
     lora = None if isinstance(adapter, FullAdapter) else adapter
     names = model.all_linears.kinds if lora is None else model.adapted(lora.target_modules).kinds
-    decoder = (name for name in names if "vision_tower" not in name and ".experts." not in name)
+    decoder = (name for name in names if not model.is_tower(name) and ".experts." not in name)
     leaves = frozenset(name.rpartition(".")[2] for name in decoder)
     e = BYTES[dtype]
     mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2

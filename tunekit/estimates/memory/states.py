@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never, get_args
 
-from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head, is_vision
+from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import Optim
@@ -73,7 +73,7 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     """
     tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
-        return tensors
+        return {name: shape for name, shape in tensors.items() if not model.is_tower(name)}
     whole = trained_whole(model, adapter)
     trained = model.tensors_in(whole) if whole else {}
     for name in model.adapter_linears(adapter.target_modules):
@@ -186,12 +186,7 @@ def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
 
 def gradients_bytes(trained: Mapping[str, Shape]) -> int:
     """Bytes of all gradients, in float32."""
-    return sum(4 * math.prod(shape) for name, shape in trained.items() if gets_gradient(name))
-
-
-def gets_gradient(name: str) -> bool:
-    """Return whether a trained tensor is updated: text gives a vision tower no gradients."""
-    return not is_vision(name)
+    return sum(4 * math.prod(shape) for shape in trained.values())
 
 
 def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
@@ -201,12 +196,11 @@ def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
     for unsigned values. Embeddings keep float32 states (transformers asks bitsandbytes for it), and so does what is
     small.
     """
-    tensors = {name: shape for name, shape in trained.items() if gets_gradient(name)}
     if optim == "adafactor":
-        return sum(_factored_bytes(shape) for shape in tensors.values())
+        return sum(_factored_bytes(shape) for shape in trained.values())
     num_states, is_8bit = _NUM_STATES[optim.removeprefix("paged_").partition("_")[0]], optim.endswith("_8bit")
     total, quantised = 0, False
-    for name, shape in tensors.items():
+    for name, shape in trained.items():
         size = math.prod(shape)
         if is_8bit and size >= MIN_8BIT_VALUES and not is_embedding(name):
             total += num_states * (size + 4 * math.ceil(size / BLOCK_8BIT))
@@ -352,8 +346,7 @@ class Dora:
 
 def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
     """Return these bytes; `last` names the last linear layer of a decoder layer."""
-    adapted = model.adapter_linears(adapter.target_modules)
-    linears = {name: sizes for name, sizes in adapted.items() if not is_vision(name)}
+    linears = model.adapter_linears(adapter.target_modules)
     outputs = sum(outputs for outputs, _ in linears.values()) // model.num_layers
     params = sum(outputs * inputs for outputs, inputs in linears.values()) // model.num_layers
     lasts = {sizes for name, sizes in linears.items() if name.endswith(last)}

@@ -366,7 +366,7 @@ class _Sender:
 
 def _num_column_products(model: ModelFacts) -> int:
     """Products of a layer that are divided by columns: all but those that lead back to the stream, one in each half."""
-    return max(2, sum(".layers.0." in f".{name}" and "vision" not in name for name in model.linears) - 2)
+    return max(2, sum(".layers.0." in f".{name}" and not model.is_tower(name) for name in model.linears) - 2)
 
 
 MUCH_BANDWIDTH = 202

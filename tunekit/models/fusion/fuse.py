@@ -23,7 +23,7 @@ from tunekit.models.fusion.attention import attention_rule
 from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.lora_layers import linear_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
-from tunekit.probe.model import model_folder
+from tunekit.models.load import auto_class, read_config
 from tunekit.recipe.sections.model import ModelSection
 
 RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
@@ -116,14 +116,10 @@ def coverage(section: ModelSection) -> Report:
     Raises:
         ModelError: Its configuration cannot be read, or is not one of a language model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
-        config = AutoConfig.from_pretrained(
-            model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        config = read_config(section)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(

@@ -18,7 +18,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from tunekit.process.processes import name_interface_to_main
 from tunekit.recipe.sections.model import FullAdapter
 from tunekit.runs.small_files import Place
 from tunekit.training.engines import deepspeed, fsdp2
+
+if TYPE_CHECKING:
+    from tunekit.methods.run_trainer import RunTrainer
 
 
 def join(plan: Plan, place: Place) -> None:
@@ -71,8 +74,7 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
     if layout.strategy == "single":
         return {}
     if layout.strategy == "ddp":
-        unused = plan.ddp_find_unused_parameters
-        return {"ddp_find_unused_parameters": unused, "ddp_timeout": plan.exchange_timeout_seconds}
+        return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.exchange_timeout_seconds}
     if layout.tp_size > 1:
         # The model was divided when it was loaded.
         return {**fsdp2.accelerator_args(plan), "save_only_model": True}
@@ -98,7 +100,7 @@ def weights_device(plan: Plan, place: Place) -> str | None:
     return plan.device.kind
 
 
-def before_wrapping(trainer: Trainer, plan: Plan) -> None:
+def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
         # Nothing could go on from one.
@@ -111,12 +113,14 @@ def before_wrapping(trainer: Trainer, plan: Plan) -> None:
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
+        fsdp2.set_buffers_aside(trainer)
         fsdp2.untie_head(trainer)
 
 
-def after_wrapping(trainer: Trainer, plan: Plan) -> None:
+def after_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine after it has wrapped the model, in every process, before the first step."""
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
+        fsdp2.return_buffers(trainer)
         fsdp2.gather_head(trainer)
 
 

@@ -8,7 +8,7 @@ that the main process alone has read; the others have its shapes. So nothing may
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import PartialState
@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, TorchContextParallelConfig
 from accelerate.utils.fsdp_utils import _get_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
+from torch.distributed import broadcast
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,6 +30,9 @@ from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.model import FullAdapter
+
+if TYPE_CHECKING:
+    from tunekit.methods.run_trainer import RunTrainer
 
 
 def let_accelerate_shard_on_a_cpu() -> None:
@@ -99,6 +103,33 @@ def name_layers(trainer: Trainer) -> None:
     present = {type(module).__name__ for module in model.modules()}
     named = cast("Collection[str]", model._no_split_modules)
     trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
+
+
+def set_buffers_aside(trainer: "RunTrainer") -> None:
+    """Keep buffers that checkpoints hold out of what Accelerate divides, with the same values in all processes.
+
+    Experts' score corrections (DeepSeek-V3, GLM-4.5) and Gemma 4's scales are such. Accelerate takes all of a state for
+    divided parameters, and fails (1.15, `fsdp2_load_full_state_dict`); buffers that no checkpoint holds it keeps.
+    """
+    stored = trainer.model.state_dict().keys()
+    trainer.stored_buffers = [name for name, _ in trainer.model.named_buffers() if name in stored]
+    for name in trainer.stored_buffers:
+        buffer = trainer.model.get_buffer(name)
+        # Only the processes that have read the weights have a value.
+        value = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+        broadcast(value, src=0)
+        _register(trainer.model, name, value, persistent=False)
+
+
+def return_buffers(trainer: "RunTrainer") -> None:
+    """Have checkpoints hold the buffers again that were set aside, once the model is wrapped."""
+    for name in trainer.stored_buffers:
+        _register(trainer.model, name, trainer.model.get_buffer(name), persistent=True)
+
+
+def _register(model: Module, name: str, value: Tensor, *, persistent: bool) -> None:
+    parent, _, own = name.rpartition(".")
+    model.get_submodule(parent).register_buffer(own, value, persistent=persistent)
 
 
 def untie_head(trainer: Trainer) -> None:
