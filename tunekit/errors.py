@@ -156,5 +156,5 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "name a file in a folder that exists"
+        hint = "pass a file in an existing folder"
         raise TunekitError(f"cannot write '{path}': {error.strerror}", hint=hint) from error

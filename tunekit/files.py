@@ -178,7 +178,7 @@ def find_recipe(name: str) -> Path:
     near = near_names(name, list(names))
     hint = "`tunekit recipes` lists them"
     raise RecipeError(
-        f"{name}: there is no shipped recipe of this name",
+        f"{name}: no shipped recipe has this name",
         hint=f"did you mean {near}? {hint}" if near else hint,
     )
 
@@ -207,9 +207,9 @@ def copy_recipe(name: str, dest: Path | None = None) -> Path:
     if target.is_dir():
         target = target / source.name
     if target.exists():
-        raise RecipeError(f"{target}: exists already", hint="name another file to copy to")
+        raise RecipeError(f"{target}: already exists", hint="pass another file to copy to")
     if not target.parent.is_dir():
-        raise RecipeError(f"{target}: there is no folder {target.parent}", hint="create it first")
+        raise RecipeError(f"{target}: folder {target.parent} does not exist", hint="create it first")
     try:
         shutil.copyfile(source, target)
     except OSError as error:
@@ -233,8 +233,8 @@ def find_example(name: str) -> Path:
         return example_root() / name
     near = near_names(name, names)
     raise DataError(
-        f"example:{name}: no such file ships with tunekit",
-        hint=f"did you mean {near}?" if near else f"there are {', '.join(names)}",
+        f"example:{name}: no such example file",
+        hint=f"did you mean {near}?" if near else f"available: {', '.join(names)}",
     )
 
 

@@ -129,32 +129,32 @@ CASES = {
     "missing_column": (
         "chats.jsonl",
         f'{GOOD}\n{{"id":7}}\n',
-        "chats.jsonl:2: no column messages; the columns are id",
+        "chats.jsonl:2: no column messages; columns: id",
     ),
     "misspelt_column": (
         "chats.jsonl",
         GOOD.replace("messages", "mesages"),
-        "chats.jsonl:1: no known format has the columns mesages; rename mesages to messages",
+        "chats.jsonl:1: no format matches the columns mesages; rename mesages to messages",
     ),
     "unknown_columns": (
         "chats.jsonl",
         '{"a":1,"b":2}',
-        "chats.jsonl:1: no known format has the columns a, b; say with data.columns which of them are those of "
-        "a format (messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: "
-        "prompt, completion; text: text; tokens: input_ids; preference: chosen, rejected; ranking: "
-        "prompt, completions, scores; unpaired_preference: prompt, completion, label; prompts: prompt), or let a "
-        "function make rows of them (data.format=module:function)",
+        "chats.jsonl:1: no format matches the columns a, b; map them to the columns of a format with data.columns "
+        "(messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: prompt, "
+        "completion; text: text; tokens: input_ids; preference: chosen, rejected; ranking: prompt, completions, "
+        "scores; unpaired_preference: prompt, completion, label; prompts: prompt), or convert the rows by a "
+        "function (data.format=module:function)",
     ),
     "ambiguous_columns": (
         "chats.jsonl",
         GOOD[:-1] + ',"text":"hi ho"}',
-        "chats.jsonl:1: the columns can be read as messages (messages) or text (text); "
-        "choose one with data.format=messages or data.format=text",
+        "chats.jsonl:1: the columns match messages (messages) or text (text); set data.format=messages or "
+        "data.format=text",
     ),
     "sharegpt_without_an_answer": (
         "chats.jsonl",
         '{"conversations":[{"from":"human","value":"hi"}]}',
-        "chats.jsonl:1: conversations has no assistant turn",
+        "chats.jsonl:1: conversations has no assistant message",
     ),
     "sharegpt_turns": (
         "chats.jsonl",
@@ -171,19 +171,19 @@ CASES = {
         "chats.jsonl:1: conversations[0] must be an object {from, value}, got a string\n"
         "chats.jsonl:2: conversations[0] has no value\n"
         "chats.jsonl:3: conversations[0].from must be a string, got the number 7\n"
-        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_cal'; known are system, user, assistant, "
+        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_cal'; known: system, user, assistant, "
         "tool, human, gpt, chatgpt, bot, chatbot, model, function_call, observation\n"
         "chats.jsonl:5: conversations[0].value must be a string, got null",
     ),
     "sharegpt_turn_said_twice": (
         "chats.jsonl",
         '{"conversations":[{"from":"human","value":"hi","role":"user"}]}',
-        "chats.jsonl:1: conversations[0] has both from and role, or value and content; only one of them can be meant",
+        "chats.jsonl:1: conversations[0] has both from and role, or both value and content; keep one of each",
     ),
     "sharegpt_with_two_system_turns": (
         "chats.jsonl",
         '{"system":"a","conversations":[{"from":"system","value":"b"},{"from":"gpt","value":"c"}]}',
-        "chats.jsonl:1: the column system and a first turn of the system: only one of them can stand there",
+        "chats.jsonl:1: column system and a first message with role system; keep one of them",
     ),
     "sharegpt_entries": (
         "chats.jsonl",
@@ -213,19 +213,19 @@ CASES = {
     "alpaca_or_text": (
         "alpaca.json",
         '[{"instruction":"add","output":"3","text":"add: 3"}]',
-        "alpaca.json:1: the columns can be read as alpaca (instruction, output) or text (text); "
-        "choose one with data.format=alpaca or data.format=text",
+        "alpaca.json:1: the columns match alpaca (instruction, output) or text (text); set data.format=alpaca or "
+        "data.format=text",
     ),
     "columns_of_dolly": (
         "dolly.jsonl",
         '{"instruction":"add","response":"3"}',
-        "dolly.jsonl:1: no known format has the columns instruction, response; set data.columns={output: response}",
+        "dolly.jsonl:1: no format matches the columns instruction, response; set data.columns={output: response}",
     ),
     "question_and_answer": (
         "qa.jsonl",
         '{"question":"a","answer":"b"}',
-        "qa.jsonl:1: no known format has the columns question, answer; "
-        "set data.columns={prompt: question, completion: answer}",
+        "qa.jsonl:1: no format matches the columns question, answer; set data.columns={prompt: question, "
+        "completion: answer}",
     ),
     # Tools
     "tools": (
@@ -234,12 +234,12 @@ CASES = {
         "chats.jsonl:1: tools is a string, but not JSON\n"
         "chats.jsonl:2: tools must be a list of functions, got the number 7\n"
         "chats.jsonl:3: tools[0] must be an object, got a string\n"
-        "chats.jsonl:4: tools[0] names no function: {type: function, function: {name, ...}} is expected",
+        "chats.jsonl:4: tools[0] has no function name; expected {type: function, function: {name, ...}}",
     ),
     "tools_beside_plain_text": (
         "qa.jsonl",
         '{"prompt":"a","completion":"b","tools":[{"name":"add"}]}',
-        "qa.jsonl:1: tools beside a prompt that is plain text: only a conversation can name tools",
+        "qa.jsonl:1: tools are unsupported with a plain-text prompt; make the prompt a list of messages",
     ),
     "tool_calls": (
         "chats.jsonl",
@@ -267,26 +267,26 @@ CASES = {
     "rankings": (
         "ranks.jsonl",
         '{"prompt":"a","completions":["b","c"],"scores":[1,2]}',
-        f"data.train: 'ranks.jsonl' holds rankings (prompt, completions, scores), {SFT}; to imitate the best answers, "
-        "let a function take them (data.format=module:function)",
+        f"data.train: 'ranks.jsonl' holds rankings (prompt, completions, scores), {SFT}; to train on the best "
+        "completions, select them by a function (data.format=module:function)",
     ),
     "ratings": (
         "rated.jsonl",
         '{"prompt":"a","completion":"b","label":true}',
-        f"data.train: 'rated.jsonl' holds rated completions (prompt, completion, label), {SFT}; to imitate all "
+        f"data.train: 'rated.jsonl' holds rated completions (prompt, completion, label), {SFT}; to train on all "
         "completions, good and bad, set data.format=prompt_completion",
     ),
     "preferences": (
         "pairs.jsonl",
         '{"prompt":"a","chosen":"b","rejected":"c"}',
-        f"data.train: 'pairs.jsonl' holds preference pairs (chosen, rejected), {SFT}; to imitate the better answers, "
-        "set data.columns={completion: chosen}, or {messages: chosen} if it holds whole conversations",
+        f"data.train: 'pairs.jsonl' holds preference pairs (chosen, rejected), {SFT}; to train on the chosen "
+        "answers, set data.columns={completion: chosen}, or {messages: chosen} if it holds complete conversations",
     ),
     "prompt_alone": (
         "qa.jsonl",
         '{"prompt":"a"}',
-        f"data.train: 'qa.jsonl' holds prompts without completions (prompt), {SFT}; beside prompt, a column completion "
-        "is needed",
+        f"data.train: 'qa.jsonl' holds prompts without completions (prompt), {SFT}; column prompt requires a "
+        "column completion",
     ),
     # Messages
     "messages_not_a_list": (
@@ -297,8 +297,8 @@ CASES = {
     "messages_as_a_string": (
         "chats.jsonl",
         '{"messages":"[]"}',
-        "chats.jsonl:1: messages must be a list of {role, content}, got a string; "
-        "conversations belong in .jsonl or .parquet, where a column can hold a list",
+        "chats.jsonl:1: messages must be a list of {role, content}, got a string; use .jsonl or .parquet, where a "
+        "column can hold lists",
     ),
     "messages_in_a_list_too_many": (
         "chats.jsonl",
@@ -330,7 +330,7 @@ CASES = {
     "unknown_role": (
         "chats.jsonl",
         messages('{"role":"x","content":"hi"}'),
-        "chats.jsonl:1: messages[0].role: unknown role 'x'; the roles are system, user, assistant, tool",
+        "chats.jsonl:1: messages[0].role: unknown role 'x'; roles: system, user, assistant, tool",
     ),
     "role_no_string": (
         "chats.jsonl",
@@ -345,18 +345,18 @@ CASES = {
     "content_in_parts": (
         "chats.jsonl",
         messages('{"role":"user","content":[{"type":"text","text":"hi"}]}'),
-        "chats.jsonl:1: messages[0].content must be a string, got a list; content in parts is not understood yet",
+        "chats.jsonl:1: messages[0].content must be a string, got a list; content parts are not supported",
     ),
-    "no_assistant_turn": ("chats.jsonl", messages(TURN), "chats.jsonl:1: messages has no assistant turn"),
+    "no_assistant_turn": ("chats.jsonl", messages(TURN), "chats.jsonl:1: messages has no assistant message"),
     "empty_assistant_turn": (
         "chats.jsonl",
         messages(TURN, '{"role":"assistant","content":" "}'),
-        "chats.jsonl:1: messages: every assistant turn is empty",
+        "chats.jsonl:1: messages: every assistant message is empty",
     ),
     "half_a_surrogate_pair": (
         "chats.jsonl",
         messages('{"role":"user","content":"a\\ud83d"}'),
-        "chats.jsonl:1: messages[0].content holds \\ud83d, one half of a surrogate pair, which is no character",
+        "chats.jsonl:1: messages[0].content holds \\ud83d, an unpaired surrogate",
     ),
     # Prompt and completion
     "empty_completion": ("qa.jsonl", '{"prompt":"a","completion":" "}', "qa.jsonl:1: completion is empty"),
@@ -369,7 +369,7 @@ CASES = {
     "prompt_that_ends_with_the_answer": (
         "qa.jsonl",
         '{"prompt":[{"role":"assistant","content":"a"}],"completion":[{"role":"assistant","content":"a"}]}',
-        "qa.jsonl:1: prompt ends with an assistant turn; move that turn to completion",
+        "qa.jsonl:1: prompt ends with an assistant message; move that message to completion",
     ),
     "prompts_of_two_kinds": (
         "qa.jsonl",
@@ -381,27 +381,27 @@ CASES = {
         "wild.jsonl",
         '{"text":' + "1" * 1000 + '}\n{"' + "n" * 1000 + '":1,"\\u001b[31m":2,"\\ud83d":3}',
         "wild.jsonl:1: text must be a string, got the number " + "1" * 37 + "...\n"
-        "wild.jsonl:2: no column text; the columns are " + "n" * 37 + "..., '\\x1b[31m', '\\ud83d'",
+        "wild.jsonl:2: no column text; columns: " + "n" * 37 + "..., '\\x1b[31m', '\\ud83d'",
     ),
     "many_columns": (
         "wide.csv",
         ",".join(f"c{i}" for i in range(500)) + "\n",
-        "wide.csv:1: no known format has the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
-        "say with data.columns which of them are those of a format (messages: messages; sharegpt: conversations; "
+        "wide.csv:1: no format matches the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
+        "map them to the columns of a format with data.columns (messages: messages; sharegpt: conversations; "
         "alpaca: instruction, output; prompt_completion: prompt, completion; text: text; tokens: input_ids; "
-        "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, completion, "
-        "label; prompts: prompt), or let a function make rows of them (data.format=module:function)",
+        "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, "
+        "completion, label; prompts: prompt), or convert the rows by a function (data.format=module:function)",
     ),
     "half_a_surrogate_pair_beside_the_content": (
         "chats.jsonl",
         messages(TURN, '{"role":"assistant","content":"ho","name":"\\ud83d"}'),
-        "chats.jsonl:1: messages[1].name holds something that is neither text, a number nor made of them",
+        "chats.jsonl:1: messages[1].name holds a value that JSON cannot represent",
     ),
     # CSV
     "csv_empty_and_missing_cells": (
         "qa.csv",
         'prompt,completion\n"a\nb",c\nx,\nnan,y\n',
-        "qa.csv:4: completion is empty\nqa.csv:5: prompt is 'nan', which is how pandas writes a missing value",
+        "qa.csv:4: completion is empty\nqa.csv:5: prompt is 'nan', a missing value as written by pandas",
     ),
     "csv_number_of_cells": (
         "qa.csv",
@@ -599,7 +599,7 @@ def test_what_only_a_hub_dataset_has_is_refused_for_a_folder(here):
 def test_every_file_of_a_folder_is_checked_and_named(here):
     (here / "more.jsonl").write_text(f'{GOOD}\n{{"text":"a"}}')
     assert refusal(train=".") == (
-        "./more.jsonl:2: no column messages; the columns are those of text (text), not of messages (messages)"
+        "./more.jsonl:2: no column messages; the columns match text (text), not messages (messages)"
     )
     (here / "more.jsonl").write_text("")
     assert refusal(train="*.jsonl") == "data.train.path: 'more.jsonl' is empty"
@@ -611,27 +611,27 @@ def test_every_file_of_a_folder_is_checked_and_named(here):
         ({"promt": "q"}, "data.columns.promt: no format has a column 'promt'; did you mean 'prompt'?"),
         (
             {"x": "y"},
-            "data.columns.x: no format has a column 'x'; the columns are messages, conversations, instruction, output, "
-            "prompt, completion, text, input_ids, chosen, rejected, completions, scores, label, tools, system, input, "
-            "history, labels, attention_mask, completion_mask, assistant_masks",
+            "data.columns.x: no format has a column 'x'; columns: messages, conversations, instruction, output, "
+            "prompt, completion, text, input_ids, chosen, rejected, completions, scores, label, tools, system, "
+            "input, history, labels, attention_mask, completion_mask, assistant_masks",
         ),
-        ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; our name stands first: {prompt: q}"),
+        ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; tunekit's name comes first: {prompt: q}"),
         (
             {"prompt": "q", "completion": "q"},
-            "data.columns: prompt, completion are all read from the column 'q'",
+            "data.columns: prompt, completion all map to column 'q'",
         ),
         (
             {"prompt": "quest", "completion": "answer"},
-            "qa.jsonl:1: no column quest, which data.columns reads as prompt; did you mean question?",
+            "qa.jsonl:1: no column quest (data.columns.prompt); did you mean question?",
         ),
         (
             {"prompt": "question", "completion": "x"},
-            "qa.jsonl:1: no column x, which data.columns reads as completion; the columns are question, answer",
+            "qa.jsonl:1: no column x (data.columns.completion); columns: question, answer",
         ),
         ({"text": "question", "tools": "x"}, "data.columns: 'qa.jsonl' has no column x in any row"),
         (
             {"prompt": "question", "completion": "answer"},
-            "qa.jsonl:2: no column answer, which data.columns reads as completion",
+            "qa.jsonl:2: no column answer (data.columns.completion)",
         ),
     ],
 )
@@ -688,11 +688,11 @@ def test_the_eval_source_is_named_by_its_own_key(here):
 
 def test_a_forced_format_names_the_missing_column(here):
     assert refusal(train="chats.jsonl", format="text") == (
-        "chats.jsonl:1: no column text; the columns are those of messages (messages), not of text (text)"
+        "chats.jsonl:1: no column text; the columns match messages (messages), not text (text)"
     )
     (here / "qa.csv").write_text("id,prompt\n1,a\n")
     assert refusal(train="qa.csv", format="prompt_completion") == (
-        "qa.csv:1: no column completion; the columns are those of prompts (prompt), not of prompt_completion (prompt, "
+        "qa.csv:1: no column completion; the columns match prompts (prompt), not prompt_completion (prompt, "
         "completion)"
     )
 
@@ -718,8 +718,8 @@ def test_parquet_rows_are_named_by_their_number(here):
     assert refusal(train="qa.parquet") == "qa.parquet row 2: prompt must be a string, got null"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), here / "qa.parquet")
     assert refusal(train="qa.parquet") == (
-        f"data.train: 'qa.parquet' holds prompts without completions (prompt), {SFT}; to imitate what stands in "
-        "answer, set data.columns={completion: answer}"
+        f"data.train: 'qa.parquet' holds prompts without completions (prompt), {SFT}; to train on column answer, "
+        "set data.columns={completion: answer}"
     )
 
 

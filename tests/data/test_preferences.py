@@ -120,7 +120,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**PAIR, "rejected": "b"}, "chosen and rejected are the same; there is nothing to prefer"),
+        ({**PAIR, "rejected": "b"}, "chosen and rejected are identical"),
         ({**PAIR, "chosen": " "}, "chosen is empty"),
         ({**PAIR, "rejected": None}, "rejected must be a string, got null"),
         ({**PAIR, "prompt": ""}, "prompt is empty"),
@@ -136,30 +136,30 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ),
         (
             {"prompt": "sea?", "chosen": ASK + GOOD, "rejected": ASK + BAD},
-            "prompt is a string, and chosen a conversation with another first question; they must be the same, or all "
-            "three strings, or all three lists of messages",
+            "prompt is a string, but chosen is a conversation with another first user message; make them equal, or "
+            "make prompt, chosen and rejected all strings or all lists of messages",
         ),
         (
             {"prompt": ASK + GOOD, "chosen": GOOD, "rejected": BAD},
-            "prompt ends with an assistant turn; move that turn to chosen and rejected",
+            "prompt ends with an assistant message; move that message to chosen and rejected",
         ),
         (
             {"prompt": ASK, "chosen": [user("x"), *GOOD], "rejected": BAD},
-            "chosen must begin with an assistant turn, got one of user",
+            "chosen must begin with an assistant message, got role user",
         ),
-        ({"prompt": ASK, "chosen": [bot("")], "rejected": BAD}, "chosen: every assistant turn is empty"),
+        ({"prompt": ASK, "chosen": [bot("")], "rejected": BAD}, "chosen: every assistant message is empty"),
         (
             {"prompt": ASK, "chosen": [*GOOD, user("x"), bot("y", weight=0)], "rejected": BAD},
-            "chosen[2].weight is 0, but answers are compared as a whole; take it out",
+            "chosen[2].weight is 0, but completions are compared as a whole; remove it",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": [user("sea?"), *GOOD]},
-            "chosen and rejected begin with no prompt: where there is no column prompt, both are whole conversations "
-            "that begin with the same turns",
+            "chosen and rejected have no common prompt; without a column prompt, both must be complete "
+            "conversations that begin with the same messages",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": ASK + GOOD},
-            "chosen and rejected are the same; there is nothing to prefer",
+            "chosen and rejected are identical",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": "b"},
@@ -167,30 +167,30 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ),
         (
             {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-            r"chosen and rejected are strings that begin with no prompt (\n\nHuman: ... \n\nAssistant:); name the "
-            "column of the prompt with data.columns={prompt: ...}",
+            r"chosen and rejected are strings without a common prompt (\n\nHuman: ... \n\nAssistant:); set "
+            "data.columns={prompt: ...} to the column of the prompt",
         ),
         (
             {"prompt": "a", "conversations": ASK, "chosen": GOOD[0], "rejected": BAD[0]},
-            "the columns prompt and conversations: only one of them can be the prompt",
+            "columns prompt and conversations both hold the prompt; keep one of them",
         ),
         (
             {"conversations": ASK + GOOD, "chosen": GOOD[0], "rejected": BAD[0]},
-            "conversations ends with an assistant turn; move that turn to chosen and rejected",
+            "conversations ends with an assistant message; move that message to chosen and rejected",
         ),
         (
             {"conversations": ASK, "chosen": {"from": "gtp", "value": "b"}, "rejected": BAD[0]},
-            "chosen[0].from: unknown speaker 'gtp'; known are system, user, assistant, tool, human, gpt, chatgpt, bot, "
-            "chatbot, model, function_call, observation",
+            "chosen[0].from: unknown speaker 'gtp'; known: system, user, assistant, tool, human, gpt, chatgpt, "
+            "bot, chatbot, model, function_call, observation",
         ),
         (
             {**PAIR, "system": "Be brief."},
-            "the column system beside a prompt that is plain text: put it into the prompt, by a function of your own "
-            "if need be (data.format=module:function)",
+            "column system is unsupported with a plain-text prompt; put it into the prompt, for example by a row "
+            "function (data.format=module:function)",
         ),
         (
             {**PAIR, "tools": [WEATHER]},
-            "tools beside a prompt that is plain text: only a conversation can name tools",
+            "tools are unsupported with a plain-text prompt; make the prompt a list of messages",
         ),
     ],
 )  # fmt: skip
@@ -285,15 +285,15 @@ def test_a_ranking_becomes_its_best_and_its_worst_answer():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"scores": [1, 1]}, "every score is 1, so no answer is better than another"),
+        ({"scores": [1, 1]}, "every score is 1; no completion is better than another"),
         ({"scores": [1]}, "2 completions, but 1 score"),
         ({"scores": [1, "2"]}, "scores[1] must be a number, got a string"),
         ({"scores": [1, True]}, "scores[1] must be a number, got the boolean true"),
         ({"scores": [1, float("nan")]}, "scores[1] must be a number, got the number nan"),
         ({"scores": 3}, "scores must be a list, got the number 3"),
         ({"completions": "b"}, "completions must be a list, got a string"),
-        ({"completions": ["b"], "scores": [1]}, "completions must hold at least two answers to compare, got 1"),
-        ({"completions": ["b", "b"]}, "chosen and rejected are the same; there is nothing to prefer"),
+        ({"completions": ["b"], "scores": [1]}, "completions must hold at least two completions, got 1"),
+        ({"completions": ["b", "b"]}, "chosen and rejected are identical"),
         ({"prompt": None}, "prompt must be a string or a list of messages, got null"),
     ],
 )
@@ -336,15 +336,15 @@ def test_a_csv_writes_labels_as_words(here):
 )
 def test_another_label_is_refused(label, got):
     assert refusal({"prompt": "a", "completion": "b", "label": label}) == (
-        f"rows.jsonl:1: label must be true (a good answer) or false (a bad one), got {got}; "
-        "if it says something else, leave it aside with data.format=prompt_completion"
+        f"rows.jsonl:1: label must be true (good completion) or false (bad), got {got}; to ignore the column, set "
+        "data.format=prompt_completion"
     )
 
 
 def test_a_rated_completion_is_an_answer():
     rated = {"completion": ASK + GOOD, "label": True}
     assert refusal({"prompt": ASK, **rated}) == (
-        "rows.jsonl:1: completion must begin with an assistant turn, got one of user"
+        "rows.jsonl:1: completion must begin with an assistant message, got role user"
     )
     assert refusal({"prompt": "a", **rated}) == (
         "rows.jsonl:1: prompt and completion must both be strings or both be lists of messages, got a string and a list"
@@ -386,7 +386,7 @@ def test_prompts_keep_the_columns_of_a_table_too(here, suffix):
 
 def test_what_is_no_prompt_is_refused(here):
     assert refusal({"prompt": ASK + GOOD}) == (
-        "rows.jsonl:1: prompt ends with an assistant turn; the model is to answer it itself, so leave that turn out"
+        "rows.jsonl:1: prompt ends with an assistant message; remove that message; the model generates it"
     )
     assert refusal({"prompt": []}) == "rows.jsonl:1: prompt is empty"
     assert refusal({"prompt": 3}) == "rows.jsonl:1: prompt must be a string, got the number 3"
@@ -399,7 +399,7 @@ def test_what_is_no_prompt_is_refused(here):
     with pytest.raises(DataError) as caught:
         load_data(DataSection(train="rows.parquet"))
     assert str(caught.value) == (
-        "rows.parquet row 1: day holds something that is neither text, a number nor made of them"
+        "rows.parquet row 1: day holds a value that JSON cannot represent"
     )
 
 

@@ -164,7 +164,7 @@ def test_columns_that_no_format_has_are_shown_with_what_they_hold_and_can_be_map
     (folder / "odd.csv").write_text("frage,antwort,id\nWho are you?,I am pico.,7\nAnd you?,Me too.,8\n")
     seen = tunekit.preview(recipe("odd.csv"))
     assert (seen.format, seen.rows) == (None, ())
-    assert "no known format has the columns frage, antwort, id" in seen.problem.what
+    assert "no format matches the columns frage, antwort, id" in seen.problem.what
     assert [(column.name, column.read_as, column.example) for column in seen.columns] == [
         ("frage", None, "Who are you?"),
         ("antwort", None, "I am pico."),
@@ -179,7 +179,7 @@ def test_columns_that_no_format_has_are_shown_with_what_they_hold_and_can_be_map
 def test_rows_that_the_method_does_not_learn_from_are_told_with_their_columns():
     seen = tunekit.preview(recipe("example:sums.jsonl"))
     assert "method sft learns from" in seen.problem.what
-    assert seen.problem.hint == "to imitate what stands in answer, set data.columns={completion: answer}"
+    assert seen.problem.hint == "to train on column answer, set data.columns={completion: answer}"
     assert [column.name for column in seen.columns] == ["prompt", "answer"]
 
 

@@ -82,8 +82,7 @@ def test_a_function_that_leaves_out_all_rows_is_refused():
 
 def test_a_function_that_makes_rows_of_two_formats_is_refused():
     assert refusal("mixed") == (
-        "rows.jsonl:2: no column text; the columns are those of prompt_completion (prompt, completion), not of text "
-        "(text)"
+        "rows.jsonl:2: no column text; the columns match prompt_completion (prompt, completion), not text (text)"
     )
 
 

@@ -71,8 +71,8 @@ def test_with_loss_on_last_the_last_turn_must_count():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(CHATML), data, loss_on="last")
     assert str(caught.value) == (
-        "data.jsonl:2: messages[3] has weight 0, and no other turn counts with data.loss_on=last; "
-        "set data.loss_on=assistant, or leave the row out"
+        "data.jsonl:2: messages[3] has weight 0, and no other turn counts with data.loss_on=last; set "
+        "data.loss_on=assistant, or remove the row"
     )
 
 
@@ -106,19 +106,19 @@ def test_markers_that_are_more_than_the_turns_cannot_be_weighed():
     [
         (
             {"role": "user", "content": "x", "weight": 1},
-            "messages[1].weight: only an assistant turn has a weight, and this is one of user",
+            "messages[1].weight: only assistant messages may have a weight, got role user",
         ),
         (
             {"role": "assistant", "content": "x", "weight": 0.5},
-            "messages[1].weight must be 0 (the turn does not count) or 1 (it does), got the number 0.5",
+            "messages[1].weight must be 0 (excluded from the loss) or 1 (included), got the number 0.5",
         ),
         (
             {"role": "assistant", "content": "x", "weight": True},
-            "messages[1].weight must be 0 (the turn does not count) or 1 (it does), got the boolean true",
+            "messages[1].weight must be 0 (excluded from the loss) or 1 (included), got the boolean true",
         ),
         (
             {"role": "assistant", "content": "x", "weight": 0},
-            "messages: every assistant turn that says something has weight 0, so there is nothing to learn",
+            "messages: every non-empty assistant message has weight 0; no token is included in the loss",
         ),
     ],
 )
@@ -179,20 +179,21 @@ def test_marks_of_sharegpt_and_of_completions_are_read_as_well():
     [
         (
             {"role": "user", "train": True},
-            "messages[1].train is true, but only assistant turns can be learned, and this is one of user; take it out",
+            "messages[1].train is true, but only assistant messages are included in the loss, got role user; "
+            "remove it",
         ),
-        ({"train": 0.5}, "messages[1].train must be true (the turn counts in the loss) or false, got the number 0.5"),
-        ({"loss": "false"}, "messages[1].loss must be true (the turn counts in the loss) or false, got a string"),
+        ({"train": 0.5}, "messages[1].train must be true (included in the loss) or false, got the number 0.5"),
+        ({"loss": "false"}, "messages[1].loss must be true (included in the loss) or false, got a string"),
         ({"weight": 1, "train": False}, "messages[1]: weight is 1, but train is false; keep one of them"),
         (
             {"train": False},
-            "messages: every assistant turn that says something has weight 0, so there is nothing to learn",
+            "messages: every non-empty assistant message has weight 0; no token is included in the loss",
         ),
         *(
             (
                 {key: value},
-                f"messages[1].{key} looks like a weight in the loss, which is not read from there; "
-                "write weight 0 for an assistant turn that is not to be learned, or take the key out",
+                f"messages[1].{key} looks like a loss weight, but is not read; set weight: 0 on assistant messages "
+                "to exclude from the loss, or remove the key",
             )
             for key, value in {
                 "loss_scale": 0.0,
@@ -230,7 +231,7 @@ def test_answers_that_are_compared_have_no_marks(mark, prompt):
     with pytest.raises(BadRow) as caught:
         check_row(prompt | {"chosen": answers[0], "rejected": answers[1]}, "preference")
     assert str(caught.value) == (
-        f"chosen[0].{name} is {str(value).lower()}, but answers are compared as a whole; take it out"
+        f"chosen[0].{name} is {str(value).lower()}, but completions are compared as a whole; remove it"
     )
 
 
@@ -248,5 +249,5 @@ def test_a_column_that_masks_tokens_or_turns_is_refused_and_a_number_left_aside(
     for row in ({"input_ids": [1, 2]}, chat("u hi", "a ho")):
         with pytest.raises(DataError) as caught:
             load(**row, loss_mask=[0, 1])
-        assert "the column loss_mask looks like a mask of the loss, which is not read from there; " in str(caught.value)
+        assert "column loss_mask looks like a loss mask, but is not read; " in str(caught.value)
     assert load(**chat("u hi", "a ho"), weight=0.5).notes[0].endswith("; ignored: weight")

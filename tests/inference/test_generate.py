@@ -222,7 +222,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path, monkeypatch):
     for out, words in (
         ("out.jsonl", "is there already"),
         ("other.jsonl", "answers of a time that ended early"),
-        ("no/out.jsonl", "name a file in a folder that exists"),
+        ("no/out.jsonl", "pass a file in an existing folder"),
     ):
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.generate("pico", prompts, out)

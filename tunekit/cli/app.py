@@ -437,4 +437,4 @@ def _write_new(path: Path, text: str) -> None:
         raise TunekitError(f"'{path}' is there already", hint="name a new file, or remove it") from error
     except OSError as error:
         problem = f"cannot write '{path}': {error.strerror}"
-        raise TunekitError(problem, hint="name a file in a folder that exists") from error
+        raise TunekitError(problem, hint="pass a file in an existing folder") from error

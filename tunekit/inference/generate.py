@@ -214,7 +214,7 @@ class _Answers(AbstractContextManager["_Answers"]):
             raise RunError(problem, hint="move or delete it") from error
         except OSError as error:
             problem = f"cannot write '{out}': {error.strerror}"
-            raise RunError(problem, hint="name a file in a folder that exists") from error
+            raise RunError(problem, hint="pass a file in an existing folder") from error
 
     @property
     def num_prompts(self) -> int:

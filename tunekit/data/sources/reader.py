@@ -295,7 +295,7 @@ class Reader:
         if isinstance(value, dict):
             for ours in COLUMNS[format]:
                 if ours in self._columns and self._columns[ours] not in value:
-                    raise BadRow(f"no column {listed([self._columns[ours]])}, which data.columns reads as {ours}")
+                    raise BadRow(f"no column {listed([self._columns[ours]])} (data.columns.{ours})")
             value = renamed(value, self._columns)
             self._check_reading(tuple(value), format)
         row = convert_row(value, format, self._findings)

@@ -168,7 +168,7 @@ class ChatRenderer:
             if spoken[-1] in weightless:
                 raise DataError(
                     f"{place}: messages[{spoken[-1]}] has weight 0, and no other turn counts with data.loss_on=last",
-                    hint="set data.loss_on=assistant, or leave the row out",
+                    hint="set data.loss_on=assistant, or remove the row",
                 )
         turns = [i for i in spoken if i >= num_prompt and i not in weightless]
         messages = unweighted(messages)
@@ -206,7 +206,7 @@ class ChatRenderer:
             place,
             lambda renamed: self.text(unweighted(renamed), place, tools=tools),
             said="".join(rendered.text[start:end] for start, end in rendered.spans),
-            remedy="or give the turn weight 0" if rendered.spans else "or leave the row out",
+            remedy="or give the turn weight 0" if rendered.spans else "or remove the row",
         )
 
     def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
