@@ -56,7 +56,7 @@ def test_a_folder_or_pattern_is_read_in_the_order_of_names(folder, path):
 def test_what_a_folder_holds_besides_rows_is_said(folder):
     assert load("data").notes == [
         "data: 5 rows in 3 files of text (recognised from the column text)",
-        "data: left aside, as no files of rows: LICENSE",
+        "data: files of unsupported formats ignored: LICENSE",
     ]
 
 
@@ -135,13 +135,13 @@ def test_bad_rows_up_to_the_cap_are_left_out_and_told(here):
     assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
     assert [data.train[0].place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:4"]
     assert [(skipped.place, skipped.reason) for skipped in data.skipped] == [
-        ("notes.jsonl:2:8", "broken JSON: expecting ':' delimiter"),
+        ("notes.jsonl:2:8", "invalid JSON: expecting ':' delimiter"),
         ("notes.jsonl:3", "text is empty"),
         ("notes.jsonl:5", "a row must be an object, got a list"),
         ("notes.jsonl:6", "a row must be an object, got the number 3"),
     ]
     assert data.notes[1] == (
-        "notes.jsonl: 4 bad rows left out (data.max_bad_rows=4): notes.jsonl:2:8: broken JSON: expecting ':' "
+        "notes.jsonl: 4 invalid rows skipped (data.max_bad_rows=4): notes.jsonl:2:8: invalid JSON: expecting ':' "
         "delimiter; notes.jsonl:3: text is empty; notes.jsonl:5: a row must be an object, got a "
         "list; and 1 more"
     )

@@ -70,8 +70,8 @@ def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
     }
     assert data.train[0].place(0) == "chats.parquet row 1"
     assert data.notes == [
-        "chats.parquet: 1 row of messages (recognised from the column messages); ignored: score; "
-        "the chat template also gets name of the messages"
+        "chats.parquet: 1 row of messages (recognised from the column messages); ignored: score; also passed to "
+        "the chat template: name of messages"
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_text_file_is_parted_at_two_blank_lines(here):
     data = load("tales.txt")
     assert [row["text"] for row in data.train[0].rows] == ["One.\n\n  Still one.", "Two."]
     assert [data.train[0].place(i) for i in range(2)] == ["tales.txt:3", "tales.txt:9"]
-    assert data.notes == ["tales.txt: 2 documents of plain text (two blank lines begin a new one)"]
+    assert data.notes == ["tales.txt: 2 documents of plain text (separated by two blank lines)"]
 
 
 def test_a_format_that_is_given_decides_between_columns_that_fit_two(here):

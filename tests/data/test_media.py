@@ -74,7 +74,9 @@ def test_a_part_that_is_no_text_is_refused(part, kind):
 
 
 def test_a_message_with_an_image_of_its_own_is_refused():
-    with pytest.raises(BadRow, match=r"^messages\[0\]\.images holds images, but only text is supported; remove the key"):
+    with pytest.raises(
+        BadRow, match=r"^messages\[0\]\.images holds images, but only text is supported; remove the key"
+    ):
         check_row({"messages": [{**ASK, "images": ["cat.png"]}, SAY]}, "messages")
 
 

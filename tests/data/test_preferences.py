@@ -58,7 +58,7 @@ def refusal(*rows, **section) -> str:
         (
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]},
-            " (recognised from the columns chosen and rejected); the chat template also gets the tools",
+            " (recognised from the columns chosen and rejected); also passed to the chat template: tools",
         ),
         (
             {"prompt": ASK, "chosen": ASK + GOOD, "rejected": ASK + BAD},
@@ -73,27 +73,27 @@ def refusal(*rows, **section) -> str:
         (
             {"chosen": ASK + GOOD, "rejected": ASK + BAD},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (  # the first answer is the same, the second is not
             {"chosen": [*ASK, *GOOD, user("sea?"), bot("a")], "rejected": [*ASK, *GOOD, user("sea?"), bot("b")]},
             {"prompt": [*ASK, *GOOD, user("sea?")], "chosen": [bot("a")], "rejected": [bot("b")]},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (  # the second question is not the same: the first answer is no part of the prompt
             {"chosen": [*ASK, *GOOD, user("sea?"), bot("a")], "rejected": [*ASK, *GOOD, user("sun?"), bot("a")]},
             {"prompt": ASK, "chosen": [*GOOD, user("sea?"), bot("a")], "rejected": [*GOOD, user("sun?"), bot("a")]},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (  # one goes on where the other ends
             {"chosen": ASK + GOOD, "rejected": [*ASK, *GOOD, user("sea?"), bot("a")]},
             {"prompt": ASK, "chosen": GOOD, "rejected": [*GOOD, user("sea?"), bot("a")]},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (
             {"chosen": HH + " It is blue.", "rejected": HH + " It is green."},
             {"prompt": HH, "chosen": " It is blue.", "rejected": " It is green."},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (
             {
@@ -200,7 +200,7 @@ def test_what_is_no_pair_is_refused(row, message):
 
 def test_prompts_of_two_kinds_are_refused():
     assert refusal(PAIR, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}) == (
-        "rows.jsonl:2: the prompt is a list of messages, but in the first row it is a string"
+        "rows.jsonl:2: prompt is a list of messages, but a string in the first row"
     )
 
 
@@ -275,8 +275,8 @@ def test_a_ranking_becomes_its_best_and_its_worst_answer():
         {"prompt": "sea?", "chosen": "wet", "rejected": "dry"},
     ]
     assert data.notes == [
-        "rows.jsonl: 2 rows of ranking: the completion of the highest score -> chosen, that of the lowest -> rejected "
-        "(the first of several)"
+        "rows.jsonl: 2 rows of ranking: completion with the highest score -> chosen, with the lowest -> rejected "
+        "(ties: the first)"
     ]
     chats = load({"prompt": ASK, "completions": [BAD, GOOD], "scores": [1, 2], "tools": [WEATHER]})
     assert chats.train[0].rows[0] == {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]}
@@ -312,7 +312,7 @@ def test_a_rated_completion_keeps_its_label_as_a_boolean(label, is_good):
     assert type(data.train[0].rows[0]["label"]) is bool
     assert data.notes == [
         "rows.jsonl: 2 rows of unpaired_preference (recognised from the columns prompt, completion and label; "
-        "data.format=prompt_completion leaves label aside)"
+        "data.format=prompt_completion ignores label)"
     ]
     chats = load({"prompt": ASK, "completion": GOOD, "label": label})
     assert chats.train[0].rows[0] == {"prompt": ASK, "completion": GOOD, "label": is_good}
@@ -360,7 +360,8 @@ def test_prompts_keep_all_that_rewards_may_look_at():
     assert data.train[0].format == "prompts"
     assert list(data.train[0].rows) == rows
     assert data.notes == [
-        "rows.jsonl: 2 rows of prompts (recognised from the column prompt); kept for rewards: answer, tests, hard, hint"
+        "rows.jsonl: 2 rows of prompts (recognised from the column prompt); passed to rewards: answer, tests, "
+        "hard, hint"
     ]
     chats = load({"prompt": ASK, "solution": "blue", "tools": [WEATHER]})
     assert chats.train[0].rows[0] == {"prompt": ASK, "solution": "blue", "tools": [WEATHER]}
@@ -379,7 +380,7 @@ def test_prompts_keep_the_columns_of_a_table_too(here, suffix):
     data = load_data(DataSection(train=f"rows.{suffix}", columns={"prompt": "question"}))
     assert list(data.train[0].rows) == [{"prompt": "1+1?", "answer": "2"}]
     assert data.notes == [
-        f"rows.{suffix}: 1 row of prompts (recognised from the column question); kept for rewards: answer; "
+        f"rows.{suffix}: 1 row of prompts (recognised from the column question); passed to rewards: answer; "
         "data.columns: question -> prompt; ignored: prompt"
     ]
 
@@ -398,9 +399,7 @@ def test_what_is_no_prompt_is_refused(here):
     pq.write_table(pa.table({"prompt": ["a"], "day": [datetime.date(2024, 1, 1)]}), here / "rows.parquet")
     with pytest.raises(DataError) as caught:
         load_data(DataSection(train="rows.parquet"))
-    assert str(caught.value) == (
-        "rows.parquet row 1: day holds a value that JSON cannot represent"
-    )
+    assert str(caught.value) == ("rows.parquet row 1: day holds a value that JSON cannot represent")
 
 
 def test_the_columns_of_prompts_may_be_named_like_those_of_another_format():

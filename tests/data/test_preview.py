@@ -178,7 +178,7 @@ def test_columns_that_no_format_has_are_shown_with_what_they_hold_and_can_be_map
 
 def test_rows_that_the_method_does_not_learn_from_are_told_with_their_columns():
     seen = tunekit.preview(recipe("example:sums.jsonl"))
-    assert "method sft learns from" in seen.problem.what
+    assert "method sft trains on" in seen.problem.what
     assert seen.problem.hint == "to train on column answer, set data.columns={completion: answer}"
     assert [column.name for column in seen.columns] == ["prompt", "answer"]
 

@@ -139,7 +139,7 @@ def test_bad_rows_that_the_recipe_allows_are_named(folder):
     found = measured({"train": "rows.jsonl", "max_bad_rows": 1})
     assert [bad.place.split(":")[:2] for bad in found.skipped] == [["rows.jsonl", "5"]]
     assert found.sources[0].num_rows == 4
-    assert any("1 bad row left out" in note for note in found.notes)
+    assert any("1 invalid row skipped" in note for note in found.notes)
 
 
 def test_special_tokens_are_counted_and_the_end_token_is_named(folder):

@@ -24,17 +24,14 @@ def test_ids_keep_their_labels_or_get_them(row, labels):
     assert check_row({"input_ids": [5, 6, 7], **row}, "tokens") == {"input_ids": [5, 6, 7], "labels": labels}
 
 
-LABEL = (
-    "@@"
-    "a token out)"
-)
+LABEL = "a label must equal its input id (unshifted, the model shifts labels) or be -100 (ignored by the loss)"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"labels": [6, 7, -100]}, f"labels[0] is 6, but input_ids[0] is 5: {LABEL}"),
-        ({"labels": [5, 0, 7]}, f"labels[1] is 0, but input_ids[1] is 6: {LABEL}"),
+        ({"labels": [6, 7, -100]}, f"labels[0] is 6, but input_ids[0] is 5; {LABEL}"),
+        ({"labels": [5, 0, 7]}, f"labels[1] is 0, but input_ids[1] is 6; {LABEL}"),
         ({"labels": [5, 6]}, "labels must have the length of input_ids (3), got 2"),
         (
             {"attention_mask": [1, 1, 0]},

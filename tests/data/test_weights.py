@@ -135,7 +135,7 @@ def test_what_weights_leave_out_is_said(tmp_path, monkeypatch):
     assert [message.get("weight") for message in data.train[0].rows[0]["messages"]] == [None, 0, None, 1]
     assert data.notes == [
         "chats.jsonl: 1 row of messages (recognised from the column messages); "
-        "1 assistant turn of weight 0 left out of the loss"
+        "1 assistant message with weight 0 excluded from the loss"
     ]
 
 
@@ -179,8 +179,7 @@ def test_marks_of_sharegpt_and_of_completions_are_read_as_well():
     [
         (
             {"role": "user", "train": True},
-            "messages[1].train is true, but only assistant messages are included in the loss, got role user; "
-            "remove it",
+            "messages[1].train is true, but only assistant messages are included in the loss, got role user; remove it",
         ),
         ({"train": 0.5}, "messages[1].train must be true (included in the loss) or false, got the number 0.5"),
         ({"loss": "false"}, "messages[1].loss must be true (included in the loss) or false, got a string"),

@@ -122,9 +122,7 @@ def test_example_data_is_found_by_name() -> None:
 def test_unknown_example_data_is_told_with_what_is_near() -> None:
     with pytest.raises(DataError) as error:
         find_example("pirat.jsonl")
-    assert str(error.value).startswith(
-        "example:pirat.jsonl: no such example file; did you mean 'pirate.jsonl'"
-    )
+    assert str(error.value).startswith("example:pirat.jsonl: no such example file; did you mean 'pirate.jsonl'")
 
 
 @pytest.mark.parametrize("name", ["../data/pirate.jsonl", "make.py", "", "."])

@@ -80,7 +80,7 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(open_file, tmp
     row = b'{"text": "a"}\n'
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(row * 50_000))
-    with pytest.raises(DataError, match=r"bomb: the file unpacks to more than 200 times its size; unpack it yourself"):
+    with pytest.raises(DataError, match="decompresses to more than 200 times its size; if this is expected"):
         list(open_file(LocalFile(path, "bomb")).read(()))
     monkeypatch.setattr(files, "FREE_BYTES", 2**20)
     assert len(list(open_jsonl(LocalFile(path, "bomb")).read(()))) == 50_000
@@ -90,7 +90,7 @@ def test_a_line_that_no_row_has_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' + '{"text": "' + "a" * 1000)
-    with pytest.raises(DataError, match=r"rows:2: the line is longer than 1,000 bytes; write one row a line"):
+    with pytest.raises(DataError, match="rows:2: line longer than 1,000 bytes; write one row per line"):
         list(open_jsonl(LocalFile(path, "rows")).read(()))
 
 

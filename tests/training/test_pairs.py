@@ -373,7 +373,7 @@ def test_rows_that_kto_cannot_learn_from_are_told_with_their_place(here, rows, p
 
 @pytest.mark.parametrize("method", ["orpo", "cpo", "reward"])
 def test_rows_without_a_worse_answer_are_told_with_what_the_method_wants(here, method):
-    with pytest.raises(DataError, match=f"method {method} learns from preference pairs") as error:
+    with pytest.raises(DataError, match=f"method {method} trains on preference pairs") as error:
         tunekit.train(recipe({"type": method}, data={"train": "rated.jsonl"}))
     assert "use method kto" in str(error.value.hint)
 

@@ -227,7 +227,9 @@ def check_tokens(row: Row) -> Row:
     if row.get("attention_mask") is not None:
         mask = _bits(row["attention_mask"], "attention_mask", len(ids))
         if 0 in mask:
-            raise BadRow(f"attention_mask[{mask.index(0)}] is 0: the row is padded; remove the padding from every column")
+            raise BadRow(
+                f"attention_mask[{mask.index(0)}] is 0: the row is padded; remove the padding from every column"
+            )
     present = [column for column in ("labels", *_MASKS) if row.get(column) is not None]
     if len(present) > 1:
         raise BadRow(f"{listed(present)} are all loss masks; keep one of them")

@@ -288,9 +288,7 @@ def check_no_media_parts(parts: list[object], where: str) -> None:
         names = [part["type"]] if isinstance(part.get("type"), str) else list(part)
         kind = next((kind for name in names if isinstance(name, str) and (kind := media_kind(name))), None)
         if kind is not None:
-            raise _refusal(
-                f"{where}[{i}] is of type {kind}", "make the content a string to train on the text alone"
-            )
+            raise _refusal(f"{where}[{i}] is of type {kind}", "make the content a string to train on the text alone")
 
 
 @lru_cache(maxsize=4096)

@@ -45,8 +45,8 @@ def open_hub(
 
     if streaming and source.split is not None and "[" in source.split:
         raise DataError(
-            f"{key}.split: '{source.split}' is a part of a split, and a stream cannot be cut before it has come",
-            hint=f"name the whole split, '{source.split.partition('[')[0]}', or do not stream it",
+            f"{key}.split: slicing a split ('{source.split}') is unsupported with streaming",
+            hint=f"use the whole split '{source.split.partition('[')[0]}', or unset data.streaming",
         )
     _ask_hub(source, key)
     try:
@@ -58,7 +58,7 @@ def open_hub(
         # `datasets` tells of a wrong configuration or split by a ValueError, of a dataset script by a RuntimeError
         # and of files that are neither in the cache nor to be had by an OSError.
         message = " ".join(str(error).split())
-        raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {message}") from error
+        raise DataError(f"{key}: cannot load the Hub dataset '{source.path}': {message}") from error
     return open_stream(dataset, source.path) if streaming else open_dataset(dataset, source.path)
 
 
@@ -89,14 +89,14 @@ def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
                 yield Record(number, without_nested_nulls(row))
         except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{name} row {number + 1}: the rows cannot be read to their end ({message})") from error
+            raise DataError(f"{name} row {number + 1}: cannot read the next row ({message})") from error
 
     # Only some datasets say their columns before the first row has come.
     columns: Sequence[str] | None = dataset.column_names
     if columns is None:
         first = next(rows(None), None)
         if first is None:
-            raise DataError(f"{name}: there are no rows in it")
+            raise DataError(f"{name}: no rows")
         assert isinstance(first.value, dict)
         columns = list(first.value)
     return Table(columns=tuple(columns), read=rows, unit="row")
@@ -113,26 +113,25 @@ def _ask_hub(source: DataSource, key: str) -> None:
         return
     except errors.GatedRepoError as error:
         raise DataError(
-            f"{key}.path: access to the hub dataset '{source.path}' is restricted",
-            hint=f"ask for it at {constants.ENDPOINT}/datasets/{source.path} and log in with `hf auth login`",
+            f"{key}.path: the Hub dataset '{source.path}' is gated",
+            hint=f"request access at {constants.ENDPOINT}/datasets/{source.path}, then log in with `hf auth login`",
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise DataError(
-            f"{key}.path: no file and no hub dataset '{source.path}'",
-            hint="check the name; a private dataset needs `hf auth login`",
+            f"{key}.path: no file and no Hub dataset '{source.path}'",
+            hint="check the name; for a private dataset log in with `hf auth login`",
         ) from error
     except errors.RevisionNotFoundError as error:
         raise DataError(
-            f"{key}.revision: the hub dataset '{source.path}' has no revision '{source.revision}'"
+            f"{key}.revision: the Hub dataset '{source.path}' has no revision '{source.revision}'"
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        raise DataError(f"{key}.path: the hub answers {status} for the dataset '{source.path}'") from error
+        raise DataError(f"{key}.path: the Hub returned HTTP {status} for the dataset '{source.path}'") from error
     except (httpx2.HTTPError, OSError) as error:
         raise DataError(
-            f"{key}.path: no file '{source.path}', and the hub cannot be reached at {constants.ENDPOINT} "
-            f"to look for a dataset of that name",
-            hint="check the name and the network; with HF_HUB_OFFLINE=1 a copy downloaded earlier is used",
+            f"{key}.path: no file '{source.path}', and the Hub is unreachable at {constants.ENDPOINT}",
+            hint="check the name and the network; to use a cached copy, set HF_HUB_OFFLINE=1",
         ) from error
 
 
@@ -146,7 +145,7 @@ def _eval_split(source: DataSource, key: str) -> str:
         why = (
             f"has several evaluation splits ({listed(available)})"
             if available
-            else f"has only the splits {listed(splits)}"
+            else f"has no evaluation split, only {listed(splits)}"
         )
-        raise DataError(f"{key}.split: the hub dataset '{source.path}' {why}", hint="name the split to evaluate on")
+        raise DataError(f"{key}.split: the Hub dataset '{source.path}' {why}", hint="set the split to evaluate on")
     return available[0]

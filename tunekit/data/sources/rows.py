@@ -181,7 +181,7 @@ class RowStore(Sequence[Row]):
                     written += self._file.write(view[written:])
         except OSError as error:
             raise DataError(
-                f"cannot keep the rows in {folder}: {error.strerror}", hint="free some space, or set XDG_CACHE_HOME"
+                f"cannot store the rows in {folder}: {error.strerror}", hint="free some space, or set XDG_CACHE_HOME"
             ) from error
         self._num_filed += len(self._held)
         self._held.clear()
@@ -366,4 +366,4 @@ def _called(function: Callable[[Any], Any], row: dict[str, Any]) -> object:
     try:
         return json.loads(json.dumps(result))  # its own objects, and lists where it has tuples
     except (TypeError, ValueError) as error:
-        return Fault(f"the row function returned what JSON cannot hold: {error}")
+        return Fault(f"the row function returned a value that JSON cannot represent: {error}")
