@@ -670,8 +670,8 @@ def test_a_fault_that_hides_the_rows_behind_it_is_never_left_out(file, content, 
 
 def test_a_share_that_holds_out_nothing_is_refused(here):
     assert refusal(train="chats.jsonl", eval_size=0.001) == (
-        "data.eval_size=0.001: no row of the 1 row of 'chats.jsonl' would be held out; "
-        "choose another share, or name rows to evaluate on in data.eval"
+        "data.eval_size=0.001: no row of the 1 row of 'chats.jsonl' would be held out for evaluation; set another "
+        "share, or set data.eval"
     )
 
 

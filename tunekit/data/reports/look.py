@@ -267,12 +267,11 @@ class _Lines(io.BufferedReader):
         self._left -= len(line)
         if self._gate is None and self._left < 0:
             raise DataError(
-                f"{self._name}: a .json file is read whole, and this one has more than {LOOK_BYTES // 2**20} MiB: too "
-                "much to look at",
-                hint="write one object per line into a .jsonl file",
+                f"{self._name}: .json file larger than {LOOK_BYTES // 2**20} MiB, too large to preview",
+                hint="save it as .jsonl, one object per line",
             )
         if len(line) > most:
             raise DataError(
-                f"{self._name}:{self._number}: the line has more than {LINE_BYTES // 2**20} MiB: too much to look at"
+                f"{self._name}:{self._number}: line longer than {LINE_BYTES // 2**20} MiB, too long to preview"
             )
         return line

@@ -198,7 +198,7 @@ def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_leng
             whole = encoded.ids.tolist()
             visible, cut = whole[:max_length], whole[max_length:]
             sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer)
-            return (sequence,), 0, "no token of it counts in the loss"
+            return (sequence,), 0, "no token is included in the loss"
         cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0
         for length in batch.lengths.tolist()[:_SEQUENCES]:
@@ -223,7 +223,7 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
-            raise DataError(f"the row does not fit the chat template: {error}") from error
+            raise DataError(f"the chat template cannot render the row: {error}") from error
         left_out = None if room.has(num_given, [len(answer) for answer in answered]) else room.too_long
         sequences = [
             _shown(
@@ -268,7 +268,7 @@ def _shown(
 def _check_size(rows: Rows, index: int) -> None:
     size = int(rows.rows.sizes_bytes[index])
     if size > ROW_BYTES:
-        raise DataError(f"the row has {size:,} bytes, too many to show as tokens here")
+        raise DataError(f"the row has {size:,} bytes, too large to show as tokens")
 
 
 def _as_json(row: Row) -> str:
