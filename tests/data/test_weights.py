@@ -71,7 +71,7 @@ def test_with_loss_on_last_the_last_turn_must_count():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(CHATML), data, loss_on="last")
     assert str(caught.value) == (
-        "data.jsonl:2: messages[3] has weight 0, and no other turn counts with data.loss_on=last; set "
+        "data.jsonl:2: messages[3] has weight 0, but data.loss_on=last includes no other turn; set "
         "data.loss_on=assistant, or remove the row"
     )
 
@@ -82,8 +82,8 @@ def test_with_loss_on_all_no_turn_may_have_weight_0():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(CHATML), rows("messages", weighted("u hi", "a0 ho", "u x", "a y")), loss_on="all")
     assert str(caught.value) == (
-        "data.jsonl:1: messages[1] has weight 0, but data.loss_on=all counts every token; "
-        "set data.loss_on=assistant, or take the weights out of the rows"
+        "data.jsonl:1: messages[1] has weight 0, but data.loss_on=all includes every token in the loss; set "
+        "data.loss_on=assistant, or remove the weights from the rows"
     )
 
 
@@ -96,8 +96,8 @@ def test_markers_that_are_more_than_the_turns_cannot_be_weighed():
     with pytest.raises(DataError) as caught:
         learned(tokenizer, data)
     assert str(caught.value) == (
-        "data.jsonl:2: the chat template marks 4 passages for 2 assistant turns, so those of weight 0 cannot be told "
-        "from the others; take the weights out of the row, or name another template in model.chat_template"
+        "data.jsonl:2: the chat template marks 4 spans for 2 assistant turns, so turns with weight 0 cannot be "
+        "located; remove the weights from the row, or set another model.chat_template"
     )
 
 

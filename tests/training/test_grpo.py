@@ -145,7 +145,7 @@ def test_a_prompt_that_leaves_no_room_for_the_longest_answer_is_left_out(here):
     (here / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = tunekit.train(recipe("low", rows="long", train={"max_steps": 1}))
     assert (run.plan.data.num_train, run.plan.data.num_dropped) == (3, 1)
-    with pytest.raises(DataError, match="none of 4 prompts leaves room for an answer: they may have 4 tokens"):
+    with pytest.raises(DataError, match="none of 4 prompts leaves room for a completion: limit 4 tokens"):
         tunekit.train(recipe("low", rows="long", data={"max_length": 20}))
 
 

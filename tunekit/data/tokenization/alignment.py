@@ -58,17 +58,20 @@ class Room:
     def nothing_fits(self, num_rows: int) -> str:
         """Return the error message for a source of which no row is kept."""
         if self.cuts:
-            reason, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
-            return f"{reason}: they may have {limit:,} tokens"
+            reason, limit = (
+                f"none of {counted(num_rows, 'prompt')} leaves room for a completion",
+                self.max_prompt_length,
+            )
+            return f"{reason}: limit {limit:,} tokens"
         reason, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
-        return f"{reason}: an answer with its prompt may have {limit:,} tokens"
+        return f"{reason}: limit {limit:,} tokens for a prompt with its completion"
 
     @property
     def too_long(self) -> str:
         """Description of rows that are left out."""
         if self.cuts:
-            return f"the prompt has more than {self.max_prompt_length:,} tokens"
-        return f"an answer with its prompt has more than {self.max_length:,} tokens"
+            return f"prompt longer than {self.max_prompt_length:,} tokens"
+        return f"prompt with completion longer than {self.max_length:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,8 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(
-                f"{rows.place(index)}: the row does not fit the chat template: {error}",
-                hint="name another template in model.chat_template, or write prompts as text",
+                f"{rows.place(index)}: the chat template cannot render the row: {error}",
+                hint="set another model.chat_template, or write prompts as text",
             ) from error
         sequences = [len(sequence) for sequence in answered]
         longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
@@ -235,7 +238,7 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
             on_progress(rows.source, index + 1, len(rows))
     if not indices:
         raise DataError(
-            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {max(longest):,}",
+            f"{rows.source}: {room.nothing_fits(len(rows))}, longest row {max(longest):,}",
             hint="raise data.max_length",
         )
     num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
@@ -249,8 +252,7 @@ ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_prefere
 
 
 BARE_PROMPTS = (
-    "prompts are given to the model as plain text, without its chat template; for a chat model, write each prompt as a "
-    "list of messages"
+    "prompts are plain text and bypass the chat template; for a chat model, write each prompt as a list of messages"
 )
 """Note for rows for which `are_bare` holds."""
 

@@ -61,7 +61,7 @@ _FEW_TURNS = 2
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-_REMEDY = "name a template with {% generation %} markers in model.chat_template, or set data.loss_on=all"
+_REMEDY = "set model.chat_template to a template with {% generation %} markers, or set data.loss_on=all"
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class ChatRenderer:
             if version is not None:
                 self._template, self._marked = version, True
                 notes.append(
-                    "the model's chat template does not mark the assistant's turns; TRL's version of it for training "
-                    "does and is used here, and the model keeps its own"
+                    "the chat template has no {% generation %} markers; TRL's training version of it is used to mask "
+                    "the loss, the model keeps its own"
                 )
         messages = unweighted(messages)
         self.text(messages, place, tools=tools)
@@ -133,8 +133,8 @@ class ChatRenderer:
         weightless = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
         if weightless is not None:
             raise DataError(
-                f"{place}: messages[{weightless}] has weight 0, but data.loss_on=all counts every token",
-                hint="set data.loss_on=assistant, or take the weights out of the rows",
+                f"{place}: messages[{weightless}] has weight 0, but data.loss_on=all includes every token in the loss",
+                hint="set data.loss_on=assistant, or remove the weights from the rows",
             )
         with _rendering(place):
             rendered = self._tokenizer.apply_chat_template(
@@ -167,7 +167,7 @@ class ChatRenderer:
             num_prompt = max(num_prompt, spoken[-1])
             if spoken[-1] in weightless:
                 raise DataError(
-                    f"{place}: messages[{spoken[-1]}] has weight 0, and no other turn counts with data.loss_on=last",
+                    f"{place}: messages[{spoken[-1]}] has weight 0, but data.loss_on=last includes no other turn",
                     hint="set data.loss_on=assistant, or remove the row",
                 )
         turns = [i for i in spoken if i >= num_prompt and i not in weightless]
@@ -206,7 +206,7 @@ class ChatRenderer:
             place,
             lambda renamed: self.text(unweighted(renamed), place, tools=tools),
             said="".join(rendered.text[start:end] for start, end in rendered.spans),
-            remedy="or give the turn weight 0" if rendered.spans else "or remove the row",
+            remedy="or set weight: 0 on the message" if rendered.spans else "or remove the row",
         )
 
     def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
@@ -244,14 +244,11 @@ class ChatRenderer:
         token = max((t for t in self._added_tokens if behind.startswith(t)), key=len, default=None)
         if token is not None:
             raise DataError(
-                f"the chat template's {{% generation %}} block leaves out '{token}', which ends an assistant turn: "
+                f"the chat template's {{% generation %}} block excludes '{token}', the end of an assistant turn; "
                 "the model would not learn to stop",
-                hint=f"move {{% endgeneration %}} behind '{token}' (model.chat_template), or set data.loss_on=all",
+                hint=f"move {{% endgeneration %}} after '{token}' (model.chat_template), or set data.loss_on=all",
             )
-        return (
-            "the chat template ends an assistant turn with no special token; "
-            "the model learns no sign of its own to stop"
-        )
+        return "the chat template ends assistant turns without a special token; the model learns no end-of-turn token"
 
     def _by_markers(
         self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None, weightless: set[int]
@@ -261,9 +258,9 @@ class ChatRenderer:
             turns = _spoken(messages)
             if len(spans) != len(turns):
                 raise DataError(
-                    f"{place}: the chat template marks {len(spans)} passages for {len(turns)} assistant turns, so "
-                    "those of weight 0 cannot be told from the others",
-                    hint="take the weights out of the row, or name another template in model.chat_template",
+                    f"{place}: the chat template marks {len(spans)} spans for {len(turns)} assistant turns, so "
+                    "turns with weight 0 cannot be located",
+                    hint="remove the weights from the row, or set another model.chat_template",
                 )
             spans = [span for i, span in zip(turns, spans, strict=True) if i not in weightless]
         spans = [(self._without_head(text, start, end), end) for start, end in spans]
@@ -381,7 +378,7 @@ class ChatRenderer:
         for i in turns:
             if i == 0:
                 raise DataError(
-                    f"{place}: the row begins with an assistant turn, whose start the chat template does not show",
+                    f"{place}: the row begins with an assistant turn whose start the rendered text does not show",
                     hint=_REMEDY,
                 )
             prompt_text = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
@@ -477,7 +474,7 @@ def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 def _rewritten(place: str, index: int) -> DataError:
     return DataError(
-        f"{place}: the chat template writes earlier turns differently once messages[{index}] or a later "
-        "message follows, so the assistant's words cannot be told from the rest",
+        f"{place}: the chat template renders earlier turns differently once messages[{index}] or a later message "
+        "follows, so the assistant's tokens cannot be located",
         hint=_REMEDY,
     )

@@ -129,7 +129,7 @@ def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Itera
             yield under_way.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that prepared the rows was killed from outside", hint="is the machine out of memory?"
+            "a data preparation worker was killed", hint="check whether the machine is out of memory"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -228,11 +228,11 @@ def _nothing_to_learn(rows: Rows, account: Account, max_length: int) -> DataErro
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
     if account.num_truncated:
         return DataError(
-            f"{problem}: the part that counts lies beyond data.max_length={max_length} "
-            f"(the longest row has {account.longest_tokens:,} tokens)",
+            f"{problem}: all tokens in the loss lie beyond data.max_length={max_length} "
+            f"(longest row: {account.longest_tokens:,} tokens)",
             hint="raise data.max_length",
         )
     return DataError(
-        f"{problem}: the chat template marks nothing as the assistant's",
-        hint="put {% generation %} around the assistant's words (model.chat_template), or set data.loss_on=all",
+        f"{problem}: the chat template marks no assistant tokens",
+        hint="put {% generation %} around the assistant's content (model.chat_template), or set data.loss_on=all",
     )
