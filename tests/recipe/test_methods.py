@@ -60,11 +60,11 @@ def test_a_method_reads_back_equal(method: DPOMethod | GRPOMethod, tmp_path: Any
             "adapter.dropout: means nothing with method dpo, for which TRL switches dropout off",
         ),
         ("grpo", ["method.rewards=[score]"], "method.rewards[0]: must be module:function or one of exact_match, "),
-        ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; it goes with method.type=dpo, kto, orpo"),
+        ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; available with method.type=dpo, kto, orpo"),
         ("grpo", ["method.num_generations=1"], "method.num_generations: must be at least 2, got 1"),
-        ("dpo", ["method.trainer_args.beta=1"], "tunekit sets this itself; use method.beta"),
+        ("dpo", ["method.trainer_args.beta=1"], "set by tunekit; use method.beta"),
         ("dpo", ["method.trainer_args.lable_smoothing=0.1"], "no such field; use method.label_smoothing"),
-        ("grpo", ["method.trainer_args.use_vllm=true"], "tunekit sets this itself; use method.generation.use_vllm"),
+        ("grpo", ["method.trainer_args.use_vllm=true"], "set by tunekit; use method.generation.use_vllm"),
     ],
 )  # fmt: skip
 def test_what_a_method_cannot_do_is_told_with_its_place(method: str, changes: list[str], problem: str) -> None:

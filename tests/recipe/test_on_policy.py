@@ -93,7 +93,7 @@ URL = "http://there:8000"
         (
             "grpo",
             {"trainer_args": {"log_completions_hub_repo": "mine/answers"}},
-            r"trainer_args\.log_completions_hub_repo: tunekit sets this itself",
+            r"trainer_args\.log_completions_hub_repo: set by tunekit",
         ),
         (
             "grpo",

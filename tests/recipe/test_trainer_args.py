@@ -109,7 +109,7 @@ def test_what_is_free_and_right_passes_to_trl_as_it_is() -> None:
 def test_a_whole_number_is_a_number_but_true_is_not() -> None:
     assert faults(adam_beta1=1, torch_empty_cache_steps=2) == {}
     assert faults(adam_beta1=True) == {"adam_beta1": "must be a number, got true"}
-    wrong = "must be a whole number or null, got false"
+    wrong = "must be an integer or null, got false"
     assert faults(torch_empty_cache_steps=False) == {"torch_empty_cache_steps": wrong}
 
 
@@ -122,12 +122,12 @@ def test_what_takes_a_type_of_transformers_is_left_to_trl_to_judge() -> None:
 @pytest.mark.parametrize("name", sorted(OWNED))
 def test_what_tunekit_sets_is_refused_with_what_to_use(name: str) -> None:
     ((refused, what, hint, in_value),) = check_trainer_args("sft", {name: 1})
-    assert (refused, what, hint, in_value) == (name, "tunekit sets this itself", OWNED[name], False)
+    assert (refused, what, hint, in_value) == (name, "set by tunekit", OWNED[name], False)
 
 
 @pytest.mark.parametrize("name", ["hub_model_id", "hub_token", "ddp_backend", "ddp_find_unused_parameters"])
 def test_families_of_arguments_are_refused_whole(name: str) -> None:
-    assert faults(**{name: None}) == {name: "tunekit sets this itself"}
+    assert faults(**{name: None}) == {name: "set by tunekit"}
 
 
 def keys_returned(file: str, name: str) -> set[str]:
@@ -233,5 +233,5 @@ def test_fields_follow_the_rules_of_dataclasses(tmp_path: Path) -> None:
 def test_words_of_a_tokenizer_are_no_secrets_and_refused_for_what_they_are(name: str) -> None:
     with pytest.raises(RecipeError) as refused:
         load_recipe({**SOURCE, "method": {"type": "sft", "trainer_args": {name: "<|im_end|>"}}})
-    assert "the tokenizer of the model has it" in str(refused.value)
+    assert "set by the tokenizer of the model" in str(refused.value)
     assert "secret" not in str(refused.value)

@@ -61,7 +61,9 @@ def test_a_variable_is_sent_to_its_own_service_to_trusted_hosts_and_to_the_users
 @pytest.mark.parametrize("path", ["os:system", "logging.config:dictConfig", "builtins:exec", "sys:exit", "yaml:load"])
 def test_an_installed_function_is_none_that_a_recipe_may_name(path, monkeypatch):
     top = path.partition(":")[0].partition(".")[0]
-    with pytest.raises(RecipeError, match=f"'{top}' is an installed module, and none of your own"):
+    with pytest.raises(
+        RecipeError, match=f"'{top}' is an installed module; recipes may only use functions of your own modules"
+    ):
         find_function(path)
     monkeypatch.setenv("TUNEKIT_TRUSTED_MODULES", f"other, {top}")
     assert callable(find_function(path))

@@ -73,7 +73,7 @@ def test_a_password_may_come_from_the_environment_and_stay_there(canary, monkeyp
 
 @pytest.mark.parametrize("keys", [{"model": "/models/${SERVICE_TOKEN}"}, {"output": {"dir": "/runs/${HF_TOKEN}"}}])
 def test_a_variable_that_is_secret_by_its_name_is_no_part_of_a_path(keys, canary):
-    with pytest.raises(RecipeError, match="holds a secret by its name"):
+    with pytest.raises(RecipeError, match="looks like a secret"):
         load_recipe({"model": "pico", "data": {"train": "a.jsonl"}, **keys})
 
 

@@ -134,7 +134,7 @@ def test_what_is_no_number_for_each_answer_is_refused_by_name(here, reward, prob
 
 
 def test_a_reward_is_looked_for_when_the_recipe_is_loaded(here):
-    with pytest.raises(RecipeError, match=r"method.rewards\[0\]: the module 'grpo_rewards' has no function 'lwo'"):
+    with pytest.raises(RecipeError, match=r"method.rewards\[0\]: module 'grpo_rewards' has no function 'lwo'"):
         verbs.plan(recipe("lwo"))
     with pytest.raises(TunekitError, match=r"method.rewards: there are none, and grpo learns from nothing else"):
         tunekit.train(recipe())

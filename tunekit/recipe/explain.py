@@ -55,7 +55,7 @@ def explain(key: str | None) -> str:
     name = dotted(parts[: len(path)])
     below = [section for holder in path[-1] for section in holder.sections] if path else [Recipe]
     if not below:
-        raise RecipeError(f"{key}: {name} is a plain value", hint=f"`tunekit explain {name}` documents it")
+        raise RecipeError(f"{key}: {name} is not a section", hint=f"`tunekit explain {name}` documents it")
     what, hint = unknown_key(parts[: len(path) + 1], list(dict.fromkeys(below)))
     raise RecipeError(f"{dotted(parts[: len(path) + 1])}: {what}", hint=hint)
 
@@ -72,7 +72,7 @@ def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
     else:
         lines += _paragraph(field.description or "")
     if expands_env(field):
-        lines += _paragraph("`${NAME}` stands for an environment variable, a leading `~` for the home folder.")
+        lines += _paragraph("`${NAME}` is replaced by an environment variable, a leading `~` by the home folder.")
     for short in _words(below):
         long = ", ".join(f"{name}: {value}" for name, value in (from_word(below, short) or {}).items())
         opening, right = ("", "") if takes_one(field) else ("[", "]")
@@ -195,7 +195,7 @@ def _trainer_arg(name: str) -> str:
         _, what, hint, _ = check_trainer_args((methods or [*CONFIGS])[0], {name: None})[0]
         raise RecipeError(f"method.trainer_args.{name}: {what}", hint=hint)
     configs = any_of([CONFIGS[method][2] for method in free])
-    lines = _paragraph(f"A field of TRL's {configs}, passed on to it as it is; TRL's documentation has it.")
+    lines = _paragraph(f"A field of TRL's {configs}, passed on unchanged; see TRL's documentation.")
     return "\n".join([f"method.trainer_args.{name}: optional", *lines])
 
 

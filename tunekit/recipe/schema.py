@@ -85,11 +85,11 @@ class Recipe(Section):
         if conflicts or not self.data.streaming:
             return
         if self.train.num_epochs is not None:
-            what = "means nothing with data.streaming: nobody knows how many rows an epoch has"
-            yield Conflict(("train", "num_epochs"), what, "give train.max_steps instead")
+            what = "unsupported with data.streaming: the number of rows per epoch is unknown"
+            yield Conflict(("train", "num_epochs"), what, "set train.max_steps instead")
         elif self.train.max_steps is None:
-            what = "needs train.max_steps: nobody knows how many rows an epoch has"
-            yield Conflict(("data", "streaming"), what, "say how many steps to train")
+            what = "requires train.max_steps: the number of rows per epoch is unknown"
+            yield Conflict(("data", "streaming"), what, "set train.max_steps")
 
 
 def members(annotation: Any) -> Iterator[Any]:

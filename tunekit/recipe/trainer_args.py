@@ -73,9 +73,9 @@ def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str
     for name, value in args.items():
         hint = owner_hint(method, name)
         if hint is not None:
-            faults.append((name, "tunekit sets this itself", hint, False))
+            faults.append((name, "set by tunekit", hint, False))
         elif name not in fields:
-            faults.append((name, f"{config} has no such field", _meant(method, name), False))
+            faults.append((name, f"not a field of {config}", _meant(method, name), False))
         else:
             fault = _value_fault(fields[name], value)
             if fault is not None:
@@ -118,7 +118,7 @@ def _class_fields(file: Path, name: str) -> dict[str, ConfigField]:
     tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
     cls = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if cls is None:
-        raise DependencyError(f"{file} defines no {name}", hint="install the version of TRL that tunekit asks for")
+        raise DependencyError(f"{file} does not define {name}", hint="install the version of TRL that tunekit requires")
     fields: dict[str, ConfigField] = {}
     for base in reversed(cls.bases):
         origin = _imported_from(tree, base.id, file) if isinstance(base, ast.Name) else None

@@ -48,7 +48,7 @@ class GMPOMethod(RewardedMethod):
         health_checks=REWARD_CHECKS,
         loss_description="The loss of GMPO (experimental in TRL) is near zero whatever is learned; the reward tells.",
         owned_args={
-            "log_completions_hub_repo": "tunekit does not upload while it trains",
+            "log_completions_hub_repo": "tunekit does not upload during training",
             **dict.fromkeys(UNREAD, "the loss of GMPO does not read it"),
             **REWARDED_ARGS,
         },

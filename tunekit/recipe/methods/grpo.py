@@ -36,7 +36,7 @@ class GRPOMethod(RewardedMethod):
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
         loss_description="The loss of GRPO is near zero whatever is learned; the reward tells.",
-        owned_args={"log_completions_hub_repo": "tunekit does not upload while it trains", **REWARDED_ARGS},
+        owned_args={"log_completions_hub_repo": "tunekit does not upload during training", **REWARDED_ARGS},
         upstream_names=("_entropy_bonus_enabled",),
         adds_router_loss=True,
         settings_scale_loss=False,

@@ -49,7 +49,7 @@ _ENGINE = "use method.generation.use_vllm"
 _ONE_STEP = "answers are generated for one optimizer step at a time"
 
 GENERATED_ARGS = {
-    "ds3_gather_for_generation": "the plan decides this for the devices at hand",
+    "ds3_gather_for_generation": "set by the plan for the available devices",
     **dict.fromkeys(_SAMPLING, "use method.generation"),
     "use_vllm": _ENGINE,
 }

@@ -26,7 +26,7 @@ class ORPOMethod(MarginMethod):
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
         loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better "
         "answers with their prompts, and the odds ratio by its weight.",
-        owned_args={"padding_value": "the tokenizer of the model has it", **TOKENISED_ARGS},
+        owned_args={"padding_value": "set by the tokenizer of the model", **TOKENISED_ARGS},
         is_experimental=True,
         stores_metrics=True,
     )
