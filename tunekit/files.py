@@ -213,7 +213,7 @@ def copy_recipe(name: str, dest: Path | None = None) -> Path:
     try:
         shutil.copyfile(source, target)
     except OSError as error:
-        raise RecipeError(f"{target}: cannot be written: {error.strerror}") from error
+        raise RecipeError(f"{target}: cannot write the file: {error.strerror}") from error
     return target
 
 

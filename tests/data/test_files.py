@@ -55,7 +55,7 @@ def test_a_folder_or_pattern_is_read_in_the_order_of_names(folder, path):
 
 def test_what_a_folder_holds_besides_rows_is_said(folder):
     assert load("data").notes == [
-        "data: 5 rows in 3 files of text (recognised from the column text)",
+        "data: 5 rows in 3 files of text (recognized from the column text)",
         "data: files of unsupported formats ignored: LICENSE",
     ]
 
@@ -118,7 +118,7 @@ def test_arrow_files_and_streams_are_read(here, kind):
     data = load(name)
     assert [row["text"] for row in data.train[0].rows] == [str(i) for i in range(2500)]
     assert data.train[0].place(2499) == f"{name} row 2500"
-    assert data.notes == [f"{name}: 2,500 rows of text (recognised from the column text); ignored: id"]
+    assert data.notes == [f"{name}: 2,500 rows of text (recognized from the column text); ignored: id"]
 
 
 def test_a_dataset_that_datasets_saved_is_read_from_its_arrow_file(here):

@@ -161,7 +161,7 @@ def test_calls_of_tools_keep_their_arguments_as_objects(here):
         "tools": [WEATHER],
     }
     assert data.notes == [
-        "chats.jsonl: 1 row of messages (recognised from the column messages); also passed to the chat template: "
+        "chats.jsonl: 1 row of messages (recognized from the column messages); also passed to the chat template: "
         "tools and tool_call_id, tool_calls of messages"
     ]
 
@@ -201,7 +201,7 @@ def test_columns_of_other_names_are_read_from_every_kind_of_file(here, suffix):
     data = load(file.name, columns={"prompt": "question", "completion": "answer"})
     assert list(data.train[0].rows) == [{"prompt": "a", "completion": "b"}]
     assert data.notes == [
-        f"qa.{suffix}: 1 row of prompt_completion (recognised from the columns question and answer); "
+        f"qa.{suffix}: 1 row of prompt_completion (recognized from the columns question and answer); "
         "data.columns: question -> prompt, answer -> completion; ignored: prompt"
     ]
 

@@ -26,7 +26,7 @@ def test_json_lines_survive_a_byte_order_mark_crlf_and_blank_lines(here):
     data = load("notes.jsonl")
     assert list(data.train[0].rows) == [{"text": "aé"}, {"text": "b"}]
     assert [data.train[0].place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:3"]
-    assert data.notes == ["notes.jsonl: 2 rows of text (recognised from the column text); ignored: id"]
+    assert data.notes == ["notes.jsonl: 2 rows of text (recognized from the column text); ignored: id"]
 
 
 def test_a_line_separator_inside_a_json_string_ends_no_line(here):
@@ -70,7 +70,7 @@ def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
     }
     assert data.train[0].place(0) == "chats.parquet row 1"
     assert data.notes == [
-        "chats.parquet: 1 row of messages (recognised from the column messages); ignored: score; also passed to "
+        "chats.parquet: 1 row of messages (recognized from the column messages); ignored: score; also passed to "
         "the chat template: name of messages"
     ]
 

@@ -53,22 +53,22 @@ def refusal(*rows, **section) -> str:
         (
             {"prompt": "sky?", "chosen": "blue", "rejected": "green", "id": 1},
             {"prompt": "sky?", "chosen": "blue", "rejected": "green"},
-            " (recognised from the columns chosen and rejected); ignored: id",
+            " (recognized from the columns chosen and rejected); ignored: id",
         ),
         (
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]},
-            " (recognised from the columns chosen and rejected); also passed to the chat template: tools",
+            " (recognized from the columns chosen and rejected); also passed to the chat template: tools",
         ),
         (
             {"prompt": ASK, "chosen": ASK + GOOD, "rejected": ASK + BAD},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
-            " (recognised from the columns chosen and rejected)",
+            " (recognized from the columns chosen and rejected)",
         ),
         (
             {"prompt": " sky?", "chosen": ASK + GOOD, "rejected": ASK + BAD},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
-            " (recognised from the columns chosen and rejected)",
+            " (recognized from the columns chosen and rejected)",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": ASK + BAD},
@@ -311,7 +311,7 @@ def test_a_rated_completion_keeps_its_label_as_a_boolean(label, is_good):
     assert data.train[0].rows[0] == {"prompt": "sky?", "completion": "blue", "label": is_good}
     assert type(data.train[0].rows[0]["label"]) is bool
     assert data.notes == [
-        "rows.jsonl: 2 rows of unpaired_preference (recognised from the columns prompt, completion and label; "
+        "rows.jsonl: 2 rows of unpaired_preference (recognized from the columns prompt, completion and label; "
         "data.format=prompt_completion ignores label)"
     ]
     chats = load({"prompt": ASK, "completion": GOOD, "label": label})
@@ -360,7 +360,7 @@ def test_prompts_keep_all_that_rewards_may_look_at():
     assert data.train[0].format == "prompts"
     assert list(data.train[0].rows) == rows
     assert data.notes == [
-        "rows.jsonl: 2 rows of prompts (recognised from the column prompt); passed to rewards: answer, tests, "
+        "rows.jsonl: 2 rows of prompts (recognized from the column prompt); passed to rewards: answer, tests, "
         "hard, hint"
     ]
     chats = load({"prompt": ASK, "solution": "blue", "tools": [WEATHER]})
@@ -380,7 +380,7 @@ def test_prompts_keep_the_columns_of_a_table_too(here, suffix):
     data = load_data(DataSection(train=f"rows.{suffix}", columns={"prompt": "question"}))
     assert list(data.train[0].rows) == [{"prompt": "1+1?", "answer": "2"}]
     assert data.notes == [
-        f"rows.{suffix}: 1 row of prompts (recognised from the column question); passed to rewards: answer; "
+        f"rows.{suffix}: 1 row of prompts (recognized from the column question); passed to rewards: answer; "
         "data.columns: question -> prompt; ignored: prompt"
     ]
 

@@ -55,7 +55,7 @@ def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_url(web):
     data = load(f"{web.address}/rows.jsonl")
     assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
     assert data.train[0].place(1) == f"{web.address}/rows.jsonl:2"
-    assert data.notes == [f"{web.address}/rows.jsonl: 2 rows of text (recognised from the column text)"]
+    assert data.notes == [f"{web.address}/rows.jsonl: 2 rows of text (recognized from the column text)"]
     assert len(web.requests) == 2  # what it is, and its body
     assert texts(f"{web.address}/rows.jsonl") == ["a", "b"]
     assert len(web.requests) == 3  # it is the same

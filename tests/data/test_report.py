@@ -156,7 +156,7 @@ def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
 def test_an_end_that_is_never_trained_is_a_warning(folder):
     found = report(folder, CHATS)
     silent = replace(found.sources[0], special_tokens=())
-    assert any("does not learn where its answers end" in w for w in replace(found, sources=(silent,)).warnings())
+    assert any("does not learn to stop" in w for w in replace(found, sources=(silent,)).warnings())
     assert not any("answers end" in warning for warning in found.warnings())
 
 
@@ -239,7 +239,7 @@ def test_report_is_plain_data_readable_text_and_a_notebook_table(folder):
         "special": True,
     }
     assert plain["warnings"] == found.warnings()
-    assert "4 in, 4 out" in str(found)
+    assert "4 read, 4 used" in str(found)
     assert "<html" not in found._repr_html_() and "max_length 64" in found._repr_html_()
 
 

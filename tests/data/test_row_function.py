@@ -63,7 +63,7 @@ def test_the_function_gets_every_column_and_its_rows_are_recognised(here, suffix
     assert [data.train[0].numbers[i] for i in range(2)] == ([2, 4] if suffix == "csv" else [1, 3])
     assert data.notes == [
         f"rows.{suffix}: 2 rows of messages, converted by shapers:answers, 1 skipped "
-        "(recognised from the column messages); ignored: seen"
+        "(recognized from the column messages); ignored: seen"
     ]
 
 

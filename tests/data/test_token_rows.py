@@ -67,4 +67,4 @@ def test_ids_are_recognised_in_a_file(tmp_path, monkeypatch):
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [5, 6], "labels": [-100, 6], "length": 2}))
     data = load_data(DataSection(train="ids.jsonl"))
     assert (data.train[0].format, list(data.train[0].rows)) == ("tokens", [{"input_ids": [5, 6], "labels": [-100, 6]}])
-    assert data.notes == ["ids.jsonl: 1 row of tokens (recognised from the column input_ids); ignored: length"]
+    assert data.notes == ["ids.jsonl: 1 row of tokens (recognized from the column input_ids); ignored: length"]

@@ -134,7 +134,7 @@ def test_what_weights_leave_out_is_said(tmp_path, monkeypatch):
     data = load_data(DataSection(train="chats.jsonl"))
     assert [message.get("weight") for message in data.train[0].rows[0]["messages"]] == [None, 0, None, 1]
     assert data.notes == [
-        "chats.jsonl: 1 row of messages (recognised from the column messages); "
+        "chats.jsonl: 1 row of messages (recognized from the column messages); "
         "1 assistant message with weight 0 excluded from the loss"
     ]
 

@@ -190,7 +190,8 @@ BROKEN = {
     "an_unknown_key_like_no_other": (
         GOOD + ("xyzzy: 1\ndata2: {}\n"),
         (
-            "recipe.yaml:3:1: xyzzy: unknown key; keys of a recipe: model, data, method, adapter, train, parallel, output\n"
+            "recipe.yaml:3:1: xyzzy: unknown key; keys of a recipe: model, data, method, adapter, "
+            "train, parallel, output\n"
             "recipe.yaml:4:1: data2: unknown key; did you mean 'data'?"
         ),
     ),
@@ -546,10 +547,10 @@ BROKEN = {
     "weights_of_some_sources": (
         ("model: pico\ndata:\n  train:\n    - {path: a.jsonl, weight: 2}\n    - b.jsonl\n    - path: c.jsonl\n"),
         (
-            "recipe.yaml:5:7: data.train[1].weight: is missing for 'b.jsonl', while other sources have one; "
-            "give every source a weight, or none\n"
-            "recipe.yaml:6:7: data.train[2].weight: is missing for 'c.jsonl', while other sources have one; "
-            "give every source a weight, or none"
+            "recipe.yaml:5:7: data.train[1].weight: missing for 'b.jsonl', but other sources have one; give all "
+            "sources a weight, or none\n"
+            "recipe.yaml:6:7: data.train[2].weight: missing for 'c.jsonl', but other sources have one; give all "
+            "sources a weight, or none"
         ),
     ),
     "mixing_of_a_single_source": (
@@ -563,41 +564,41 @@ BROKEN = {
             "  mixing: concatenate\n"
         ),
         (
-            "recipe.yaml:3:27: data.train[0].weight: means nothing with a single source; leave it out\n"
-            "recipe.yaml:4:25: data.eval.weight: means nothing in data.eval: every row counts once; leave it out\n"
-            "recipe.yaml:5:3: data.weight_by: means nothing with a single source; leave it out\n"
-            "recipe.yaml:6:3: data.stopping_strategy: means nothing with a single source; leave it out\n"
-            "recipe.yaml:7:3: data.mixing: means nothing with a single source; leave it out"
+            "recipe.yaml:3:27: data.train[0].weight: has no effect with a single source; unset it\n"
+            "recipe.yaml:4:25: data.eval.weight: has no effect in data.eval: every row is used once; unset it\n"
+            "recipe.yaml:5:3: data.weight_by: has no effect with a single source; unset it\n"
+            "recipe.yaml:6:3: data.stopping_strategy: has no effect with a single source; unset it\n"
+            "recipe.yaml:7:3: data.mixing: has no effect with a single source; unset it"
         ),
     ),
     "weights_explained_and_not_given": (
         "model: pico\ndata: {train: [a, b], weight_by: tokens, stopping_strategy: all_exhausted}\n",
         (
-            "recipe.yaml:2:23: data.weight_by: means nothing without weights; give every source of data.train a "
-            "weight, or leave it out\n"
-            "recipe.yaml:2:42: data.stopping_strategy: means nothing without weights; give every source of data.train "
-            "a weight, or leave it out"
+            "recipe.yaml:2:23: data.weight_by: has no effect without weights; give all sources of data.train a "
+            "weight, or unset it\n"
+            "recipe.yaml:2:42: data.stopping_strategy: has no effect without weights; give all sources of "
+            "data.train a weight, or unset it"
         ),
     ),
     "an_order_that_is_not_kept": (
         "model: pico\ndata: {train: [a, b], mixing: concatenate, shuffle: true}\n",
         (
-            "recipe.yaml:2:23: data.mixing: cannot be concatenate with data.shuffle, which puts the rows into another "
-            "order; set data.shuffle to false, or leave mixing out"
+            "recipe.yaml:2:23: data.mixing: cannot be concatenate with data.shuffle, which reorders the rows; set "
+            "data.shuffle to false, or unset mixing"
         ),
     ),
     "the_order_of_packed_rows": (
         "model: pico\ndata: {train: a, packing: true, shuffle: false}\n",
         (
-            "recipe.yaml:2:33: data.shuffle: cannot be false with data.packing, which puts the rows into another "
-            "order; leave one of them out"
+            "recipe.yaml:2:33: data.shuffle: cannot be false with data.packing, which reorders the rows; unset one "
+            "of them"
         ),
     ),
     "the_padding_of_packed_rows": (
         "model: pico\ndata: {train: a, packing: true, padding_free: false}\n",
         (
-            "recipe.yaml:2:33: data.padding_free: cannot be false with data.packing: packed batches have no padding; "
-            "leave it out"
+            "recipe.yaml:2:33: data.padding_free: cannot be false with data.packing: packed batches have no "
+            "padding; unset it"
         ),
     ),
     "rows_to_evaluate_on_and_rows_held_out": (
@@ -615,12 +616,12 @@ BROKEN = {
             "  eval_size: 0.1\n"
         ),
         (
-            "recipe.yaml:5:3: data.weight_by: cannot be tokens with data.streaming: how long the rows of a stream "
-            "are is not known before; weigh by rows\n"
+            "recipe.yaml:5:3: data.weight_by: cannot be tokens with data.streaming: row lengths are unknown in "
+            "advance; set it to rows\n"
             "recipe.yaml:6:3: data.stopping_strategy: cannot be all_exhausted with data.streaming: training ends "
-            "after train.max_steps; leave it out\n"
-            "recipe.yaml:7:3: data.eval_size: cannot be given with data.streaming: from a stream nothing is held "
-            "out; name rows to evaluate on in data.eval"
+            "after train.max_steps; unset it\n"
+            "recipe.yaml:7:3: data.eval_size: unsupported with data.streaming: no rows can be held out of a "
+            "stream; set data.eval"
         ),
     ),
     "a_stream_without_end": (
@@ -662,8 +663,9 @@ BROKEN = {
     "letters_beyond_ascii": (
         ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
         (
-            "recipe.yaml:2:26: data.évál: unknown key; keys of data: train, eval, format, loss_on, max_length, packing, "
-            "padding_free, columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, streaming"
+            "recipe.yaml:2:26: data.évál: unknown key; keys of data: train, eval, format, loss_on, max_length, "
+            "packing, padding_free, columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, "
+            "streaming"
         ),
     ),
     "json_with_a_missing_comma": (
@@ -831,8 +833,8 @@ BROKEN_OVERRIDES = {
     ),
     "the_weight_of_one_item": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train[1].weight=2"],
-        "command line: data.train[0].weight: is missing for 'a.jsonl', while other sources have one; "
-        "give every source a weight, or none",
+        "command line: data.train[0].weight: missing for 'a.jsonl', but other sources have one; give all sources a "
+        "weight, or none",
     ),
     "several_at_once": (
         ["adapter.rank=0", "foo=1"],

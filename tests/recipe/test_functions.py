@@ -75,7 +75,7 @@ def test_columns_beside_a_function_are_refused(here):
     with pytest.raises(RecipeError) as caught:
         load_recipe("recipe.yaml")
     assert str(caught.value) == (
-        "recipe.yaml:5:3: data.columns: says nothing to a row function, which reads the columns itself; leave it out"
+        "recipe.yaml:5:3: data.columns: has no effect with a row function, which reads the columns itself; unset it"
     )
 
 

@@ -115,12 +115,13 @@ recipe.yaml:11:7: method.rewards[3].type: missing required key; set it to one of
 recipe.yaml:12:7: method.rewards[4]: must be a section (with type, path, weight, column, ...), got 3
 recipe.yaml:13:7: method.rewards[5]: module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
 recipe.yaml:14:30: method.rewards[6].path: module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
-recipe.yaml:15:30: method.rewards[7].pattern: is no regular expression: missing ), unterminated subpattern at position 0
+recipe.yaml:15:30: method.rewards[7].pattern: is not a valid regular expression: missing ), \
+unterminated subpattern at position 0
 recipe.yaml:16:27: method.rewards[8].tolerance: method.rewards[8].type=exact_match has no 'tolerance'; \
 available with method.rewards[8].type=numeric_match
 recipe.yaml:17:37: method.rewards[9].free_tokens: 8 is not less than max_tokens 8; \
-between them the value falls from 0 to -1
-recipe.yaml:18:7: method.rewards[10].path: give either path or column; the schema stands in one of them
+lower it: the value falls from 0 to -1 between the two
+recipe.yaml:18:7: method.rewards[10].path: requires either path or column; set exactly one of them
 recipe.yaml:19:48: method.rewards[11].model.dtpe: unknown key; did you mean 'dtype'?"""
 
 

@@ -229,7 +229,7 @@ def test_code_of_another_repository_is_refused(workspace, tmp_path, sentinel):
 
 
 def test_trust_is_asked_for_by_nothing_else_than_its_field():
-    with pytest.raises(RecipeError, match="trust_remote_code: set by tunekit; use model.trust_remote_code"):
+    with pytest.raises(RecipeError, match=r"trust_remote_code: set by tunekit; use model\.trust_remote_code"):
         load_recipe(
             {
                 "model": "pico",

@@ -277,7 +277,7 @@ def test_a_reward_model_says_that_it_judges_and_answers_no_prompts(trained):
     run = trained("reward")
     assert run.samples() == [] and not logged(run, "sample")
     card = (run.model_path / "README.md").read_text()
-    assert "This model judges" in card and "pipeline_tag: text-classification" in card
+    assert "This is a reward model" in card and "pipeline_tag: text-classification" in card
     assert {"accuracy", "margin"} == set(run.result()["measures"])
 
 
@@ -411,7 +411,7 @@ def test_a_plan_says_what_these_methods_do(here):
 
 
 def test_kto_needs_a_neighbour_on_every_device(here):
-    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: must be 2 or more with method kto"):
+    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: must be at least 2 with method kto"):
         tunekit.train(recipe({"type": "kto"}, train={"micro_batch_size": 1}))
     plan = verbs.plan(recipe({"type": "kto"}, train={"global_batch_size": 8}), on="8xh100")
     assert (plan.layout.num_processes, plan.micro_batch_size) == (4, 2)

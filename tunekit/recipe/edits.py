@@ -104,7 +104,7 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
     if name == "train.learning_rate" and edit.now in (None, edit.before):
         return _TAKES_EFFECT
     effect = ruling_of(edit.key)
-    assert effect is not None, f"{name}: nobody has said what becomes of an edit"
+    assert effect is not None, f"{name}: no ruling on edits of this field"
     return effect
 
 

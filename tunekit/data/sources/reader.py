@@ -358,7 +358,7 @@ class Reader:
             *most, last = columns
             named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
             aside = "; data.format=prompt_completion ignores label" if format == "unpaired_preference" else ""
-            note += f" (recognised from the {named}{aside})"
+            note += f" (recognized from the {named}{aside})"
         if self._references:
             note += f"; passed to rewards: {listed(self._references)}"
         if self._columns:

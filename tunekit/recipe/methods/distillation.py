@@ -19,7 +19,7 @@ class DistillationMethod(TeacherMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's DistillationConfig"),
         metrics=("loss",),
         health_checks=ANSWER_CHECKS,
-        loss_description="Losses are the divergence from the teacher, in nats per token of the model's own answers.",
+        loss_description="Losses are the divergence from the teacher, in nats per token of the model's completions.",
         owned_args={
             **GENERATED_ARGS,
             **dict.fromkeys(("teacher_model_init_kwargs", "teacher_model_name_or_path"), "use method.teacher"),

@@ -46,10 +46,10 @@ class GMPOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's GMPOConfig"),
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
-        loss_description="The loss of GMPO (experimental in TRL) is near zero whatever is learned; the reward tells.",
+        loss_description="The loss of GMPO (experimental in TRL) stays near zero; progress shows in the reward.",
         owned_args={
             "log_completions_hub_repo": "tunekit does not upload during training",
-            **dict.fromkeys(UNREAD, "the loss of GMPO does not read it"),
+            **dict.fromkeys(UNREAD, "not used by the loss of GMPO"),
             **REWARDED_ARGS,
         },
         is_experimental=True,
@@ -81,5 +81,5 @@ class GMPOMethod(RewardedMethod):
 
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy."""
-        why = "the loss of GMPO is not corrected for what vLLM draws with probabilities of its own"
-        return why, "use method.type=grpo, or leave use_vllm out"
+        why = "GMPO's loss has no importance-sampling correction for vLLM"
+        return why, "use method.type=grpo, or unset use_vllm"

@@ -24,8 +24,8 @@ class ORPOMethod(MarginMethod):
         learning_rate=LearningRate(5e-6, 5e-5, "ORPO, arXiv 2403.07691"),
         metrics=("loss", "nll_loss", "log_odds_chosen", *PAIR_METRICS[1:]),
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
-        loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better "
-        "answers with their prompts, and the odds ratio by its weight.",
+        loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihood of prompts with "
+        "chosen answers, plus the weighted odds-ratio term.",
         owned_args={"padding_value": "set by the tokenizer of the model", **TOKENISED_ARGS},
         is_experimental=True,
         stores_metrics=True,

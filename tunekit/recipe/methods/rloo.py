@@ -24,7 +24,7 @@ class RLOOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's RLOOConfig"),
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
-        loss_description="The loss of RLOO is near zero whatever is learned; the reward tells.",
+        loss_description="The loss of RLOO stays near zero; progress shows in the reward.",
         owned_args=REWARDED_ARGS,
         adds_router_loss=True,
         settings_scale_loss=False,

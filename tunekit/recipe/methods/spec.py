@@ -233,32 +233,32 @@ class MethodSection(Section):
         if self.spec.trains_on in ("pairs", "answers"):
             yield from self._conflicts_of_dropout(others.adapter)
         if self.spec.classifies and others.output.sample_prompts:
-            what = f"means nothing with method {self.type}, whose model judges and does not answer"
-            yield Conflict(("output", "sample_prompts"), what, "leave it out")
+            what = f"has no effect with method {self.type}, whose model does not generate"
+            yield Conflict(("output", "sample_prompts"), what, "unset it")
 
     def _conflicts_of_rows(self, data: DataSection) -> Iterator[Conflict]:
         """Yield settings of rows that TRL's trainer would not follow, as it lays them out itself."""
         with_it = f"with method {self.type}"
         if data.packing:
-            yield Conflict(("data", "packing"), f"cannot be true {with_it}", "leave it out")
+            yield Conflict(("data", "packing"), f"unsupported {with_it}", "unset it")
         if data.padding_free is True:
-            yield Conflict(("data", "padding_free"), f"cannot be true {with_it}: TRL pads its batches", "leave it out")
+            yield Conflict(("data", "padding_free"), f"unsupported {with_it}: TRL pads its batches", "unset it")
         sources = [*each_source("train", data.train), *each_source("eval", data.eval)]
         settings = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
         for key, loss_on in settings:
             if loss_on not in (None, "assistant"):
-                what = f"cannot be {loss_on} {with_it}, which learns from whole answers and from nothing else"
-                yield Conflict(("data", *key), what, "leave it out")
+                what = f"cannot be {loss_on} {with_it}, whose loss is on complete answers"
+                yield Conflict(("data", *key), what, "unset it")
 
     def _conflicts_of_dropout(self, adapter: Adapter) -> Iterator[Conflict]:
         """Yield the dropout of an adapter, which TRL switches off for methods that compare answers."""
         if not isinstance(adapter, LoraAdapter) or not adapter.dropout:
             return
         if self.trainer_args.get("disable_dropout", True):
-            what = f"means nothing with method {self.type}, for which TRL switches dropout off"
+            what = f"has no effect with method {self.type}: TRL disables dropout"
             if self.reference_use != "none":
-                what += ": it would move the model from itself"
-            hint = "leave it out, or set method.trainer_args.disable_dropout=false"
+                what += ", so that the model starts equal to the reference"
+            hint = "unset it, or set method.trainer_args.disable_dropout=false"
             yield Conflict(("adapter", "dropout"), what, hint)
 
     @classmethod

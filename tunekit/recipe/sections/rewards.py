@@ -111,7 +111,7 @@ class RegexReward(_TunekitReward):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from None
+            raise ValueError(f"is not a valid regular expression: {error}") from None
         return pattern
 
 
@@ -130,7 +130,7 @@ class JsonSchemaReward(_TunekitReward):
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield a conflict unless there is exactly one schema."""
         if (self.path is None) == (self.column is None):
-            yield Conflict(("path",), "give either path or column", "the schema stands in one of them")
+            yield Conflict(("path",), "requires either path or column", "set exactly one of them")
 
 
 class LengthReward(_TunekitReward):
@@ -149,7 +149,7 @@ class LengthReward(_TunekitReward):
         """Yield a conflict where the value has no tokens to fall over."""
         if self.free_tokens >= self.max_tokens:
             what = f"{self.free_tokens} is not less than max_tokens {self.max_tokens}"
-            yield Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")
+            yield Conflict(("free_tokens",), what, "lower it: the value falls from 0 to -1 between the two")
 
 
 class RepetitionReward(_TunekitReward):

@@ -225,13 +225,13 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
         if self.num_epochs is not None and self.max_steps is not None:
-            raise ValueError("num_epochs and max_steps are both given; keep one of them")
+            raise ValueError("num_epochs and max_steps are mutually exclusive; keep one of them")
         return self
 
     @model_validator(mode="after")
     def _something_to_halve(self) -> "TrainSection":
         if self.retry_out_of_memory and 1 in (self.micro_batch_size, self.global_batch_size):
-            raise ValueError("retry_out_of_memory: a micro-batch of 1 cannot be halved; leave it out")
+            raise ValueError("retry_out_of_memory: a micro-batch of 1 cannot be halved; unset it")
         return self
 
 
