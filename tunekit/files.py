@@ -177,10 +177,7 @@ def find_recipe(name: str) -> Path:
         return names[name]
     near = near_names(name, list(names))
     hint = "`tunekit recipes` lists them"
-    raise RecipeError(
-        f"{name}: no shipped recipe has this name",
-        hint=f"did you mean {near}? {hint}" if near else hint,
-    )
+    raise RecipeError(f"{name}: no shipped recipe has this name", hint=f"did you mean {near}? {hint}" if near else hint)
 
 
 def recipe_text(name: str) -> str:

@@ -250,8 +250,7 @@ def check_no_media(row: Mapping[str, object]) -> None:
             continue
         if column.lower() in _COLUMNS and _holds_something(content):
             raise _refusal(
-                f"column {shortened(column)} holds {_PLURALS[kind]}",
-                "remove the column to train on the text alone",
+                f"column {shortened(column)} holds {_PLURALS[kind]}", "remove the column to train on the text alone"
             )
         if any(_says(value, f"<{kind}>") for name, value in row.items() if name != column):
             raise _refusal(

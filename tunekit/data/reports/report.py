@@ -205,10 +205,7 @@ class SourceReport:
             ("rows", "; ".join([counts, *changed])),
             ("sequences", f"{self.num_sequences:,}"),
             ("tokens", self._tokens_words),
-            (
-                "row length",
-                "min {min:,}, median {median:,}, p95 {p95:,}, max {max:,}".format(**asdict(self.lengths)),
-            ),
+            ("row length", "min {min:,}, median {median:,}, p95 {p95:,}, max {max:,}".format(**asdict(self.lengths))),
         ]
         if packing is not None:
             facts += packing.facts(max_length, is_packed=is_packed, is_alone=self.is_alone)

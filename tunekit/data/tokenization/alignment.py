@@ -238,8 +238,7 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
             on_progress(rows.source, index + 1, len(rows))
     if not indices:
         raise DataError(
-            f"{rows.source}: {room.nothing_fits(len(rows))}, longest row {max(longest):,}",
-            hint="raise data.max_length",
+            f"{rows.source}: {room.nothing_fits(len(rows))}, longest row {max(longest):,}", hint="raise data.max_length"
         )
     num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)

@@ -12,17 +12,6 @@ PAIR_METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
 PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
 MEAN_OVER_TOKENS = "the {} is averaged over the tokens of a micro-batch, so it depends slightly on the micro-batch size"
 
-PRECOMPUTED_ARGS = {"precompute_ref_batch_size": "use train.global_batch_size and train.micro_batch_size"}
-"""Arguments of TRL's config about log-probabilities that are computed before training, and their owners."""
-
-TOKENISED_ARGS = {
-    "dataset_num_proc": "tunekit prepares the rows: use the data section",
-    "generate_during_eval": "use output.sample_prompts",
-    "is_encoder_decoder": "tunekit loads the model: use the model section",
-    "max_completion_length": "use data.max_length",
-}
-"""Arguments of TRL's experimental trainers of pairs, which get rows as token ids, and their owners."""
-
 
 class ReferenceMethod(MethodSection):
     """A method whose rewards are how much likelier an answer is than to a reference, times beta."""

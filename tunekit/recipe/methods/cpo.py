@@ -5,13 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.comparing import (
-    MEAN_OVER_TOKENS,
-    PAIR_METRICS,
-    PAIR_WITHOUT_REFERENCE,
-    TOKENISED_ARGS,
-    MarginMethod,
-)
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PAIR_WITHOUT_REFERENCE, MarginMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec, OtherSections
 from tunekit.recipe.sections.section import Conflict
 
@@ -28,7 +22,6 @@ class CPOMethod(MarginMethod):
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
         loss_description="Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose "
         "chosen answer is more likely than the rejected one.",
-        owned_args=TOKENISED_ARGS,
         is_experimental=True,
         stores_metrics=True,
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, ReferenceMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
 from tunekit.recipe.sections.section import Conflict, alone_in_list
 
@@ -45,7 +45,6 @@ class DPOMethod(ReferenceMethod):
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
         loss_description="Losses are those of DPO: ln 2 where the preference equals the reference's. Accuracies are "
         "the share of pairs with a higher reward for the chosen answer, margins the difference of the rewards.",
-        owned_args={**PRECOMPUTED_ARGS, "truncation_mode": "completions are truncated at the end"},
         upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
     )

@@ -4,36 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import (
-    REWARD_CHECKS,
-    REWARD_METRICS,
-    REWARDED_ARGS,
-    GenerationSection,
-    RewardedMethod,
-)
+from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
-
-UNREAD = (
-    "delta",
-    "entropy_coef",
-    "entropy_coef_delta",
-    "entropy_coef_max",
-    "entropy_coef_min",
-    "entropy_target",
-    "importance_sampling_level",
-    "loss_type",
-    "off_policy_mask_threshold",
-    "router_aux_loss_coef",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "use_adaptive_entropy",
-    "use_bias_correction_kl",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-)
-"""Fields that GMPOConfig has from GRPOConfig, and that the loss of GMPO does not read (trl 1.16)."""
 
 
 class GMPOMethod(RewardedMethod):
@@ -47,11 +19,6 @@ class GMPOMethod(RewardedMethod):
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
         loss_description="The loss of GMPO (experimental in TRL) stays near zero; progress shows in the reward.",
-        owned_args={
-            "log_completions_hub_repo": "tunekit does not upload during training",
-            **dict.fromkeys(UNREAD, "not used by the loss of GMPO"),
-            **REWARDED_ARGS,
-        },
         is_experimental=True,
         settings_scale_loss=False,
     )

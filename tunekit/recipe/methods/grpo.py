@@ -5,13 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import (
-    REWARD_CHECKS,
-    REWARD_METRICS,
-    REWARDED_ARGS,
-    GenerationSection,
-    RewardedMethod,
-)
+from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 from tunekit.recipe.sections.section import Conflict
 
@@ -36,7 +30,6 @@ class GRPOMethod(RewardedMethod):
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
         loss_description="The loss of GRPO stays near zero; progress shows in the reward.",
-        owned_args={"log_completions_hub_repo": "tunekit does not upload during training", **REWARDED_ARGS},
         upstream_names=("_entropy_bonus_enabled",),
         adds_router_loss=True,
         settings_scale_loss=False,

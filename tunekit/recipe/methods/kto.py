@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.comparing import PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
+from tunekit.recipe.methods.comparing import PAIR_METRICS, ReferenceMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
 from tunekit.recipe.sections.section import Conflict
 
@@ -26,7 +26,6 @@ class KTOMethod(ReferenceMethod):
         loss_description="Losses are those of KTO: half of the mean weight of an answer where the model equals the "
         "reference. Rewards of chosen are those of good answers, of rejected those of bad ones: the log ratio to the "
         "reference, times beta.",
-        owned_args={**PRECOMPUTED_ARGS, "dataset_num_proc": "one process reads the rows, to keep their order"},
         upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
     )

@@ -31,40 +31,13 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 ANSWER_CHECKS = (*COMMON_CHECKS, "answers_run_away")
 """Health checks of methods that generate; their loss tells little."""
 
-REWARD_CHECKS = (
-    *ANSWER_CHECKS,
-    "reward_is_constant",
-    "reward_falls",
-    "no_signal",
-    "kl_explodes",
-    "entropy_collapses",
-)
+REWARD_CHECKS = (*ANSWER_CHECKS, "reward_is_constant", "reward_falls", "no_signal", "kl_explodes", "entropy_collapses")
 """Health checks of methods whose answers are rewarded."""
 
 REWARD_METRICS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
 """Metrics by which runs may be ranked whose answers are rewarded."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_ENGINE = "use method.generation.use_vllm"
-_ONE_STEP = "completions are generated for one optimizer step at a time"
-
-GENERATED_ARGS = {
-    "ds3_gather_for_generation": "set by the plan for the available devices",
-    **dict.fromkeys(_SAMPLING, "use method.generation"),
-    "use_vllm": _ENGINE,
-}
-"""Arguments of TRL's config about generation, and their owners."""
-
-REWARDED_ARGS = {
-    **GENERATED_ARGS,
-    "generation_batch_size": _ONE_STEP,
-    "steps_per_generation": _ONE_STEP,
-    "transformers_continuous_batching_config": _ENGINE,
-    "use_transformers_continuous_batching": _ENGINE,
-    "use_transformers_paged": _ENGINE,
-    "reward_weights": "set weight of each of method.rewards",
-}
-"""Arguments of TRL's config about rewarded answers, and their owners."""
 
 
 class GenerationSection(Section):

@@ -4,13 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.comparing import (
-    MEAN_OVER_TOKENS,
-    PAIR_METRICS,
-    PAIR_WITHOUT_REFERENCE,
-    TOKENISED_ARGS,
-    MarginMethod,
-)
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PAIR_WITHOUT_REFERENCE, MarginMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
 
 
@@ -26,7 +20,6 @@ class ORPOMethod(MarginMethod):
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
         loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihood of prompts with "
         "chosen answers, plus the weighted odds-ratio term.",
-        owned_args={"padding_value": "set by the tokenizer of the model", **TOKENISED_ARGS},
         is_experimental=True,
         stores_metrics=True,
     )

@@ -4,13 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import (
-    REWARD_CHECKS,
-    REWARD_METRICS,
-    REWARDED_ARGS,
-    GenerationSection,
-    RewardedMethod,
-)
+from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 
 
@@ -25,7 +19,6 @@ class RLOOMethod(RewardedMethod):
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
         loss_description="The loss of RLOO stays near zero; progress shows in the reward.",
-        owned_args=REWARDED_ARGS,
         adds_router_loss=True,
         settings_scale_loss=False,
     )

@@ -25,9 +25,8 @@ Distillation (trl/trainer/distillation_trainer.py) generates one answer to each 
 through a teacher between the forward and the backward pass, as DPO does through its reference.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
@@ -151,8 +150,6 @@ class MethodSpec:
     """Meaning of the losses, for the model card."""
     health_checks: tuple[str, ...] = LOSS_CHECKS
     """Names of the functions in `tunekit.training.health_warnings` that watch a run."""
-    owned_args: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Arguments of TRL's config that tunekit sets itself for this method, and what to use in a recipe."""
     upstream_names: tuple[str, ...] = ()
     """Private names of TRL's trainer that tunekit needs for this method alone."""
     is_experimental: bool = False

@@ -443,11 +443,7 @@ _SYNTAX = [
     (r"found unexpected end of stream", "unclosed quote", "close it"),
     (r"expected ',' or '\]'", f"unclosed '['{_UNTIL}", _CLOSE_HINT),
     (r"expected ',' or '}'", f"unclosed '{{'{_UNTIL}", _CLOSE_HINT),
-    (
-        r"found undefined alias '(.*)'",
-        r"alias *\1 has no anchor &\1 before it",
-        "quote values that begin with '*'",
-    ),
+    (r"found undefined alias '(.*)'", r"alias *\1 has no anchor &\1 before it", "quote values that begin with '*'"),
     (r"found duplicate anchor '(.*)';", r"duplicate anchor &\1", "rename one of them"),
     (r"found character '(.)'", r"a value cannot begin with '\1'", "quote it"),
     (r"found unknown escape character '(.*)'", r"unknown escape '\\\1' in double quotes", "use single quotes"),

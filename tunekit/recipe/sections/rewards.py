@@ -11,14 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, field_validator
 
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.section import (
-    EXPANDS_ENV,
-    FUNCTION_PATTERN,
-    Conflict,
-    FunctionPath,
-    Section,
-    from_word,
-)
+from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, FunctionPath, Section, from_word
 
 Extract = Literal["all", "last_line", "last_number", "boxed", "answer_tag"]
 """Part of an answer that is compared: all of it, its last line, its last number, what stands in its last `\\boxed{}`,

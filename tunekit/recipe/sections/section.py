@@ -313,8 +313,7 @@ class OutputSection(Section):
     An empty list: none."""
 
     report_to: Annotated[
-        list[Tracker],
-        BeforeValidator(alone_in_list, json_schema_input_type=Tracker | list[Tracker]),
+        list[Tracker], BeforeValidator(alone_in_list, json_schema_input_type=Tracker | list[Tracker])
     ] = []
     """Experiment trackers that receive metrics and the recipe; one name or a list. Install with `pip install
     'tunekit[tracking]'`. The project comes from the tracker's own variable (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`,
