@@ -52,11 +52,11 @@ BROKEN = {
     ),
     "a_tab": (
         ("model: pico\ndata:\n\ttrain: x.jsonl\n"),
-        "recipe.yaml:3:1: tab in indentation; use spaces",
+        "recipe.yaml:3:1: unexpected tab; use spaces",
     ),
     "a_tab_after_the_colon": (
         GOOD + ("train:\n  seed:\t3\n"),
-        "recipe.yaml:4:8: tab in indentation; use spaces",
+        "recipe.yaml:4:8: unexpected tab; use spaces",
     ),
     "no_space_after_the_colon": (
         ("model:pico\ndata:\n  train: x.jsonl\n"),

@@ -341,13 +341,11 @@ def _find(source: str | Path) -> Path:
         inside = sorted(child for child in path.iterdir() if child.suffix in _SUFFIXES)
         hint = f"pass a file in it, such as {inside[0]}" if inside else "pass a recipe file"
         raise RecipeError(f"{label}: is a folder, not a recipe", hint=hint)
-    raise RecipeError(f"{label}: {_not_found(path)}", hint=_nearby(path))
-
-
-def _not_found(path: Path) -> str:
     if path.suffix not in _SUFFIXES:
-        return "no such file, and no shipped recipe has this name"
-    return "file not found" if path.parent.is_dir() else f"file not found, folder {path.parent} does not exist"
+        what = "no such file, and no shipped recipe has this name"
+    else:
+        what = "file not found" if path.parent.is_dir() else f"file not found, folder {path.parent} does not exist"
+    raise RecipeError(f"{label}: {what}", hint=_nearby(path))
 
 
 def _nearby(path: Path) -> str:
@@ -389,7 +387,7 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         problems += to_problems(error.errors(include_url=False), places)
-    if _both_lengths(values):
+    if all(_mapping(values.get("train")).get(name) is not None for name in ONE_LENGTH):
         # The schema says so too, but only of a section that is right otherwise, and not at which of the two keys.
         problems = [bad for bad in problems if bad.key != ("train",)]
         keys = [("train", name) for name in ONE_LENGTH]
@@ -418,10 +416,6 @@ def _takes_function(key: Key, values: dict[str, Any]) -> bool:
     """Return whether a field takes a function of the user's own, in whichever variant the values choose."""
     path = holders_along(key, values)
     return len(path) == len(key) and all(FunctionPath in members(holder.field.annotation) for holder in path[-1])
-
-
-def _both_lengths(values: dict[str, Any]) -> bool:
-    return all(_mapping(values.get("train")).get(name) is not None for name in ONE_LENGTH)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

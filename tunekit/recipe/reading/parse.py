@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -35,6 +36,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from tunekit.errors import RecipeError
+from tunekit.files import read_table
 from tunekit.redact import redacted
 
 Key = tuple[str | int, ...]
@@ -215,14 +217,6 @@ _BASED_INT = re.compile(r"0(?:o[0-7]+|x[0-9a-fA-F]+)\Z")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")
 _SPECIAL_FLOAT = re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")
 _MAX_DIGITS = 100
-
-_COLON_HINT = (
-    "quote values that contain ': ', or check the lines above for wrong indentation and for a ':' that is missing or "
-    "has no space after it"
-)
-_CLOSE_HINT = "close it, and separate items by commas"
-_UNTIL = "<until>"
-_INDENT_HINT = "align the keys of a section, and close quotes and brackets above"
 
 
 class YAMLProblem(Exception):
@@ -434,26 +428,6 @@ def _at(start: Place, line: int, column: int) -> Place:
     return Place(start.rank, line + 1, column + 1, start.source) if start.line else start
 
 
-_SYNTAX = [
-    (r"found character '\\t'", "tab in indentation", "use spaces"),
-    (r"mapping values are not allowed", "unexpected ':'", _COLON_HINT),
-    (r"could not find expected ':'", "missing ':'", "write `key: value`, with a space after ':'"),
-    (r"expected <block end>", "inconsistent indentation", _INDENT_HINT),
-    (r"sequence entries are not allowed", "unexpected '-'", "start the list on a new line"),
-    (r"found unexpected end of stream", "unclosed quote", "close it"),
-    (r"expected ',' or '\]'", f"unclosed '['{_UNTIL}", _CLOSE_HINT),
-    (r"expected ',' or '}'", f"unclosed '{{'{_UNTIL}", _CLOSE_HINT),
-    (r"found undefined alias '(.*)'", r"alias *\1 has no anchor &\1 before it", "quote values that begin with '*'"),
-    (r"found duplicate anchor '(.*)';", r"duplicate anchor &\1", "rename one of them"),
-    (r"found character '(.)'", r"a value cannot begin with '\1'", "quote it"),
-    (r"found unknown escape character '(.*)'", r"unknown escape '\\\1' in double quotes", "use single quotes"),
-    (r"but found another document", "second YAML document", "write one recipe per file, without '---'"),
-    (r"found undefined tag handle", "tags are unsupported", "write the plain value, quoted if it begins with '!'"),
-    (r"nested too deep", f"nested deeper than {MAX_DEPTH} levels", "close the brackets above"),
-]
-"""PyYAML's complaints, what they mean, and what helps."""
-
-
 def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
     """PyYAML's complaint in words that help, at the place to look at."""
     complaint = f"{error.context or ''} {error.problem or ''}".strip()
@@ -462,11 +436,12 @@ def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
     if error.context_mark is not None and any(words in complaint for words in opened_at_context):
         mark = error.context_mark
     at = place if mark is None else _at(place, mark.line, mark.column)
-    for pattern, what, hint in _SYNTAX:
+    until = f" before line {end.line + 1}, column {end.column + 1}" if end is not None and place.line else ""
+    for pattern, what, hint in read_table(Path(__file__).with_name("syntax.yaml")):
         match = re.search(pattern, complaint)
         if match is not None:
-            until = "" if end is None else f" before line {end.line + 1}, column {end.column + 1}"
-            return Problem(at, match.expand(what).replace(_UNTIL, until if place.line else ""), hint=hint)
+            what = match.expand(what).replace("<until>", until).replace("<depth>", str(MAX_DEPTH))
+            return Problem(at, what, hint=hint)
     return Problem(at, f"invalid YAML: {complaint}", hint="quote values with special characters")
 
 
