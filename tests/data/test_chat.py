@@ -229,7 +229,7 @@ def test_a_given_turn_that_markers_write_differently_later_is_refused():
 
 def left_out(template: str, *given: dict, loss_on="assistant") -> list[str]:
     made = tokenised(rows("messages", *given), byte_tokenizer(template), max_length=999, loss_on=loss_on)
-    return [note for note in made.report.notes if "leaves out" in note]
+    return [note for note in made.report.notes if "chat template drops" in note]
 
 
 NO_SYSTEM_MESSAGES = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML

@@ -80,7 +80,7 @@ def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_sho
     assert Bin(21, 24, 2) in train.histogram
     rows = dict(train.facts(24, is_packed=False))["rows"]
     assert rows == "4 read, 3 used; 1 skipped without a token in the loss; 2 truncated at 24 tokens"
-    assert any("50.0% of the rows are cut" in warning for warning in found.warnings())
+    assert any("50.0% of rows truncated" in warning for warning in found.warnings())
 
 
 def test_packing_fills_sequences_and_padding_costs_what_random_batches_waste(folder):

@@ -135,11 +135,11 @@ BROKEN = {
     ),
     "an_alias_without_anchor": (
         GOOD + "train: *fast\n",
-        "recipe.yaml:3:8: the alias *fast has no anchor &fast before it; quote values that begin with '*'",
+        "recipe.yaml:3:8: alias *fast has no anchor &fast before it; quote values that begin with '*'",
     ),
     "an_anchor_set_twice": (
         GOOD + "train: {seed: &a 1, max_steps: &a 2}\n",
-        "recipe.yaml:3:32: the anchor &a is set twice; rename one of them",
+        "recipe.yaml:3:32: duplicate anchor &a; rename one of them",
     ),
     "an_anchor_that_contains_itself": (
         ("model: pico\ndata: &d {train: x.jsonl, eval: *d}\n"),
@@ -369,9 +369,9 @@ BROKEN = {
     "text_where_a_list_belongs": (
         GOOD + "adapter: {type: lora, target_modules: q_proj, modules_to_save: lm_head}\n",
         (
-            "recipe.yaml:3:39: adapter.target_modules: must be all-linear or a list of text, got "
+            "recipe.yaml:3:39: adapter.target_modules: must be all-linear or a list of strings, got "
             "'q_proj'; write [q_proj]\n"
-            "recipe.yaml:3:64: adapter.modules_to_save: must be a list of text, got 'lm_head'; write [lm_head]"
+            "recipe.yaml:3:64: adapter.modules_to_save: must be a list of strings, got 'lm_head'; write [lm_head]"
         ),
     ),
     "numbers_in_a_list_of_text": (
@@ -445,12 +445,12 @@ BROKEN = {
     "variables_that_are_not_set": (
         ("model: ${TUNEKIT_UNSET}/m\ndata:\n  train: ${TUNEKIT UNSET}\n  eval: ${TUNEKIT_UNSET\n"),
         (
-            "invalid reference recipe.yaml:1:8: model.path: environment variable TUNEKIT_UNSET is not set; export "
-            "TUNEKIT_UNSET=..., or write the path\n"
-            "recipe.yaml:3:10: data.train.path: ${TUNEKIT UNSET}invalid reference ; write ${NAME} with the name of "
+            "recipe.yaml:1:8: model.path: environment variable TUNEKIT_UNSET is not set; export TUNEKIT_UNSET=..., "
+            "or write the path\n"
+            "recipe.yaml:3:10: data.train.path: invalid reference ${TUNEKIT UNSET}; write ${NAME} with the name of "
             "an environment variable\n"
-            "recipe.yaml:4:9: data.eval.path: ${TUNEKIT_UNSET; write ${NAME} with the name of an environment "
-            "variable"
+            "recipe.yaml:4:9: data.eval.path: invalid reference ${TUNEKIT_UNSET; write ${NAME} with the name of an "
+            "environment variable"
         ),
     ),
     "trainer_args": (
@@ -472,7 +472,7 @@ BROKEN = {
             "  type: sft\n"
         ),
         (
-            "recipe.yaml:5:5: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean "
+            "recipe.yaml:5:5: method.trainer_args.adam_bta1: not a field of SFTConfig; did you mean "
             "'adam_beta1'?\n"
             "recipe.yaml:6:17: method.trainer_args.adam_beta2: must be a number, got '0.9'; write it without "
             "quotes\n"
@@ -489,7 +489,7 @@ BROKEN = {
             "recipe.yaml:13:18: method.trainer_args.label_names: must be a list or null, got 'loss'; write [loss]\n"
             "recipe.yaml:14:5: method.trainer_args.warmup_ratio: set by tunekit; use train.warmup_steps: below 1 "
             "it is a share of all steps\n"
-            "recipe.yaml:15:5: method.trainer_args.zzz: SFTConfig has no such field; see the documentation of "
+            "recipe.yaml:15:5: method.trainer_args.zzz: not a field of SFTConfig; see the documentation of "
             "TRL's SFTConfig"
         ),
     ),
@@ -786,7 +786,7 @@ BROKEN_OVERRIDES = {
     ),
     "a_misspelt_trainer_arg": (
         ["method.trainer_args.adam_bta1=0.8"],
-        "command line: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
+        "command line: method.trainer_args.adam_bta1: not a field of SFTConfig; did you mean 'adam_beta1'?",
     ),
     "a_variable_where_none_may_stand": (
         ["output.name=${USER}"],
@@ -803,7 +803,7 @@ BROKEN_OVERRIDES = {
     ),
     "a_position_beyond_the_list": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train[2].split=test"],
-        "command line: data.train[2].split: data.train has 2 items; the last is data.train[1]",
+        "command line: data.train[2].split: data.train has 2 items; the last item is data.train[1]",
     ),
     "a_position_from_the_end": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train[-1].split=test"],

@@ -30,7 +30,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
 @pytest.mark.parametrize(
     ("key", "header"),
     [
-        ("model.path", "model.path: text; required"),
+        ("model.path", "model.path: a string; required"),
         ("model.dtype", "model.dtype: one of auto, float32, bfloat16, float16; default auto"),
         ("data.train", "data.train: a section or a list of sections; required"),
         ("data.eval", "data.eval: a section or a list of sections; optional"),
@@ -45,7 +45,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
         ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
         ("train.warmup_steps", "train.warmup_steps: a number of at least 0; default 0.03"),
         ("train.num_epochs", "train.num_epochs: a number greater than 0; optional"),
-        ("output.sample_prompts", "output.sample_prompts: a list of text; optional"),
+        ("output.sample_prompts", "output.sample_prompts: a list of strings; optional"),
     ],
 )
 def test_the_first_line_says_what_a_field_takes(key: str, header: str) -> None:
@@ -103,7 +103,7 @@ def test_trls_own_arguments_are_known_by_name() -> None:
         ("train.optim.x", "train.optim.x: train.optim is not a section; `tunekit explain train.optim` documents it"),
         (
             "method.trainer_args.adam_bta1",
-            "method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
+            "method.trainer_args.adam_bta1: not a field of SFTConfig; did you mean 'adam_beta1'?",
         ),
         ("method.trainer_args.bf16", "method.trainer_args.bf16: set by tunekit; use model.dtype"),
         ("", ": unknown key; keys of a recipe: model, data, method, adapter, train, parallel, output"),

@@ -63,7 +63,7 @@ def test_a_method_reads_back_equal(method: DPOMethod | GRPOMethod, tmp_path: Any
         ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; available with method.type=dpo, kto, orpo"),
         ("grpo", ["method.num_generations=1"], "method.num_generations: must be at least 2, got 1"),
         ("dpo", ["method.trainer_args.beta=1"], "set by tunekit; use method.beta"),
-        ("dpo", ["method.trainer_args.lable_smoothing=0.1"], "no such field; use method.label_smoothing"),
+        ("dpo", ["method.trainer_args.lable_smoothing=0.1"], "not a field of DPOConfig; use method.label_smoothing"),
         ("grpo", ["method.trainer_args.use_vllm=true"], "set by tunekit; use method.generation.use_vllm"),
     ],
 )  # fmt: skip

@@ -45,8 +45,8 @@ URL = "http://there:8000"
 @pytest.mark.parametrize(
     ("kind", "method", "problem"),
     [
-        ("rloo", {"max_completion_length": 1024}, r"max_completion_length: 1024 leaves no place for a prompt"),
-        ("distillation", {"max_completion_length": 1024}, "max_completion_length: 1024 leaves no place for a prompt"),
+        ("rloo", {"max_completion_length": 1024}, r"max_completion_length: 1024 leaves no room for a prompt"),
+        ("distillation", {"max_completion_length": 1024}, "max_completion_length: 1024 leaves no room for a prompt"),
         ("rloo", {"num_generations": 5}, r"num_generations: 5 does not divide train\.global_batch_size 16"),
         ("rloo", {"epsilon": 0.3, "epsilon_high": 0.2}, r"epsilon_high: 0\.2 is less than method\.epsilon 0\.3"),
         ("grpo", {"epsilon_high": 0.1}, r"epsilon_high: 0\.1 is less than method\.epsilon 0\.2"),
@@ -61,8 +61,8 @@ URL = "http://there:8000"
             {"importance_sampling_level": "sequence"},
             "importance_sampling_level: cannot be sequence for loss_type dapo, a sum over tokens",
         ),
-        ("grpo", {"loss_type": "cispo"}, "epsilon_high: is for loss_type cispo the ratio itself"),
-        ("grpo", {"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: is for loss_type cispo the ratio itself"),
+        ("grpo", {"loss_type": "cispo"}, "epsilon_high: must be at least 1 for loss_type cispo"),
+        ("grpo", {"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: must be at least 1 for loss_type cispo"),
         ("grpo", {"loss_type": "sapo", "epsilon": 0.1}, "epsilon: has no effect for loss_type sapo"),
         ("grpo", {"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high: has no effect for loss_type sapo"),
         (

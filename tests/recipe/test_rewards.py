@@ -138,7 +138,7 @@ def test_broken_rewards_are_told_all_at_once_with_their_places(tmp_path: Path, m
     [
         ("method.rewards=exact_match", "must be a list of sections, got 'exact_match'; write [exact_match]"),
         ("method.rewards.weight=3", "method.rewards is a list; write method.rewards[0].weight=... for its first item"),
-        ("method.rewards[9].weight=3", "method.rewards has 5 items; the last is method.rewards[4]"),
+        ("method.rewards[9].weight=3", "method.rewards has 5 items; the last item is method.rewards[4]"),
         ("method.rewards[0].wieght=3", "method.rewards[0].wieght: unknown key; did you mean 'weight'?"),
         ("method.rewards.0=x", "list positions need brackets; write method.rewards[0]=..."),
     ],

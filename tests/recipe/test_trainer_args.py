@@ -195,7 +195,7 @@ def test_a_missing_trl_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_source_laid_out_otherwise_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DependencyError, match=r"defines no SFTConfig; install the version of TRL"):
+    with pytest.raises(DependencyError, match=r"does not define SFTConfig; install the version of TRL"):
         trainer_args._class_fields(tmp_path / "sft_config.py", "SFTConfig")
 
 

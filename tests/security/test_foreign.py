@@ -46,7 +46,7 @@ def environment(monkeypatch, tmp_path):
 def test_a_variable_is_sent_to_no_host_that_is_not_trusted(url, host):
     with pytest.raises(RecipeError) as refused:
         path_of(url)
-    assert f"would be sent to {host}; if {host} is yours, export TUNEKIT_TRUSTED_HOSTS={host}" in str(refused.value)
+    assert f"would be sent to {host}; if you trust {host}, export TUNEKIT_TRUSTED_HOSTS={host}" in str(refused.value)
     assert SECRET not in str(refused.value)
 
 

@@ -50,7 +50,7 @@ def test_a_recipe_with_a_secret_is_refused_where_it_stands_and_without_telling_i
     with pytest.raises(RecipeError) as refused:
         load_recipe(recipe)
     said = str(refused.value)
-    assert f"recipe: {place}: holds " in said and "which no recipe may; " in said
+    assert f"recipe: {place}: contains " in said and "recipes must not contain secrets; " in said
     held = json.dumps(keys)
     for secret in (HUB, CANARY, "pass:word", "geheim99", "k" * 12, "whatever", "a1" * 12, "Q7" * 8, "a" * 36):
         assert secret not in held or secret not in said

@@ -169,10 +169,11 @@ def _optional_text(row: Row, column: str, findings: Findings) -> str:
     return text(value, column)
 
 
-def prompt_completion(asked: object, completion: object) -> Row:
+def prompt_completion(row: Row) -> Row:
     """Both plain text, or both lists of messages: the two shapes that TRL knows."""
-    check_alike("prompt", asked, "completion", completion)
-    question = prompt(asked, move="move that message to completion")
+    completion = row["completion"]
+    check_alike("prompt", row["prompt"], "completion", completion)
+    question = prompt(row["prompt"], move="move that message to completion")
     check = conversation if isinstance(completion, list) else text
     return {"prompt": question, "completion": check(completion, "completion")}
 
@@ -242,8 +243,7 @@ def check_tokens(row: Row) -> Row:
 
 
 def _labels(value: object, ids: list[int]) -> list[int]:
-    labels = _integers(value, "labels")
-    _check_length(labels, "labels", len(ids))
+    labels = _integers(value, "labels", len(ids))
     for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
         if label not in (token, IGNORED):
             raise BadRow(
@@ -254,20 +254,14 @@ def _labels(value: object, ids: list[int]) -> list[int]:
 
 
 def _bits(value: object, where: str, length: int) -> list[int]:
-    bits = _integers(value, where)
-    _check_length(bits, where, length)
+    bits = _integers(value, where, length)
     other = next((i for i, bit in enumerate(bits) if bit not in (0, 1)), None)
     if other is not None:
         raise BadRow(f"{where}[{other}] must be 0 or 1, got the number {bits[other]}")
     return bits
 
 
-def _check_length(values: list[int], where: str, length: int) -> None:
-    if len(values) != length:
-        raise BadRow(f"{where} must have the length of input_ids ({length:,}), got {len(values):,}")
-
-
-def _integers(value: object, where: str) -> list[int]:
+def _integers(value: object, where: str, length: int | None = None) -> list[int]:
     if isinstance(value, str):
         raise BadRow(
             f"{where} must be a list of integers, got a string; use .jsonl or .parquet, where a column can hold lists"
@@ -276,4 +270,6 @@ def _integers(value: object, where: str) -> list[int]:
     for i, number in enumerate(numbers):
         if type(number) is not int:
             raise BadRow(f"{where}[{i}] must be an integer, got {described(number)}")
+    if length not in (None, len(numbers)):
+        raise BadRow(f"{where} must have the length of input_ids ({length:,}), got {len(numbers):,}")
     return numbers

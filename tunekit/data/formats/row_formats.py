@@ -207,13 +207,10 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
 
 def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> str | None:
     """The advice to rename a column that is nearly one of a format."""
-    column_names = list(dict.fromkeys(name for needed in COLUMNS.values() for name in needed))
     # `score` and `labels` are names by themselves far more often than they are misspelt.
-    candidates = (
-        [name for name in column_names if name not in ("scores", "label")] if missing is None else list(missing)
-    )
+    candidates = [name for name in NEEDED if name not in ("scores", "label")] if missing is None else list(missing)
     for name in candidates:
-        near = nearest(name, (column for column in columns[:LOOKED_AT] if column not in column_names), cutoff=0.7)
+        near = nearest(name, (column for column in columns[:LOOKED_AT] if column not in NEEDED), cutoff=0.7)
         if near is not None:
             return f"rename {shortened(near)} to {name}"
     return None

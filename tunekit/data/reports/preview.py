@@ -17,7 +17,7 @@ from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, RowStore, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, prompt_tokens, tokens_of
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.tokenize import Account
+from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_leng
         else:
             _check_size(rows, index)
         encoded = encoder.encode(row, range(1))
-        batch, _ = Account().cut(encoded, max_length, splits=rows.format == "text")
+        batch, _ = TokenReport().cut(encoded, max_length, splits=rows.format == "text")
         ids, labels = batch.ids.tolist(), batch.labels.tolist()
         if not len(batch.lengths):
             whole = encoded.ids.tolist()

@@ -5,8 +5,8 @@ its place. What was found on the way is gathered into one sentence.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Literal, assert_never, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, cast
 
 from tunekit.data.formats import convert, preferences
 from tunekit.data.formats.convert import Findings
@@ -75,31 +75,28 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     return row
 
 
+_PLAIN: dict[SourceFormat, Callable[[Row], Row]] = {
+    "prompt_completion": convert.prompt_completion,
+    "tokens": convert.check_tokens,
+    "ranking": preferences.best_and_worst,
+    "unpaired_preference": preferences.rated,
+    "prompts": convert.prompt_with_references,
+}
+_NOTED: dict[SourceFormat, Callable[[Row, Findings], Row]] = {
+    "sharegpt": convert.sharegpt,
+    "alpaca": convert.alpaca,
+    "preference": convert.preference,
+}
+"""Converters of rows by format, those with something to note apart."""
+
+
 def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
     """Convert a row, without its tools."""
-    match format:
-        case "messages":
-            return {"messages": conversation(row["messages"], "messages")}
-        case "sharegpt":
-            return convert.sharegpt(row, findings)
-        case "alpaca":
-            return convert.alpaca(row, findings)
-        case "prompt_completion":
-            return convert.prompt_completion(row["prompt"], row["completion"])
-        case "text":
-            return {"text": text(row["text"], "text")}
-        case "tokens":
-            return convert.check_tokens(row)
-        case "preference":
-            return convert.preference(row, findings)
-        case "ranking":
-            return preferences.best_and_worst(row)
-        case "unpaired_preference":
-            return preferences.rated(row)
-        case "prompts":
-            return convert.prompt_with_references(row)
-        case _:
-            assert_never(format)
+    if format == "messages":
+        return {"messages": conversation(row["messages"], "messages")}
+    if format == "text":
+        return {"text": text(row["text"], "text")}
+    return _NOTED[format](row, findings) if format in _NOTED else _PLAIN[format](row)
 
 
 def conversion(format: SourceFormat, findings: Findings) -> str:

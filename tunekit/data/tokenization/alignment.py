@@ -104,12 +104,10 @@ class Measured:
             num_rows=len(self.rows),
             num_sequences=len(self.kept),
             num_truncated=self.num_truncated,
-            num_split=0,
             num_dropped=self.num_dropped,
             num_tokens=int(self.num_tokens.sum()),
             num_trainable_tokens=self.num_trainable_tokens,
             longest_tokens=self.longest_tokens,
-            notes=(),
         )
 
     @property

@@ -43,9 +43,9 @@ Progress = Callable[[int, int], None]
 """Called with how many rows are done, and how many there are."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenReport:
-    """Outcome of tokenizing the rows of one source.
+    """Outcome of tokenizing the rows of one source, counted batch by batch.
 
     Attributes:
         num_rows: Rows read.
@@ -59,15 +59,52 @@ class TokenReport:
         notes: What the user should know about how the rows were read, a sentence each.
     """
 
-    num_rows: int
-    num_sequences: int
-    num_truncated: int
-    num_split: int
-    num_dropped: int
-    num_tokens: int
-    num_trainable_tokens: int
-    longest_tokens: int
-    notes: tuple[str, ...]
+    num_rows: int = 0
+    num_sequences: int = 0
+    num_truncated: int = 0
+    num_split: int = 0
+    num_dropped: int = 0
+    num_tokens: int = 0
+    num_trainable_tokens: int = 0
+    longest_tokens: int = 0
+    notes: tuple[str, ...] = ()
+
+    def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
+        """Cut or split rows, and keep the sequences that something can be learned from.
+
+        Returns:
+            The sequences, and which of the rows each was made of, int32, `(sequences,)`.
+        """
+        import numpy as np
+
+        ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
+        too_long = int((lengths > max_length).sum())
+        rows = np.flatnonzero(lengths)
+        starts = (np.cumsum(lengths) - lengths)[rows]
+        sizes = lengths[rows]
+        if too_long and splits:
+            rows, starts, sizes = _split(rows, starts, sizes, max_length)
+        sizes = np.minimum(sizes, max_length)
+        firsts = np.cumsum(sizes) - sizes
+        if too_long:
+            places = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
+            ids, counts = ids[places], counts[places]
+        counts = counts.copy()
+        counts[firsts] = False
+        num_counted = np.add.reduceat(counts, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
+        learned = num_counted > 0
+        if not learned.all():
+            of_kept = np.repeat(learned, sizes)
+            ids, counts, sizes = ids[of_kept], counts[of_kept], sizes[learned]
+        self.num_rows += len(lengths)
+        self.num_sequences += len(sizes)
+        self.num_split += too_long if splits else 0
+        self.num_truncated += 0 if splits else too_long
+        self.num_dropped += len(lengths) - len(np.unique(rows[learned]))
+        self.num_tokens += len(ids)
+        self.num_trainable_tokens += int(num_counted.sum())
+        self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
+        return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
 
 def tokenize(
@@ -92,20 +129,21 @@ def tokenize(
             at all would count in the loss.
     """
     encoder = Encoder(rows, tokenizer)
-    account = Account()
+    report = TokenReport()
     observed = Observed()
     batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
     with SequenceWriter(folder) as writer:
         for encoded in _encode_all(encoder, rows, batches):
-            num_before = account.num_rows
-            batch, made_of = account.cut(encoded, max_length, splits=rows.format == "text")
+            num_before = report.num_rows
+            batch, made_of = report.cut(encoded, max_length, splits=rows.format == "text")
             observed.add(encoded.observed)
             writer.add(batch, encoded.lengths, made_of + num_before)
             if on_progress is not None:
-                on_progress(account.num_rows, len(rows))
-    if account.num_trainable_tokens == 0:
-        raise _nothing_to_learn(rows, account, max_length)
-    return account.report((*encoder.notes, *observed.notes(rows.source)))
+                on_progress(report.num_rows, len(rows))
+    if report.num_trainable_tokens == 0:
+        raise _nothing_to_learn(rows, report, max_length)
+    report.notes = (*encoder.notes, *observed.notes(rows.source))
+    return report
 
 
 def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Iterator[Encoded]:
@@ -154,61 +192,6 @@ def _encode(batch: range) -> Encoded:
     return _Given.encoder.encode(_Given.rows, batch)
 
 
-@dataclass
-class Account:
-    """Counts what happens to the rows."""
-
-    num_rows: int = 0
-    num_sequences: int = 0
-    num_truncated: int = 0
-    num_split: int = 0
-    num_dropped: int = 0
-    num_tokens: int = 0
-    num_trainable_tokens: int = 0
-    longest_tokens: int = 0
-
-    def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
-        """Cut or split rows, and keep the sequences that something can be learned from.
-
-        Returns:
-            The sequences, and which of the rows each was made of, int32, `(sequences,)`.
-        """
-        import numpy as np
-
-        ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
-        too_long = int((lengths > max_length).sum())
-        rows = np.flatnonzero(lengths)
-        starts = (np.cumsum(lengths) - lengths)[rows]
-        sizes = lengths[rows]
-        if too_long and splits:
-            rows, starts, sizes = _split(rows, starts, sizes, max_length)
-        sizes = np.minimum(sizes, max_length)
-        firsts = np.cumsum(sizes) - sizes
-        if too_long:
-            places = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
-            ids, counts = ids[places], counts[places]
-        counts = counts.copy()
-        counts[firsts] = False
-        num_counted = np.add.reduceat(counts, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
-        learned = num_counted > 0
-        if not learned.all():
-            of_kept = np.repeat(learned, sizes)
-            ids, counts, sizes = ids[of_kept], counts[of_kept], sizes[learned]
-        self.num_rows += len(lengths)
-        self.num_sequences += len(sizes)
-        self.num_split += too_long if splits else 0
-        self.num_truncated += 0 if splits else too_long
-        self.num_dropped += len(lengths) - len(np.unique(rows[learned]))
-        self.num_tokens += len(ids)
-        self.num_trainable_tokens += int(num_counted.sum())
-        self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
-        return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
-
-    def report(self, notes: tuple[str, ...]) -> TokenReport:
-        """The account of all rows."""
-        return TokenReport(**vars(self), notes=notes)
-
-
 def _split(
     rows: "np.ndarray", starts: "np.ndarray", sizes: "np.ndarray", max_length: int
 ) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
@@ -224,12 +207,12 @@ def _split(
     return split[:, 0], split[:, 1], split[:, 2]
 
 
-def _nothing_to_learn(rows: Rows, account: Account, max_length: int) -> DataError:
+def _nothing_to_learn(rows: Rows, report: TokenReport, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
-    if account.num_truncated:
+    if report.num_truncated:
         return DataError(
             f"{problem}: all tokens in the loss lie beyond data.max_length={max_length} "
-            f"(longest row: {account.longest_tokens:,} tokens)",
+            f"(longest row: {report.longest_tokens:,} tokens)",
             hint="raise data.max_length",
         )
     return DataError(

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
@@ -50,7 +51,8 @@ def expected(kinds: list[Any]) -> str:
         return f"one of {', '.join(words)}"
     for kind in kinds:
         if get_origin(kind) is list:
-            words.append(f"a list of {expected(list(members(get_args(kind)[0])))}")
+            items = expected(list(members(get_args(kind)[0])))
+            words.append("a list of " + re.sub(r"^an? (\w+)$", r"\1s", items))
         elif kind is bool:
             words += ["true", "false"]
         elif kind in KINDS or get_origin(kind) in KINDS:

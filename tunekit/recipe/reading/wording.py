@@ -102,14 +102,17 @@ def _goes_with_a_variant(key: Key) -> bool:
     return len(key) > 2 and len(holders_along(key[:1])[0][0].sections) > 1
 
 
-_BOUNDS = {
-    "greater_than": "greater than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "finite_number": "a finite number",
+_COMPLAINTS = {
+    "greater_than": "must be greater than {gt:g}, {actual}",
+    "greater_than_equal": "must be at least {ge:g}, {actual}",
+    "less_than": "must be less than {lt:g}, {actual}",
+    "less_than_equal": "must be at most {le:g}, {actual}",
+    "finite_number": "must be a finite number, {actual}",
+    "too_short": "must not be an empty list",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must be at most {max_length} characters long, got {length}",
 }
-"""Bounds that a number breaks, by pydantic's names for that."""
+"""What is wrong with a value, by pydantic's names for that."""
 
 _FUNCTION = "must be module:function, such as my_module:my_function"
 _MANY = 8
@@ -209,14 +212,9 @@ def _complaint(
     match kind:
         case _ if kind.endswith("_type") or kind in ("int_from_float", "literal_error"):
             return _wrong_kind(value, key, field)
-        case _ if kind in _BOUNDS:
-            return f"must be {_BOUNDS[kind].format_map(context)}, {actual}", None
-        case "too_short":
-            return "must not be an empty list", None
-        case "string_too_short":
-            return "must not be empty", None
-        case "string_too_long":
-            return f"must be at most {context['max_length']} characters long, got {len(value)}", None
+        case _ if kind in _COMPLAINTS:
+            length = len(value) if isinstance(value, str) else None
+            return _COMPLAINTS[kind].format(**context, actual=actual, length=length), None
         case "string_pattern_mismatch" if context["pattern"] == NAME_PATTERN:
             return f"must consist of letters, digits, '.', '_' and '-' and start with a letter or digit, {actual}", None
         case "string_pattern_mismatch" if context["pattern"] == FUNCTION_PATTERN:
