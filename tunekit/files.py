@@ -229,10 +229,8 @@ def find_example(name: str) -> Path:
     if name in names:
         return example_root() / name
     near = near_names(name, names)
-    raise DataError(
-        f"example:{name}: no such example file",
-        hint=f"did you mean {near}?" if near else f"available: {', '.join(names)}",
-    )
+    problem = f"example:{name}: no such example file"
+    raise DataError(problem, hint=f"did you mean {near}?" if near else f"available: {', '.join(names)}")
 
 
 def near_names(name: str, names: list[str]) -> str:

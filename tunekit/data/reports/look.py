@@ -266,10 +266,8 @@ class _Lines(io.BufferedReader):
         self._number += 1
         self._left -= len(line)
         if self._gate is None and self._left < 0:
-            raise DataError(
-                f"{self._name}: .json file larger than {LOOK_BYTES // 2**20} MiB, too large to preview",
-                hint="save it as .jsonl, one object per line",
-            )
+            problem = f"{self._name}: .json file larger than {LOOK_BYTES // 2**20} MiB, too large to preview"
+            raise DataError(problem, hint="save it as .jsonl, one object per line")
         if len(line) > most:
             raise DataError(
                 f"{self._name}:{self._number}: line longer than {LINE_BYTES // 2**20} MiB, too long to preview"

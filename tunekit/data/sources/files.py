@@ -106,10 +106,8 @@ def open_jsonl(file: File) -> Table:
                 continue
             value = _parse(line.removesuffix("\n"))
             if isinstance(value, Fault) and line.strip() in ("[", "{"):
-                raise DataError(
-                    f"{file.name}:{number}: a JSON value spans several lines; .jsonl needs one object per line",
-                    hint="put each object on one line, or save a JSON list as a .json file",
-                )
+                problem = f"{file.name}:{number}: a JSON value spans several lines; .jsonl needs one object per line"
+                raise DataError(problem, hint="put each object on one line, or save a JSON list as a .json file")
             yield Record(number, value)
 
     return Table(columns=None, read=read)
@@ -374,10 +372,8 @@ def _lines(file: File) -> Iterator[tuple[int, str]]:
                         raise DataError(f"{file.name}: the file is {kind}, not UTF-8 text", hint=advice)
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if b"\0" in raw:
-                raise DataError(
-                    f"{file.name}:{number}:{raw.index(0) + 1}: NUL byte in a text file",
-                    hint="check whether it is a binary file, or save it as UTF-8",
-                )
+                problem = f"{file.name}:{number}:{raw.index(0) + 1}: NUL byte in a text file"
+                raise DataError(problem, hint="check whether it is a binary file, or save it as UTF-8")
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -429,10 +425,8 @@ class _Unpacked(ByteStream):
         part: bytes = self._stream.read(num_bytes)
         self._left -= len(part)
         if self._left < 0:
-            raise DataError(
-                f"{self._name}: the file decompresses to more than {MAX_RATIO} times its size",
-                hint="if this is expected, decompress it and use the result",
-            )
+            problem = f"{self._name}: the file decompresses to more than {MAX_RATIO} times its size"
+            raise DataError(problem, hint="if this is expected, decompress it and use the result")
         return part
 
     def close(self) -> None:

@@ -111,28 +111,24 @@ def _ask_hub(source: DataSource, key: str) -> None:
         HfApi().dataset_info(source.path, revision=source.revision, timeout=_TIMEOUT_SECONDS)
     except errors.OfflineModeIsEnabled:
         return
-    except errors.GatedRepoError as error:
-        raise DataError(
-            f"{key}.path: the Hub dataset '{source.path}' is gated",
-            hint=f"request access at {constants.ENDPOINT}/datasets/{source.path}, then log in with `hf auth login`",
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise DataError(
-            f"{key}.path: no file and no Hub dataset '{source.path}'",
-            hint="check the name; for a private dataset log in with `hf auth login`",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise DataError(
-            f"{key}.revision: the Hub dataset '{source.path}' has no revision '{source.revision}'"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        raise DataError(f"{key}.path: the Hub returned HTTP {status} for the dataset '{source.path}'") from error
-    except (httpx2.HTTPError, OSError) as error:
-        raise DataError(
-            f"{key}.path: no file '{source.path}', and the Hub is unreachable at {constants.ENDPOINT}",
-            hint="check the name and the network; to use a cached copy, set HF_HUB_OFFLINE=1",
-        ) from error
+    except (errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        part, hint = "path", None
+        match error:
+            case errors.GatedRepoError():
+                what = f"the Hub dataset '{source.path}' is gated"
+                page = f"{constants.ENDPOINT}/datasets/{source.path}"
+                hint = f"request access at {page}, then log in with `hf auth login`"
+            case errors.RepositoryNotFoundError():
+                what = f"no file and no Hub dataset '{source.path}'"
+                hint = "check the name; for a private dataset log in with `hf auth login`"
+            case errors.RevisionNotFoundError():
+                part, what = "revision", f"the Hub dataset '{source.path}' has no revision '{source.revision}'"
+            case errors.HfHubHTTPError():
+                what = f"the Hub returned HTTP {error.response.status_code} for the dataset '{source.path}'"
+            case _:
+                what = f"no file '{source.path}', and the Hub is unreachable at {constants.ENDPOINT}"
+                hint = "check the name and the network; to use a cached copy, set HF_HUB_OFFLINE=1"
+        raise DataError(f"{key}.{part}: {what}", hint=hint) from error
 
 
 def _eval_split(source: DataSource, key: str) -> str:

@@ -8,7 +8,7 @@ on.
 
 import glob
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -65,7 +65,10 @@ def load_data(section: DataSection, learner: Learner | None = None) -> LoadedDat
     if section.streaming:
         train = tuple(_head(source, learner, section.max_bad_rows) for source in section.sources)
     else:
-        train = _load(section.sources, learner, max_bad_rows=section.max_bad_rows, default_split="train")
+        train = tuple(
+            load_rows(source, learner, default_split="train", max_bad_rows=section.max_bad_rows)
+            for source in section.sources
+        )
     notes = [note for rows in train for note in rows.notes]
     if section.eval_size is not None:
         parted = [hold_out(rows, section.eval_size) for rows in train]
@@ -78,23 +81,12 @@ def load_data(section: DataSection, learner: Learner | None = None) -> LoadedDat
         return LoadedData(
             tuple(train_rows for train_rows, _ in parted), tuple(held_out for _, held_out in parted), notes
         )
-    evaluated = _load(section.eval_sources, learner, max_bad_rows=section.max_bad_rows, default_split="eval")
+    evaluated = tuple(
+        load_rows(source, learner, default_split="eval", max_bad_rows=section.max_bad_rows)
+        for source in section.eval_sources
+    )
     notes += (note for rows in evaluated for note in rows.notes)
     return LoadedData(train, evaluated, notes)
-
-
-def _load(
-    sources: Sequence[CompleteSource],
-    learner: Learner | None,
-    *,
-    max_bad_rows: int,
-    default_split: Literal["train", "eval"],
-) -> tuple[Rows, ...]:
-    loaded = []
-    for source in sources:
-        check_mapping(source.columns)
-        loaded.append(load_rows(source, learner, max_bad_rows=max_bad_rows, default_split=default_split))
-    return tuple(loaded)
 
 
 def _head(source: CompleteSource, learner: Learner | None, max_bad_rows: int) -> Rows:
@@ -125,6 +117,7 @@ def load_rows(
         DataError: The source cannot be found or read, or rows are not valid; the message names the first of them.
         RecipeError: There is no such function.
     """
+    check_mapping(source.columns)
     files = find_files(source, key=source.key)
     reader = Reader(source, max_bad_rows, learner)
     for name, table in _tables(source, files, default_split):
@@ -263,10 +256,8 @@ def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
     if not streaming:
         return Files(tuple(LocalFile(fetch(file, key=key), file.name) for file in hub_file), kind)
     if kind not in STREAMED:
-        raise DataError(
-            f"{key}.path: '{name}': {kind} files cannot be streamed",
-            hint="convert it to .jsonl or .parquet, or unset data.streaming",
-        )
+        problem = f"{key}.path: '{name}': {kind} files cannot be streamed"
+        raise DataError(problem, hint="convert it to .jsonl or .parquet, or unset data.streaming")
     return Files(tuple(hub_file), kind)
 
 
@@ -297,10 +288,8 @@ def _one_kind(kind_by_name: Mapping[str, str], what: str, key: str) -> str:
     for name, kind in kind_by_name.items():
         examples.setdefault(kind, name.rpartition("/")[2])
     if len(examples) > 1:
-        raise DataError(
-            f"{key}.path: {what} files of several formats: {listed(examples.values())}",
-            hint=f"select one format with a pattern: '*{next(iter(examples))}'",
-        )
+        problem = f"{key}.path: {what} files of several formats: {listed(examples.values())}"
+        raise DataError(problem, hint=f"select one format with a pattern: '*{next(iter(examples))}'")
     return next(iter(examples))
 
 

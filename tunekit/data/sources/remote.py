@@ -174,10 +174,8 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
 
     name = shown(url)
     if "*" in name:
-        raise DataError(
-            f"{key}.path: '{name}': patterns are unsupported with {protocol_of(url)}://, which cannot list files",
-            hint="use the URL of one file; write a * in its name as %2A",
-        )
+        problem = f"{key}.path: '{name}': patterns are unsupported with {protocol_of(url)}://, which cannot list files"
+        raise DataError(problem, hint="use the URL of one file; write a * in its name as %2A")
     try:
         with _client(url) as client, client.stream("GET", without_user(url)) as answer:
             return _web_file(answer, url, key)

@@ -219,10 +219,8 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
-            raise DataError(
-                f"{rows.place(index)}: the chat template cannot render the row: {error}",
-                hint="set another model.chat_template, or write prompts as text",
-            ) from error
+            problem = f"{rows.place(index)}: the chat template cannot render the row: {error}"
+            raise DataError(problem, hint="set another model.chat_template, or write prompts as text") from error
         sequences = [len(sequence) for sequence in answered]
         longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
         if room.has(prompt_tokens, sequences):

@@ -56,10 +56,8 @@ def template_in_time(place: str) -> Iterator[None]:
         with _by_signal() if is_free else _by_thread():
             yield
     except _TimeIsUp:
-        raise DataError(
-            f"{place}: rendering the chat template timed out after {ROW_SECONDS:.0f} s",
-            hint="check it for endless loops, or set model.chat_template",
-        ) from None
+        problem = f"{place}: rendering the chat template timed out after {ROW_SECONDS:.0f} s"
+        raise DataError(problem, hint="check it for endless loops, or set model.chat_template") from None
 
 
 @contextmanager

@@ -138,18 +138,14 @@ class Encoder:
         if self._all:
             return
         if not self._tokenizer.is_fast:
-            raise DataError(
-                "the tokenizer reports no character offsets, needed to find the assistant's tokens",
-                hint="use a model with a tokenizer.json, or set data.loss_on=all",
-            )
+            problem = "the tokenizer reports no character offsets, needed to find the assistant's tokens"
+            raise DataError(problem, hint="use a model with a tokenizer.json, or set data.loss_on=all")
         self.notes += self._chat.prepare(_conversation(first), place, tools=first.get("tools"))
 
     def _prepare_plain(self, source: str) -> None:
         if self._tokenizer.eos_token_id is None:
-            raise DataError(
-                "the tokenizer has no end-of-sequence token, needed to learn where a text ends",
-                hint="set eos_token in the model's tokenizer_config.json",
-            )
+            problem = "the tokenizer has no end-of-sequence token, needed to learn where a text ends"
+            raise DataError(problem, hint="set eos_token in the model's tokenizer_config.json")
         if self._format == "prompt_completion":
             note = f"{source}: prompt and completion concatenated as plain text"
             if self._tokenizer.chat_template is not None:
@@ -230,10 +226,8 @@ class Encoder:
         """The tokens that a row brings along."""
         largest = max(row["input_ids"])
         if largest >= len(self._tokenizer):
-            raise DataError(
-                f"{place}: input_ids contain {largest}, but the tokenizer has {len(self._tokenizer):,} tokens",
-                hint="tokenize the rows with the tokenizer of the model",
-            )
+            problem = f"{place}: input_ids contain {largest}, but the tokenizer has {len(self._tokenizer):,} tokens"
+            raise DataError(problem, hint="tokenize the rows with the tokenizer of the model")
         return _array(row["input_ids"]), None if self._all else _array(row["labels"]) != IGNORED
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:

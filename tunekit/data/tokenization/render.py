@@ -166,10 +166,8 @@ class ChatRenderer:
         if self._last_only:
             num_prompt = max(num_prompt, spoken[-1])
             if spoken[-1] in weightless:
-                raise DataError(
-                    f"{place}: messages[{spoken[-1]}] has weight 0, but data.loss_on=last includes no other turn",
-                    hint="set data.loss_on=assistant, or remove the row",
-                )
+                problem = f"{place}: messages[{spoken[-1]}] has weight 0, but data.loss_on=last includes no other turn"
+                raise DataError(problem, hint="set data.loss_on=assistant, or remove the row")
         turns = [i for i in spoken if i >= num_prompt and i not in weightless]
         messages = unweighted(messages)
         if self._marked:
@@ -377,10 +375,8 @@ class ChatRenderer:
         spans = []
         for i in turns:
             if i == 0:
-                raise DataError(
-                    f"{place}: the row begins with an assistant turn whose start the rendered text does not show",
-                    hint=_REMEDY,
-                )
+                problem = f"{place}: the row begins with an assistant turn whose start the rendered text does not show"
+                raise DataError(problem, hint=_REMEDY)
             prompt_text = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
             answered = text if i == len(messages) - 1 else self.text(messages[: i + 1], place, tools=tools)
             if not answered.startswith(prompt_text) or not text.startswith(answered):

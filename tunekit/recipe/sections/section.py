@@ -100,29 +100,12 @@ def type_alone(value: Any) -> Any:
 METRIC_PATTERN = r"^eval_[\w/.-]+$"
 """Pattern of the name of an evaluation metric."""
 
-Optim = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adafactor",
-    "sgd",
-    "adagrad",
-    "rmsprop",
-    "ademamix",
-    "ademamix_8bit",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "lion_32bit",
-    "lion_8bit",
-    "paged_adamw_32bit",
-    "paged_adamw_8bit",
-    "paged_ademamix_32bit",
-    "paged_ademamix_8bit",
-    "paged_lion_32bit",
-    "paged_lion_8bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_32bit",
-    "rmsprop_bnb_8bit",
-]
+_TorchOptim = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "ademamix"]
+_BnbOptim = Literal["ademamix_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit", "lion_8bit"]
+_PagedAdam = Literal["paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"]
+_PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
+_Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
+Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop]
 
 LrSchedulerType = Literal[
     "linear",
