@@ -169,11 +169,6 @@ def weighed(message: Row, where: str) -> Row:
     return content
 
 
-def unlearned_mark(message: Mapping[str, object]) -> str:
-    """The mark by which a turn is not learned, in words: `train is false`."""
-    return _said(message, next((mark for mark in _MARKS if message.get(mark) in (False, 0)), "weight"))
-
-
 def _said(message: Mapping[str, object], mark: str) -> str:
     return f"{mark} is {str(message.get(mark)).lower()}"
 
@@ -367,7 +362,8 @@ def answer(value: object, where: str) -> str | list[Row]:
         raise BadRow(f"{where} must begin with an assistant message, got role {messages[0]['role']}")
     unlearned = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
     if unlearned is not None:
-        mark = unlearned_mark(value[unlearned])
+        marked = value[unlearned]
+        mark = _said(marked, next((mark for mark in _MARKS if marked.get(mark) in (False, 0)), "weight"))
         raise BadRow(f"{where}[{unlearned}].{mark}, but completions are compared as a whole; remove it")
     return unweighted(messages)
 

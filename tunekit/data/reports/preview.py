@@ -161,14 +161,12 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
-        extra = {name: value for name, value in row.items() if name not in _ANSWERED}
+        columns = row.items() if rows.format == "prompts" else ()
         yield RowPreview(
             place=rows.place(index),
             sequences=sequences,
             num_more=num_more,
-            fields={name: briefly(value, _FIELD_LENGTH) for name, value in extra.items()}
-            if rows.format == "prompts"
-            else {},
+            fields={name: briefly(value, _FIELD_LENGTH) for name, value in columns if name not in _ANSWERED},
             label=row.get("label") if rows.format == "unpaired_preference" else None,
             left_out=left_out,
             source=_as_json(row),

@@ -349,6 +349,5 @@ def visible(text: str) -> str:
 
 
 def _equal(repeats: Repeats) -> str:
-    return (
-        "" if repeats.first is None else " ({} = {}{})".format(*repeats.first, ", ..." if repeats.num_rows > 1 else "")
-    )
+    more = ", ..." if repeats.num_rows > 1 else ""
+    return "" if repeats.first is None else " ({} = {}{})".format(*repeats.first, more)

@@ -140,9 +140,8 @@ def open_cells(file: File, delimiter: str, spoken: str) -> Table:
     assert isinstance(names, list)
     doubled = sorted(column for column, times in Counter(names).items() if column and times > 1)
     if doubled:
-        raise DataError(
-            f"{file.name}:{header.number}: duplicate columns {listed(doubled)} in the header", hint="rename one of them"
-        )
+        problem = f"{file.name}:{header.number}: duplicate columns {listed(doubled)} in the header"
+        raise DataError(problem, hint="rename one of them")
     separators = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "rename the file to .tsv"))
     for mark, meaning, advice in separators:
         if len(names) == 1 and mark in names[0]:
@@ -377,10 +376,10 @@ def _lines(file: File) -> Iterator[tuple[int, str]]:
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{file.name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})",
-                    hint="save the file as UTF-8",
-                ) from error
+                problem = (
+                    f"{file.name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})"
+                )
+                raise DataError(problem, hint="save the file as UTF-8") from error
             yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
@@ -419,7 +418,8 @@ class _Unpacked(ByteStream):
 
     def __init__(self, stream: Any, file: File) -> None:
         self._stream, self._name = stream, file.name
-        self._left = max(FREE_BYTES, MAX_RATIO * _size_of(file))
+        size = file.path.stat().st_size if isinstance(file, LocalFile) else vars(file).get("size_bytes")
+        self._left = max(FREE_BYTES, MAX_RATIO * int(size or 0))
 
     def part(self, num_bytes: int) -> bytes:
         part: bytes = self._stream.read(num_bytes)
@@ -434,22 +434,14 @@ class _Unpacked(ByteStream):
         super().close()
 
 
-def _size_of(file: File) -> int:
-    """The size of a file as it lies there; 0 where nobody says it."""
-    if isinstance(file, LocalFile):
-        return file.path.stat().st_size
-    return int(vars(file).get("size_bytes") or 0)
-
-
 def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
     number = 0
     try:
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"{name}:{number}: line longer than {MAX_LINE_BYTES:,} bytes", hint="write one row per line"
-                )
+                problem = f"{name}:{number}: line longer than {MAX_LINE_BYTES:,} bytes"
+                raise DataError(problem, hint="write one row per line")
             yield line
     except OSError as error:
         raise DataError(f"{name}: cannot read the whole file ({_first_line(error)})") from error

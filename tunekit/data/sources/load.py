@@ -231,18 +231,16 @@ def _local_path(name: str, key: str) -> Path | None:
     if protocol != "file":
         return None
     if not rest_of_url.startswith("/"):
-        raise DataError(
-            f"{key}.path: '{name}' is not an absolute file URL", hint="write file:///..., or the path alone"
-        )
+        problem = f"{key}.path: '{name}' is not an absolute file URL"
+        raise DataError(problem, hint="write file:///..., or the path alone")
     return Path(unquote(rest_of_url))
 
 
 def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
     """The files that a URL names; what can be told from the URL alone is checked before any server is asked."""
     if "::" in name:
-        raise DataError(
-            f"{key}.path: '{name}': files inside archives (::) are unsupported", hint="extract the archive first"
-        )
+        problem = f"{key}.path: '{name}': files inside archives (::) are unsupported"
+        raise DataError(problem, hint="extract the archive first")
     if not any(sign in name for sign in "*?["):
         if not PurePosixPath(name).suffix:
             raise DataError(
@@ -312,9 +310,8 @@ def _check_file(path: Path, name: str, key: str) -> str:
         if not path.parent.is_dir():
             raise DataError(f"{key}.path: no file '{name}'", hint=f"folder '{path.parent}' does not exist")
         where = "the working directory" if path.parent == Path() else str(path.parent)
-        raise DataError(
-            f"{key}.path: no file '{name}' in {where}", hint=f"did you mean '{path.with_name(near)}'?" if near else None
-        )
+        problem = f"{key}.path: no file '{name}' in {where}"
+        raise DataError(problem, hint=f"did you mean '{path.with_name(near)}'?" if near else None)
     kind = _known_kind(path.name, name, key)
     if not path.is_file():
         raise DataError(f"{key}.path: '{name}' is not a regular file")

@@ -362,9 +362,8 @@ class Reader:
             note += "; data.columns: " + ", ".join(f"{theirs} -> {ours}" for ours, theirs in self._columns.items())
         if self._ignored:
             note += f"; ignored: {listed(sorted(self._ignored))}"
-        also = (["tools"] if "tools" in self._findings.columns else []) + (
-            [f"{listed(sorted(keys))} of messages"] if (keys := self._passed_on - {"role", "content", "weight"}) else []
-        )
+        keys = self._passed_on - {"role", "content", "weight"}
+        also = ["tools"] * ("tools" in self._findings.columns) + [f"{listed(sorted(keys))} of messages"] * bool(keys)
         if self._num_weightless:
             note += f"; {counted(self._num_weightless, 'assistant message')} with weight 0 excluded from the loss"
         return note + (f"; also passed to the chat template: {' and '.join(also)}" if also else "")

@@ -181,9 +181,8 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
             return _web_file(answer, url, key)
     except httpx2.InvalidURL:
         # Neither the URL nor what is said of it is shown: what makes it invalid may well be a password.
-        raise DataError(
-            f"{key}.path: invalid URL", hint="in a user name or password, write : / @ as %3A %2F %40"
-        ) from None
+        problem = f"{key}.path: invalid URL"
+        raise DataError(problem, hint="in a user name or password, write : / @ as %3A %2F %40") from None
     except (httpx2.HTTPError, OSError) as error:
         raise _unreachable(url, error, key) from error
 
@@ -353,17 +352,12 @@ def _filesystem_class(url: str, key: str) -> type:
     except ImportError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         hint = f"pip install {missing}" if missing else str(error)
-        raise DependencyError(
-            f"{key}.path: {protocol}:// requires {missing or 'another package'}", hint=hint
-        ) from error
+        problem = f"{key}.path: {protocol}:// requires {missing or 'another package'}"
+        raise DependencyError(problem, hint=hint) from error
     except ValueError as error:
         near = nearest(protocol, available_protocols())
-        raise DataError(
-            f"{key}.path: '{shown(url)}': unknown protocol {protocol}://",
-            hint=f"did you mean {near}://?"
-            if near
-            else f"supported: {', '.join(_COMMON)} and other protocols of fsspec",
-        ) from error
+        hint = f"did you mean {near}://?" if near else f"supported: {', '.join(_COMMON)} and other protocols of fsspec"
+        raise DataError(f"{key}.path: '{shown(url)}': unknown protocol {protocol}://", hint=hint) from error
     return filesystem_class
 
 

@@ -180,9 +180,8 @@ class RowStore(Sequence[Row]):
                 while written < len(view):
                     written += self._file.write(view[written:])
         except OSError as error:
-            raise DataError(
-                f"cannot store the rows in {folder}: {error.strerror}", hint="free some space, or set XDG_CACHE_HOME"
-            ) from error
+            problem = f"cannot store the rows in {folder}: {error.strerror}"
+            raise DataError(problem, hint="free some space, or set XDG_CACHE_HOME") from error
         self._num_filed += len(self._held)
         self._held.clear()
 

@@ -58,13 +58,10 @@ class Room:
     def nothing_fits(self, num_rows: int) -> str:
         """Return the error message for a source of which no row is kept."""
         if self.cuts:
-            reason, limit = (
-                f"none of {counted(num_rows, 'prompt')} leaves room for a completion",
-                self.max_prompt_length,
-            )
-            return f"{reason}: limit {limit:,} tokens"
-        reason, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
-        return f"{reason}: limit {limit:,} tokens for a prompt with its completion"
+            reason = f"none of {counted(num_rows, 'prompt')} leaves room for a completion"
+            return f"{reason}: limit {self.max_prompt_length:,} tokens"
+        reason = f"none of {counted(num_rows, 'pair')} is short enough"
+        return f"{reason}: limit {self.max_length:,} tokens for a prompt with its completion"
 
     @property
     def too_long(self) -> str:
@@ -233,9 +230,8 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
         if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
             on_progress(rows.source, index + 1, len(rows))
     if not indices:
-        raise DataError(
-            f"{rows.source}: {room.nothing_fits(len(rows))}, longest row {max(longest):,}", hint="raise data.max_length"
-        )
+        problem = f"{rows.source}: {room.nothing_fits(len(rows))}, longest row {max(longest):,}"
+        raise DataError(problem, hint="raise data.max_length")
     num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)
     return Measured(rows, tuple(indices), num_tokens, is_good, num_trainable, num_truncated, lengths)

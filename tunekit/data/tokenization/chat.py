@@ -111,9 +111,8 @@ def refusal(error: Exception, place: str) -> DataError:
 
     if isinstance(error, TemplateSyntaxError):
         return DataError(f"chat template syntax error in line {error.lineno}: {error.message}")
-    return DataError(
-        f"{place}: the chat template rejects the row: {error}", hint="change the row or model.chat_template"
-    )
+    problem = f"{place}: the chat template rejects the row: {error}"
+    return DataError(problem, hint="change the row or model.chat_template")
 
 
 _MARKER = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")

@@ -35,6 +35,9 @@ from tunekit.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Messages = Sequence[Row]
+Tools = list[Row] | None
+"""Functions that the assistant may call, as JSON schemas."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -94,7 +97,7 @@ class ChatRenderer:
         self._lead_text: str | None = None
         self._given_heads: tuple[str, ...] | None = None
 
-    def prepare(self, messages: Sequence[Row], place: str, *, tools: list[Row] | None = None) -> list[str]:
+    def prepare(self, messages: Messages, place: str, *, tools: Tools = None) -> list[str]:
         """Decide, once for all rows, how the assistant's words are found, and check the decision on one row.
 
         Returns:
@@ -117,14 +120,7 @@ class ChatRenderer:
         unended = self._check_end_of_turn(messages, place, tools)
         return notes if unended is None else [*notes, unended]
 
-    def text(
-        self,
-        messages: Sequence[Row],
-        place: str,
-        *,
-        tools: list[Row] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def text(self, messages: Messages, place: str, *, tools: Tools = None, add_generation_prompt: bool = False) -> str:
         """The conversation as text, as `apply_chat_template` writes it.
 
         Raises:
@@ -146,9 +142,7 @@ class ChatRenderer:
             )
         return cast(str, rendered)
 
-    def render(
-        self, messages: Sequence[Row], place: str, *, num_prompt: int = 0, tools: list[Row] | None = None
-    ) -> Rendered:
+    def render(self, messages: Messages, place: str, *, num_prompt: int = 0, tools: Tools = None) -> Rendered:
         """The conversation with the ranges of its assistant turns.
 
         Args:
@@ -182,7 +176,7 @@ class ChatRenderer:
         return Rendered(text, tuple(spans))
 
     def check_calls(
-        self, messages: Sequence[Row], place: str, rendered: Rendered, *, num_prompt: int = 0, tools: list[Row] | None
+        self, messages: Messages, place: str, rendered: Rendered, *, num_prompt: int = 0, tools: Tools
     ) -> None:
         """Check that the calls of the turns that count are in a conversation's text.
 
@@ -207,7 +201,7 @@ class ChatRenderer:
             remedy="or set weight: 0 on the message" if rendered.spans else "or remove the row",
         )
 
-    def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
+    def left_out(self, messages: Messages, place: str, tools: Tools, text: str) -> set[str]:
         """Return the kinds of content of a conversation that its text lacks: `system messages`, `reasoning`, `tools`.
 
         A word that the template writes elsewhere hides a lost one, so this can miss a loss, but invents none of what
@@ -232,7 +226,7 @@ class ChatRenderer:
             return False
         return all(rendered.text[:end].rstrip().endswith(self._added_tokens) for _, end in rendered.spans)
 
-    def _check_end_of_turn(self, messages: Sequence[Row], place: str, tools: list[Row] | None) -> str | None:
+    def _check_end_of_turn(self, messages: Messages, place: str, tools: Tools) -> str | None:
         """Check that the end-of-turn token of an assistant turn is in the loss; return an error, a note or nothing."""
         rendered = self.render(messages[: _spoken(messages)[-1] + 1], place, tools=tools)
         end = rendered.spans[-1][1] if rendered.spans else 0
@@ -249,7 +243,7 @@ class ChatRenderer:
         return "the chat template ends assistant turns without a special token; the model learns no end-of-turn token"
 
     def _by_markers(
-        self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None, weightless: set[int]
+        self, messages: Messages, place: str, num_prompt: int, tools: Tools, weightless: set[int]
     ) -> Rendered:
         text, spans = self._marked_spans(messages, place, tools)
         if weightless:
@@ -278,7 +272,7 @@ class ChatRenderer:
         head_length = max((len(head) for head in self._given_heads if text.startswith(head, start, end)), default=0)
         return start + head_length
 
-    def _heads_in(self, messages: Sequence[Row]) -> Iterator[str]:
+    def _heads_in(self, messages: Messages) -> Iterator[str]:
         """The special tokens at the start of marked passages that a generation prompt ends in.
 
         TRL's template for DeepSeek marks `<｜Assistant｜>` and `<｜tool▁outputs▁end｜>` with the answer; both stand
@@ -297,7 +291,7 @@ class ChatRenderer:
                     yield head
 
     def _marked_spans(
-        self, messages: Sequence[Row], place: str, tools: list[Row] | None, *, add_generation_prompt: bool = False
+        self, messages: Messages, place: str, tools: Tools, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         # apply_chat_template gives the marked tokens, not the marked characters, and goes wrong where a range begins
         # or ends on white space that belongs to no token; its renderer gives the characters.
@@ -315,7 +309,7 @@ class ChatRenderer:
         return texts[0], ranges[0]
 
     def _by_windows(
-        self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
+        self, messages: Messages, place: str, turns: Sequence[int], tools: Tools, text: str
     ) -> list[tuple[int, int]] | None:
         """The ranges of turns from short renderings; None where their pieces are not proved to make up the text."""
         spans = []
@@ -334,9 +328,7 @@ class ChatRenderer:
         tail = self._rest(messages, place, begin)
         return spans if tail is not None and text[length:] == tail else None
 
-    def _pieces(
-        self, messages: Sequence[Row], place: str, begin: int, turn: int, tools: list[Row] | None
-    ) -> tuple[str, str] | None:
+    def _pieces(self, messages: Messages, place: str, begin: int, turn: int, tools: Tools) -> tuple[str, str] | None:
         """Return what `messages[begin:turn + 1]` add to a conversation: the text up to the assistant's turn, and the
         turn.
         """
@@ -351,7 +343,7 @@ class ChatRenderer:
             return None
         return prompt_text[len(before) :], answered[len(prompt_text) :]
 
-    def _rest(self, messages: Sequence[Row], place: str, begin: int) -> str | None:
+    def _rest(self, messages: Messages, place: str, begin: int) -> str | None:
         """Return what the messages behind the last assistant turn add to a conversation."""
         if begin == len(messages):
             return ""
@@ -369,7 +361,7 @@ class ChatRenderer:
         return self._lead_text
 
     def _by_prefixes(
-        self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
+        self, messages: Messages, place: str, turns: Sequence[int], tools: Tools, text: str
     ) -> list[tuple[int, int]]:
         """The ranges from the renderings of all that came before each of the turns."""
         spans = []
@@ -402,7 +394,7 @@ def _rendering(place: str) -> Iterator[None]:
         raise refusal(error, place) from error
 
 
-def _spoken(messages: Sequence[Row]) -> list[int]:
+def _spoken(messages: Messages) -> list[int]:
     """The turns of the assistant."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
@@ -429,7 +421,7 @@ def _parts(message: Row) -> Iterator[tuple[str, str]]:
         yield "tool calls", name
 
 
-def _lead(messages: Sequence[Row], begin: int) -> list[Row]:
+def _lead(messages: Messages, begin: int) -> list[Row]:
     """Return the messages to put before `messages[begin]`, which follows an assistant turn, to render it alone."""
     if begin == 0:
         return []

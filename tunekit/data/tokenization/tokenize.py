@@ -166,9 +166,8 @@ def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Itera
         while under_way:
             yield under_way.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError(
-            "a data preparation worker was killed", hint="check whether the machine is out of memory"
-        ) from error
+        problem = "a data preparation worker was killed"
+        raise DataError(problem, hint="check whether the machine is out of memory") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -61,10 +61,8 @@ def unknown_key(
     with_it = [other for other in others if name in other.model_fields]
     if with_it and len(sections) == 1:
         owners = any_of([str(tag_of(other)) for other in with_it])
-        return (
-            f"{dotted(above)}.type={tag_of(sections[0])} has no '{name}'",
-            f"available with {dotted(above)}.type={owners}",
-        )
+        tag = f"{dotted(above)}.type"
+        return f"{tag}={tag_of(sections[0])} has no '{name}'", f"available with {tag}={owners}"
     here = [field_name for section in sections for field_name in section.model_fields]
     elsewhere = _elsewhere(name)
     if len(elsewhere) == 1:
@@ -169,7 +167,10 @@ def _problem(
     """One of pydantic's errors as a problem."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden" and section is not None:
-        what, hint = unknown_key(key, [section], _variants_beside(key, section))
+        holders = (holders_along(key[:-1]) or [[]])[-1]
+        variants = list(dict.fromkeys(kind for holder in holders for kind in holder.sections))
+        others = [other for other in variants if other is not section] if section in variants else []
+        what, hint = unknown_key(key, [section], others)
         return Problem(places.of_key(key), what, key, hint)
     if kind == "missing":
         names = tuple(part for part in key if isinstance(part, str))
@@ -179,13 +180,6 @@ def _problem(
         return _tag_problem(kind, value, key, field, places)
     what, hint = _complaint(kind, value, context, error["msg"], key, field)
     return Problem(places.of_value(key), what, key, hint)
-
-
-def _variants_beside(key: Key, section: type[Section]) -> list[type[Section]]:
-    """The other variants of the section in which a key stands."""
-    above = holders_along(key[:-1])
-    variants = list(dict.fromkeys(kind for holder in above[-1] for kind in holder.sections)) if above else []
-    return [other for other in variants if other is not section] if section in variants else []
 
 
 def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Places) -> Problem:
