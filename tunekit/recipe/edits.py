@@ -30,7 +30,7 @@ class Ruling(NamedTuple):
     why: str = ""
     """Why it does not take effect."""
     replans: bool = False
-    """Whether it takes effect by a new plan for this machine, rather than by another schedule at most."""
+    """True if it takes effect by a new plan for this machine, rather than by another schedule at most."""
 
 
 class Edit(NamedTuple):

@@ -49,28 +49,28 @@ def has_choice(key: tuple[str, ...], method: str) -> bool:
 
 
 class Recipe(Section):
-    """What the user wants, with no machine in it."""
+    """Machine-independent description of a training run."""
 
     model: ModelSection
-    """The model to start from."""
+    """Model to start from."""
 
     data: DataSection
-    """The rows, and how they become tokens."""
+    """Data and its tokenization."""
 
     method: Method = SFTMethod()
-    """The training method."""
+    """Training method."""
 
     adapter: Adapter = LoraAdapter()
-    """What is trained: all weights (`full`), or low-rank updates (`lora`, `qlora`)."""
+    """Trained parameters: all of them (`full`), or low-rank adapters (`lora`, `qlora`)."""
 
     train: TrainSection = TrainSection()
-    """The optimization."""
+    """Optimization: duration, batch size, learning rate, checkpoints."""
 
     parallel: ParallelSection = ParallelSection()
-    """How the run is spread over devices."""
+    """Parallelism across devices."""
 
     output: OutputSection = OutputSection()
-    """What is written, and where."""
+    """Run folder, samples and trackers."""
 
     @property
     def learning_rate(self) -> float:

@@ -23,10 +23,10 @@ from tunekit.errors import DataError, TunekitError
 from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 
 LOOK_RECORDS = 1000
-"""So many records are read at least, for what is wrong with them."""
+"""Minimum number of records to check."""
 
 LOOK_BYTES = 64 * 2**20
-"""So much of a text is read; a JSON list, which can only be read whole, may have no more."""
+"""Bytes of a text that are read; the limit of a JSON list, which is read whole."""
 
 LINE_BYTES = 8 * 2**20
 """Longest line of a text, but for a JSON list."""

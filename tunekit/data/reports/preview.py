@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_TOKENS, TAIL_TOKENS, CUT_TOKENS = 600, 200, 60
-"""So many tokens of a sequence are shown from its beginning, from its end, and of what is cut off it."""
+"""Tokens shown of the start of a sequence, of its end, and of its truncated part."""
 
 ROW_BYTES = 2**20
 """Largest row that becomes tokens here, as JSON; of a longer text its beginning does."""

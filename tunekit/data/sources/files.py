@@ -315,7 +315,7 @@ MAX_LINE_BYTES = 2**27
 """Longest line that is read, in bytes: a row of a few hundred million letters is none to train on."""
 
 FREE_BYTES, MAX_RATIO = 2**28, 200
-"""So many bytes any file may unpack to, and a larger one to so many times its size; text is packed 3 to 20 times."""
+"""Bytes that any file may decompress to, and the largest ratio beyond that; text compresses 3 to 20 times."""
 
 BATCH_BYTES = 2**29
 """Most bytes that rows of a Parquet file take which are read together."""

@@ -28,7 +28,7 @@ from tunekit.recipe.sections.data import CompleteSource, DataSection, DataSource
 __all__ = ["Files", "LoadedData", "Rows", "find_files", "is_hub_dataset", "load_data", "load_rows", "stream_rows"]
 
 HEAD_ROWS = 1000
-"""So many rows of a stream are looked at before training."""
+"""Rows of a stream that are read before training."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def shown(url: str) -> str:
 
 
 IN_MEMORY_BYTES = 32 * 2**20
-"""So much of a row store is kept in memory; what is more goes to a file."""
+"""Bytes of a row store kept in memory; the rest goes to a file."""
 
 
 def cache_folder() -> Path:

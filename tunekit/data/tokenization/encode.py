@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_LOOKED_AT = 100
-"""So many conversations are searched for what the chat template left out."""
+"""Number of conversations that are searched for content dropped by the chat template."""
 
 
 @dataclass

@@ -60,7 +60,7 @@ _PROBES: tuple[tuple[Row, ...], ...] = (
 """Conversations that show what a template writes before the assistant speaks, behind a question and behind a tool."""
 
 _FEW_TURNS = 2
-"""So many turns cost less with all that came before them than behind a lead."""
+"""Number of turns up to which rendering whole prefixes is cheaper than rendering behind a lead."""
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 

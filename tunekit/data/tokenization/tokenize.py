@@ -37,7 +37,7 @@ BATCH_BYTES = 4 * 2**20
 """A batch has so many rows at most, and so many bytes of JSON unless it is one row."""
 
 FEW_ROWS = 2000
-"""So many rows are done before other processes would have started."""
+"""Number of rows that are tokenized before worker processes would have started."""
 
 Progress = Callable[[int, int], None]
 """Called with how many rows are done, and how many there are."""

@@ -191,7 +191,9 @@ class RewardedMethod(OnPolicyMethod):
         train = others.train
         if train.global_batch_size % self.num_generations:
             what = f"{self.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
-            yield Conflict(("method", "num_generations"), what, "a step uses all completions of a prompt")
+            yield Conflict(
+                ("method", "num_generations"), what, "set a divisor: a step uses all completions of a prompt"
+            )
         if train.save_steps is not None and train.save_steps % self.num_iterations:
             what = f"{train.save_steps} is not a multiple of method.num_iterations {self.num_iterations}"
             hint = "save where new completions are due; checkpoints do not store them"

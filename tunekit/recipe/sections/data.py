@@ -26,7 +26,7 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 """A shape of rows, that it is to be recognised, or a function that makes the rows."""
 
 LossOn = Literal["assistant", "last", "all"]
-"""Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
+"""Tokens in the loss: of assistant turns and completions, of the last turn only, or all."""
 
 
 class DataSource(Section):

@@ -20,7 +20,7 @@ EXPANDS_ENV = {"expands_env": True}
 folder. Elsewhere `${NAME}` is refused."""
 
 FUNCTION_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-"""What the path of a function looks like: `my_package.my_module:my_function`."""
+"""Pattern of the path of a function: `my_package.my_module:my_function`."""
 
 FunctionPath = NewType("FunctionPath", str)
 """A function of the user's own, `module:function`. It is looked up when the recipe is loaded."""
@@ -279,7 +279,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern of a run's name: it becomes a folder's name on every system."""
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-"""What shows figures of many runs: TensorBoard, Weights & Biases, MLflow or trackio."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow or trackio."""
 
 
 class OutputSection(Section):
