@@ -484,12 +484,12 @@ CASES = {
     "gzip": (
         "chats.jsonl",
         b"\x1f\x8b\x08\x00rest",
-        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; rename the variable to end in .gz",
+        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; rename it to end in .gz",
     ),
     "parquet_named_csv": (
         "qa.csv",
         b"PAR1rest",
-        "qa.csv: the file is a Parquet file, not UTF-8 text; rename the variable to .parquet",
+        "qa.csv: the file is a Parquet file, not UTF-8 text; rename it to .parquet",
     ),
     "text_named_parquet": (
         "qa.parquet",
