@@ -180,8 +180,8 @@ def test_fields_that_stand_open_are_fields() -> None:
     ("key", "typed", "message"),
     [
         ("adapter.rank", "0", "must be greater than 0, got 0"),
-        ("adapter.rank", "many", "must be a whole number, got 'many'"),
-        ("adapter.rank", "2.5", "must be a whole number, got 2.5"),
+        ("adapter.rank", "many", "must be an integer, got 'many'"),
+        ("adapter.rank", "2.5", "must be an integer, got 2.5"),
         ("adapter.dropout", "1", "must be less than 1, got 1"),
         ("train.learning_rate", "-1e-4", "must be greater than 0, got -0.0001"),
         (
