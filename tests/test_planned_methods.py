@@ -39,8 +39,8 @@ def test_a_plan_counts_the_rows(tmp_path, method, rows, kind):
 @pytest.mark.parametrize(
     ("method", "rows", "why"),
     [
-        ("dpo", PROMPTS, r"holds prompts without completions \(prompt\), and method dpo learns from preference pairs"),
-        ("grpo", PAIRS, r"holds preference pairs \(chosen, rejected\), and method grpo learns from prompts"),
+        ("dpo", PROMPTS, r"holds prompts without completions \(prompt\), but method dpo trains on preference pairs"),
+        ("grpo", PAIRS, r"holds preference pairs \(chosen, rejected\), but method grpo trains on prompts"),
         ("sft", PAIRS, "and method sft learns from conversations"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class TunekitError(Exception):
-    """A problem that the user can mend.
+    """A problem that the user can fix.
 
     Args:
         problem: Where and what, in one line or a list of lines.
@@ -76,7 +76,7 @@ class DataError(TunekitError):
 
 
 class DependencyError(TunekitError):
-    """A package that the asked feature needs is not installed."""
+    """A package that a requested feature needs is not installed."""
 
 
 class RunError(TunekitError):
@@ -84,43 +84,43 @@ class RunError(TunekitError):
 
 
 class NonFiniteError(RunError):
-    """A step of a run had a loss or gradients that are not numbers, or infinite."""
+    """A step of a run had a NaN or infinite loss or gradient."""
 
 
 class RollbackError(NonFiniteError):
-    """A step of a run was not finite, and the run goes back to its newest checkpoint to leave it out."""
+    """A step of a run was not finite; the run resumes from its newest checkpoint and skips it."""
 
 
 class MemoryShortError(RunError):
-    """A device of a run is out of memory."""
+    """A device of a run ran out of memory."""
 
 
 class DiskError(RunError):
-    """The disk has no room for a run's files, or could not be written to."""
+    """The disk is full or not writable."""
 
 
 class ExchangeError(RunError):
-    """A process of a run waited in vain for another, whose own error says more if it left one."""
+    """A process of a run timed out waiting for another, whose own error says more if it left one."""
 
 
 class StandstillError(RunError):
-    """A process of a run stood still for longer than it may."""
+    """A process of a run made no progress for longer than the timeout."""
 
 
 class DataWorkerError(RunError):
-    """A process that makes micro-batches for one of a run's ended too early."""
+    """A data-loading worker of a run exited early."""
 
 
 class HostLostError(RunError):
-    """A host of a run is silent, or what ran there was ended."""
+    """A host of a run does not respond, or its processes were stopped."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run ended because it was asked to: by Ctrl-C, another signal, or `tunekit stop`.
+    """A run was stopped by Ctrl-C, another signal, or `tunekit stop`.
 
     Args:
         reason: By whom, at which step, and with which checkpoint.
-        hint: How to go on, where that is possible.
+        hint: How to resume, where that is possible.
         exit_code: That of a program that has nothing else to do.
     """
 
@@ -156,5 +156,5 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "name a file in a folder that exists"
+        hint = "pass a file in an existing folder"
         raise TunekitError(f"cannot write '{path}': {error.strerror}", hint=hint) from error

@@ -177,10 +177,7 @@ def find_recipe(name: str) -> Path:
         return names[name]
     near = near_names(name, list(names))
     hint = "`tunekit recipes` lists them"
-    raise RecipeError(
-        f"{name}: there is no shipped recipe of this name",
-        hint=f"did you mean {near}? {hint}" if near else hint,
-    )
+    raise RecipeError(f"{name}: no shipped recipe has this name", hint=f"did you mean {near}? {hint}" if near else hint)
 
 
 def recipe_text(name: str) -> str:
@@ -207,13 +204,13 @@ def copy_recipe(name: str, dest: Path | None = None) -> Path:
     if target.is_dir():
         target = target / source.name
     if target.exists():
-        raise RecipeError(f"{target}: exists already", hint="name another file to copy to")
+        raise RecipeError(f"{target}: already exists", hint="pass another file to copy to")
     if not target.parent.is_dir():
-        raise RecipeError(f"{target}: there is no folder {target.parent}", hint="create it first")
+        raise RecipeError(f"{target}: folder {target.parent} does not exist", hint="create it first")
     try:
         shutil.copyfile(source, target)
     except OSError as error:
-        raise RecipeError(f"{target}: cannot be written: {error.strerror}") from error
+        raise RecipeError(f"{target}: cannot write the file: {error.strerror}") from error
     return target
 
 
@@ -232,10 +229,8 @@ def find_example(name: str) -> Path:
     if name in names:
         return example_root() / name
     near = near_names(name, names)
-    raise DataError(
-        f"example:{name}: no such file ships with tunekit",
-        hint=f"did you mean {near}?" if near else f"there are {', '.join(names)}",
-    )
+    problem = f"example:{name}: no such example file"
+    raise DataError(problem, hint=f"did you mean {near}?" if near else f"available: {', '.join(names)}")
 
 
 def near_names(name: str, names: list[str]) -> str:

@@ -83,7 +83,7 @@ def secret_in(text: str, environment: Mapping[str, str] = os.environ) -> str | N
         if value in text:
             return f"the value of the environment variable {name}"
     if _KEY.search(text):
-        return "what looks like a key or a token"
+        return "a likely key or token"
     for match in _IN_URL.finditer(text):
         if not _REFERENCES.match(match["password"] or match["query"]):
             return "a password in a URL" if match["password"] else "a key in a URL's query"

@@ -201,7 +201,7 @@ def save(site: Site, name: str, text: str, *, replace: bool) -> Path:
     if path.exists() and not replace:
         raise FileExistsError(name)
     if not path.parent.is_dir() or path.is_dir():
-        raise tunekit.TunekitError(f"{name}: there is no folder for it", hint="use a file in an existing folder")
+        raise tunekit.TunekitError(f"{name}: its folder does not exist", hint="pass a file in an existing folder")
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -125,7 +125,7 @@ def test_training_again_makes_another_run(trained, workspace):
 def test_overrides_that_supersede_are_announced(workspace):
     answer = tunekit(workspace, "plan", "double.yaml", "train.num_epochs=2")
     assert answer.returncode == 0, answer.stderr
-    assert "note: train.max_steps=6 is left out" in answer.stdout
+    assert "note: train.max_steps=6 ignored" in answer.stdout
 
 
 def test_plan_as_json_is_complete(workspace):
@@ -228,7 +228,7 @@ def test_data_shows_counts_lengths_and_samples_in_which_trained_text_is_marked(w
     answer = tunekit(workspace, "data", "double.yaml", "--rows", "1")
     assert answer.returncode == 0, answer.stderr
     assert "warning: 16 rows of eval also in train (rows.jsonl:1 = rows.jsonl:1, ...)" in answer.stdout
-    assert re.search(r"^rows +16 in, 16 out *$", answer.stdout, re.MULTILINE)
+    assert re.search(r"^rows +16 read, 16 used *$", answer.stdout, re.MULTILINE)
     assert re.search(r"^max_length +╌+ +64", answer.stdout, re.MULTILINE)
     sample = "<|im_start|>user↵\ndouble 0<|im_end|>↵\n<|im_start|>assistant↵\n⟦0<|im_end|>⟧↵\n"
     assert answer.stdout.count(sample) == 2

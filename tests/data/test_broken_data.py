@@ -14,8 +14,8 @@ from tunekit.recipe.sections.data import DataSection, DataSource
 
 TURN = '{"role":"user","content":"hi"}'
 GOOD = '{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}'
-KNOWN = "known are .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst"
-SFT = "and method sft learns from conversations, prompts with completions, texts or token ids"
+KNOWN = "supported: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text formats also as .gz or .zst"
+SFT = "but method sft trains on conversations, prompts with completions, texts or token ids"
 DEEP = '{"text":' + "[" * 100_000
 
 
@@ -28,52 +28,52 @@ CASES = {
     "broken_json": (
         "chats.jsonl",
         f'{GOOD}\n{{"messages": [}}\n',
-        "chats.jsonl:2:15: broken JSON: expecting value",
+        "chats.jsonl:2:15: invalid JSON: expecting value",
     ),
     "unfinished_json_line": (
         "chats.jsonl",
         f"{GOOD}\n{GOOD[:-2]}\n{GOOD}\n",
-        "chats.jsonl:2:80: broken JSON: expecting ',' delimiter",
+        "chats.jsonl:2:80: invalid JSON: expecting ',' delimiter",
     ),
-    "json_nested_too_deeply": ("deep.jsonl", DEEP, "deep.jsonl:1: JSON nested too deeply"),
+    "json_nested_too_deeply": ("deep.jsonl", DEEP, "deep.jsonl:1: JSON is nested too deeply"),
     "number_too_long": (
         "long.jsonl",
         '{"text":' + "9" * 5000 + "}",
-        "long.jsonl:1: broken JSON: exceeds the limit (4300 digits) for integer string conversion: value has 5000 "
+        "long.jsonl:1: invalid JSON: exceeds the limit (4300 digits) for integer string conversion: value has 5000 "
         "digits; use sys.set_int_max_str_digits() to increase the limit",
     ),
     "list_in_a_jsonl_file": (
         "chats.jsonl",
         f"[\n{GOOD}\n]\n",
-        "chats.jsonl:1: one JSON value spreads over several lines, but a .jsonl file holds one object per line; "
-        "put each object on one line, or make it a JSON list in a .json file",
+        "chats.jsonl:1: a JSON value spans several lines; .jsonl needs one object per line; put each "
+        "object on one line, or save a JSON list as a .json file",
     ),
     "json_line_cut_short": (
         "chats.jsonl",
         f"{GOOD}\n{GOOD[:30]}",
-        "chats.jsonl:2:29: broken JSON: unterminated string starting at",
+        "chats.jsonl:2:29: invalid JSON: unterminated string starting at",
     ),
     "json_line_with_a_trailing_comma": (
         "notes.jsonl",
         '{"text":"a"},\n{"text":"b",}\n{"text":["a",]}',
-        "notes.jsonl:1:13: broken JSON: extra data\n"
-        "notes.jsonl:2:12: broken JSON: a comma before the closing }\n"
-        "notes.jsonl:3:13: broken JSON: a comma before the closing ]",
+        "notes.jsonl:1:13: invalid JSON: extra data\n"
+        "notes.jsonl:2:12: invalid JSON: trailing comma before }\n"
+        "notes.jsonl:3:13: invalid JSON: trailing comma before ]",
     ),
     "two_objects_on_a_line": (
         "notes.jsonl",
         '{"text":"a"}{"text":"b"}',
-        "notes.jsonl:1:13: broken JSON: extra data",
+        "notes.jsonl:1:13: invalid JSON: extra data",
     ),
     "byte_order_mark_inside": (
         "notes.jsonl",
         '\ufeff{"text":"a"}\n\ufeff{"text":"b"}\n',
-        "notes.jsonl:2:1: a byte-order mark (U+FEFF), which may stand only at the start of a file",
+        "notes.jsonl:2:1: byte-order mark (U+FEFF) not at the start of the file",
     ),
     "json_list_with_a_trailing_comma": (
         "notes.json",
         '[{"text":"a"},\n{"text":"b"},\n]',
-        "notes.json:2:13: broken JSON: a comma before the closing ]",
+        "notes.json:2:13: invalid JSON: trailing comma before ]",
     ),
     "json_list_of_lists": (
         "chats.json",
@@ -92,19 +92,19 @@ CASES = {
     "json_list_with_a_missing_comma": (
         "chats.json",
         f"[\n {GOOD}\n {GOOD}\n]",
-        "chats.json:3:2: broken JSON: expecting ',' or ']'",
+        "chats.json:3:2: invalid JSON: expecting ',' or ']'",
     ),
-    "json_list_not_closed": ("chats.json", f"[{GOOD}\n", "chats.json:2:1: broken JSON: the list is not closed"),
+    "json_list_not_closed": ("chats.json", f"[{GOOD}\n", "chats.json:2:1: invalid JSON: the list is not closed"),
     "json_list_with_text_behind_it": (
         "chats.json",
         f"[{GOOD}]\nend",
-        "chats.json:2: broken JSON: text after the end of the list",
+        "chats.json:2: invalid JSON: text after the end of the list",
     ),
     "json_with_one_object": (
         "chats.json",
         f'{{\n"version": 2,\n"data": [{GOOD}]}}',
-        "chats.json:1: the file holds one object, not a list of objects; "
-        "save the list under its key 'data' as a file of its own",
+        "chats.json:1: the file holds one object, not a list of objects; save the list under key 'data' as a "
+        "separate file",
     ),
     "json_with_a_string": (
         "chats.json",
@@ -123,38 +123,38 @@ CASES = {
         "notes.jsonl",
         '{"text":"a"}\n' + '{"text":1}\n' * 1207,
         "\n".join(f"notes.jsonl:{line}: text must be a string, got the number 1" for line in range(2, 7))
-        + "\nnotes.jsonl: and 1,202 more bad rows",
+        + "\nnotes.jsonl: and 1,202 more invalid rows",
     ),
     # Columns
     "missing_column": (
         "chats.jsonl",
         f'{GOOD}\n{{"id":7}}\n',
-        "chats.jsonl:2: no column messages; the columns are id",
+        "chats.jsonl:2: no column messages; columns: id",
     ),
     "misspelt_column": (
         "chats.jsonl",
         GOOD.replace("messages", "mesages"),
-        "chats.jsonl:1: no known format has the columns mesages; rename mesages to messages",
+        "chats.jsonl:1: no format matches the columns mesages; rename mesages to messages",
     ),
     "unknown_columns": (
         "chats.jsonl",
         '{"a":1,"b":2}',
-        "chats.jsonl:1: no known format has the columns a, b; say with data.columns which of them are those of "
-        "a format (messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: "
-        "prompt, completion; text: text; tokens: input_ids; preference: chosen, rejected; ranking: "
-        "prompt, completions, scores; unpaired_preference: prompt, completion, label; prompts: prompt), or let a "
-        "function make rows of them (data.format=module:function)",
+        "chats.jsonl:1: no format matches the columns a, b; map them to the columns of a format with data.columns "
+        "(messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: prompt, "
+        "completion; text: text; tokens: input_ids; preference: chosen, rejected; ranking: prompt, completions, "
+        "scores; unpaired_preference: prompt, completion, label; prompts: prompt), or convert the rows by a "
+        "function (data.format=module:function)",
     ),
     "ambiguous_columns": (
         "chats.jsonl",
         GOOD[:-1] + ',"text":"hi ho"}',
-        "chats.jsonl:1: the columns can be read as messages (messages) or text (text); "
-        "choose one with data.format=messages or data.format=text",
+        "chats.jsonl:1: the columns match messages (messages) or text (text); set data.format=messages or "
+        "data.format=text",
     ),
     "sharegpt_without_an_answer": (
         "chats.jsonl",
         '{"conversations":[{"from":"human","value":"hi"}]}',
-        "chats.jsonl:1: conversations has no assistant turn",
+        "chats.jsonl:1: conversations has no assistant message",
     ),
     "sharegpt_turns": (
         "chats.jsonl",
@@ -171,19 +171,19 @@ CASES = {
         "chats.jsonl:1: conversations[0] must be an object {from, value}, got a string\n"
         "chats.jsonl:2: conversations[0] has no value\n"
         "chats.jsonl:3: conversations[0].from must be a string, got the number 7\n"
-        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_cal'; known are system, user, assistant, "
+        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_cal'; known: system, user, assistant, "
         "tool, human, gpt, chatgpt, bot, chatbot, model, function_call, observation\n"
         "chats.jsonl:5: conversations[0].value must be a string, got null",
     ),
     "sharegpt_turn_said_twice": (
         "chats.jsonl",
         '{"conversations":[{"from":"human","value":"hi","role":"user"}]}',
-        "chats.jsonl:1: conversations[0] has both from and role, or value and content; only one of them can be meant",
+        "chats.jsonl:1: conversations[0] has both from and role, or both value and content; keep one of each",
     ),
     "sharegpt_with_two_system_turns": (
         "chats.jsonl",
         '{"system":"a","conversations":[{"from":"system","value":"b"},{"from":"gpt","value":"c"}]}',
-        "chats.jsonl:1: the column system and a first turn of the system: only one of them can stand there",
+        "chats.jsonl:1: column system and a first message with role system; keep one of them",
     ),
     "sharegpt_entries": (
         "chats.jsonl",
@@ -213,19 +213,19 @@ CASES = {
     "alpaca_or_text": (
         "alpaca.json",
         '[{"instruction":"add","output":"3","text":"add: 3"}]',
-        "alpaca.json:1: the columns can be read as alpaca (instruction, output) or text (text); "
-        "choose one with data.format=alpaca or data.format=text",
+        "alpaca.json:1: the columns match alpaca (instruction, output) or text (text); set data.format=alpaca or "
+        "data.format=text",
     ),
     "columns_of_dolly": (
         "dolly.jsonl",
         '{"instruction":"add","response":"3"}',
-        "dolly.jsonl:1: no known format has the columns instruction, response; set data.columns={output: response}",
+        "dolly.jsonl:1: no format matches the columns instruction, response; set data.columns={output: response}",
     ),
     "question_and_answer": (
         "qa.jsonl",
         '{"question":"a","answer":"b"}',
-        "qa.jsonl:1: no known format has the columns question, answer; "
-        "set data.columns={prompt: question, completion: answer}",
+        "qa.jsonl:1: no format matches the columns question, answer; set data.columns={prompt: question, "
+        "completion: answer}",
     ),
     # Tools
     "tools": (
@@ -234,12 +234,12 @@ CASES = {
         "chats.jsonl:1: tools is a string, but not JSON\n"
         "chats.jsonl:2: tools must be a list of functions, got the number 7\n"
         "chats.jsonl:3: tools[0] must be an object, got a string\n"
-        "chats.jsonl:4: tools[0] names no function: {type: function, function: {name, ...}} is expected",
+        "chats.jsonl:4: tools[0] has no function name; expected {type: function, function: {name, ...}}",
     ),
     "tools_beside_plain_text": (
         "qa.jsonl",
         '{"prompt":"a","completion":"b","tools":[{"name":"add"}]}',
-        "qa.jsonl:1: tools beside a prompt that is plain text: only a conversation can name tools",
+        "qa.jsonl:1: tools are unsupported with a plain-text prompt; make the prompt a list of messages",
     ),
     "tool_calls": (
         "chats.jsonl",
@@ -267,26 +267,26 @@ CASES = {
     "rankings": (
         "ranks.jsonl",
         '{"prompt":"a","completions":["b","c"],"scores":[1,2]}',
-        f"data.train: 'ranks.jsonl' holds rankings (prompt, completions, scores), {SFT}; to imitate the best answers, "
-        "let a function take them (data.format=module:function)",
+        f"data.train: 'ranks.jsonl' holds rankings (prompt, completions, scores), {SFT}; to train on the best "
+        "completions, select them by a function (data.format=module:function)",
     ),
     "ratings": (
         "rated.jsonl",
         '{"prompt":"a","completion":"b","label":true}',
-        f"data.train: 'rated.jsonl' holds rated completions (prompt, completion, label), {SFT}; to imitate all "
+        f"data.train: 'rated.jsonl' holds rated completions (prompt, completion, label), {SFT}; to train on all "
         "completions, good and bad, set data.format=prompt_completion",
     ),
     "preferences": (
         "pairs.jsonl",
         '{"prompt":"a","chosen":"b","rejected":"c"}',
-        f"data.train: 'pairs.jsonl' holds preference pairs (chosen, rejected), {SFT}; to imitate the better answers, "
-        "set data.columns={completion: chosen}, or {messages: chosen} if it holds whole conversations",
+        f"data.train: 'pairs.jsonl' holds preference pairs (chosen, rejected), {SFT}; to train on the chosen "
+        "answers, set data.columns={completion: chosen}, or {messages: chosen} if it holds complete conversations",
     ),
     "prompt_alone": (
         "qa.jsonl",
         '{"prompt":"a"}',
-        f"data.train: 'qa.jsonl' holds prompts without completions (prompt), {SFT}; beside prompt, a column completion "
-        "is needed",
+        f"data.train: 'qa.jsonl' holds prompts without completions (prompt), {SFT}; column prompt requires a "
+        "column completion",
     ),
     # Messages
     "messages_not_a_list": (
@@ -297,8 +297,8 @@ CASES = {
     "messages_as_a_string": (
         "chats.jsonl",
         '{"messages":"[]"}',
-        "chats.jsonl:1: messages must be a list of {role, content}, got a string; "
-        "conversations belong in .jsonl or .parquet, where a column can hold a list",
+        "chats.jsonl:1: messages must be a list of {role, content}, got a string; use .jsonl or .parquet, where a "
+        "column can hold lists",
     ),
     "messages_in_a_list_too_many": (
         "chats.jsonl",
@@ -330,7 +330,7 @@ CASES = {
     "unknown_role": (
         "chats.jsonl",
         messages('{"role":"x","content":"hi"}'),
-        "chats.jsonl:1: messages[0].role: unknown role 'x'; the roles are system, user, assistant, tool",
+        "chats.jsonl:1: messages[0].role: unknown role 'x'; roles: system, user, assistant, tool",
     ),
     "role_no_string": (
         "chats.jsonl",
@@ -345,18 +345,18 @@ CASES = {
     "content_in_parts": (
         "chats.jsonl",
         messages('{"role":"user","content":[{"type":"text","text":"hi"}]}'),
-        "chats.jsonl:1: messages[0].content must be a string, got a list; content in parts is not understood yet",
+        "chats.jsonl:1: messages[0].content must be a string, got a list; content parts are not supported",
     ),
-    "no_assistant_turn": ("chats.jsonl", messages(TURN), "chats.jsonl:1: messages has no assistant turn"),
+    "no_assistant_turn": ("chats.jsonl", messages(TURN), "chats.jsonl:1: messages has no assistant message"),
     "empty_assistant_turn": (
         "chats.jsonl",
         messages(TURN, '{"role":"assistant","content":" "}'),
-        "chats.jsonl:1: messages: every assistant turn is empty",
+        "chats.jsonl:1: messages: every assistant message is empty",
     ),
     "half_a_surrogate_pair": (
         "chats.jsonl",
         messages('{"role":"user","content":"a\\ud83d"}'),
-        "chats.jsonl:1: messages[0].content holds \\ud83d, one half of a surrogate pair, which is no character",
+        "chats.jsonl:1: messages[0].content holds \\ud83d, an unpaired surrogate",
     ),
     # Prompt and completion
     "empty_completion": ("qa.jsonl", '{"prompt":"a","completion":" "}', "qa.jsonl:1: completion is empty"),
@@ -369,65 +369,65 @@ CASES = {
     "prompt_that_ends_with_the_answer": (
         "qa.jsonl",
         '{"prompt":[{"role":"assistant","content":"a"}],"completion":[{"role":"assistant","content":"a"}]}',
-        "qa.jsonl:1: prompt ends with an assistant turn; move that turn to completion",
+        "qa.jsonl:1: prompt ends with an assistant message; move that message to completion",
     ),
     "prompts_of_two_kinds": (
         "qa.jsonl",
         f'{{"prompt":"a","completion":"b"}}\n{{"prompt":[{TURN}],"completion":[{{"role":"assistant","content":"b"}}]}}',
-        "qa.jsonl:2: the prompt is a list of messages, but in the first row it is a string",
+        "qa.jsonl:2: prompt is a list of messages, but a string in the first row",
     ),
     # Hostile
     "names_and_numbers_of_any_length": (
         "wild.jsonl",
         '{"text":' + "1" * 1000 + '}\n{"' + "n" * 1000 + '":1,"\\u001b[31m":2,"\\ud83d":3}',
         "wild.jsonl:1: text must be a string, got the number " + "1" * 37 + "...\n"
-        "wild.jsonl:2: no column text; the columns are " + "n" * 37 + "..., '\\x1b[31m', '\\ud83d'",
+        "wild.jsonl:2: no column text; columns: " + "n" * 37 + "..., '\\x1b[31m', '\\ud83d'",
     ),
     "many_columns": (
         "wide.csv",
         ",".join(f"c{i}" for i in range(500)) + "\n",
-        "wide.csv:1: no known format has the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
-        "say with data.columns which of them are those of a format (messages: messages; sharegpt: conversations; "
+        "wide.csv:1: no format matches the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
+        "map them to the columns of a format with data.columns (messages: messages; sharegpt: conversations; "
         "alpaca: instruction, output; prompt_completion: prompt, completion; text: text; tokens: input_ids; "
-        "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, completion, "
-        "label; prompts: prompt), or let a function make rows of them (data.format=module:function)",
+        "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, "
+        "completion, label; prompts: prompt), or convert the rows by a function (data.format=module:function)",
     ),
     "half_a_surrogate_pair_beside_the_content": (
         "chats.jsonl",
         messages(TURN, '{"role":"assistant","content":"ho","name":"\\ud83d"}'),
-        "chats.jsonl:1: messages[1].name holds something that is neither text, a number nor made of them",
+        "chats.jsonl:1: messages[1].name holds a value that JSON cannot represent",
     ),
     # CSV
     "csv_empty_and_missing_cells": (
         "qa.csv",
         'prompt,completion\n"a\nb",c\nx,\nnan,y\n',
-        "qa.csv:4: completion is empty\nqa.csv:5: prompt is 'nan', which is how pandas writes a missing value",
+        "qa.csv:4: completion is empty\nqa.csv:5: prompt is 'nan', a missing value as written by pandas",
     ),
     "csv_number_of_cells": (
         "qa.csv",
         "prompt,completion\r\na,b,c\r\n\r\nd\r\n",
-        "qa.csv:2: 3 cells, but the header has 2; a cell that holds a comma must stand in quotes\n"
+        "qa.csv:2: 3 cells, but the header has 2; quote cells that contain a comma\n"
         "qa.csv:4: 1 cell, but the header has 2",
     ),
     "csv_quote_not_closed": (
         "qa.csv",
         'prompt,completion\na,b\nc,"d\ne,f\n',
-        "qa.csv:3: a quote that opens in this row is never closed",
+        "qa.csv:3: unclosed quote",
     ),
     "csv_text_behind_a_quote": (
         "qa.csv",
         'prompt,completion\n"a"b,c\n',
-        "qa.csv:2: broken CSV: ',' expected after '\"'",
+        "qa.csv:2: invalid CSV: ',' expected after '\"'",
     ),
     "csv_in_single_quotes": (
         "qa.csv",
         "prompt,completion\n'a, b',c\n",
-        "qa.csv:2: 3 cells, but the header has 2; a cell that holds a comma must stand in quotes",
+        "qa.csv:2: 3 cells, but the header has 2; quote cells that contain a comma",
     ),
     "csv_quotes_escaped_by_backslashes": (
         "qa.csv",
         'prompt,completion\n"say \\"a\\"",b\n',
-        "qa.csv:2: broken CSV: ',' expected after '\"'",
+        "qa.csv:2: invalid CSV: ',' expected after '\"'",
     ),
     "csv_header_with_a_trailing_comma": (
         "qa.csv",
@@ -437,30 +437,30 @@ CASES = {
     "csv_row_with_a_trailing_comma": (
         "qa.csv",
         "prompt,completion\na,b,\n",
-        "qa.csv:2: 3 cells, but the header has 2; a cell that holds a comma must stand in quotes",
+        "qa.csv:2: 3 cells, but the header has 2; quote cells that contain a comma",
     ),
     "csv_header_twice": (
         "qa.csv",
         "prompt,completion,prompt\na,b,c\n",
-        "qa.csv:1: the header names prompt twice; rename one of them",
+        "qa.csv:1: duplicate columns prompt in the header; rename one of them",
     ),
     "csv_with_semicolons": (
         "qa.csv",
         "prompt;completion\na;b\n",
-        "qa.csv:1: the columns are separated by semicolons; save the file with commas",
+        "qa.csv:1: columns separated by semicolons; save the file with commas",
     ),
     "csv_space_in_the_header": (
         "qa.csv",
         "prompt, completion\na,b\n",
         f"data.train: 'qa.csv' holds prompts without completions (prompt), {SFT}; rename ' completion' to completion",
     ),
-    "csv_without_rows": ("qa.csv", "prompt,completion\n", "qa.csv: there are no rows in it"),
+    "csv_without_rows": ("qa.csv", "prompt,completion\n", "qa.csv: no rows"),
     # Files
-    "blank_file": ("chats.jsonl", "\n \n", "chats.jsonl: there are no rows in it"),
-    "blank_csv": ("qa.csv", "\n\n", "qa.csv: there are no rows in it"),
-    "blank_text": ("tale.txt", "\n\n\n", "tale.txt: there are no rows in it"),
+    "blank_file": ("chats.jsonl", "\n \n", "chats.jsonl: no rows"),
+    "blank_csv": ("qa.csv", "\n\n", "qa.csv: no rows"),
+    "blank_text": ("tale.txt", "\n\n\n", "tale.txt: no rows"),
     "empty_file": ("chats.jsonl", "", "data.train.path: 'chats.jsonl' is empty"),
-    "empty_json_list": ("chats.json", "[]", "chats.json: there are no rows in it"),
+    "empty_json_list": ("chats.json", "[]", "chats.json: no rows"),
     "not_utf8": (
         "tale.txt",
         b"one\ntwo caf\xe9s\n",
@@ -479,17 +479,17 @@ CASES = {
     "nul_byte": (
         "tale.txt",
         b"one\ntw\0o\n",
-        "tale.txt:2:3: a NUL byte, which no text holds; is this a binary file, or text in another encoding than UTF-8?",
+        "tale.txt:2:3: NUL byte in a text file; check whether it is a binary file, or save it as UTF-8",
     ),
     "gzip": (
         "chats.jsonl",
         b"\x1f\x8b\x08\x00rest",
-        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; let its name end in .gz",
+        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; rename it to end in .gz",
     ),
     "parquet_named_csv": (
         "qa.csv",
         b"PAR1rest",
-        "qa.csv: the file is a Parquet file, not UTF-8 text; give it the suffix .parquet",
+        "qa.csv: the file is a Parquet file, not UTF-8 text; rename it to .parquet",
     ),
     "text_named_parquet": (
         "qa.parquet",
@@ -500,39 +500,39 @@ CASES = {
     "unknown_suffix": (
         "chats.xlsx",
         "a",
-        "data.train.path: 'chats.xlsx': the suffix '.xlsx' is not known; " + KNOWN,
+        "data.train.path: 'chats.xlsx': unsupported suffix '.xlsx'; " + KNOWN,
     ),
     "no_suffix": ("chats", GOOD, "data.train.path: 'chats': the file has no suffix; " + KNOWN),
     "compressed_table": (
         "chats.parquet.gz",
         "a",
-        "data.train.path: 'chats.parquet.gz': only text is read compressed, and the name does not end in .jsonl.gz or "
-        "the like; " + KNOWN,
+        "data.train.path: 'chats.parquet.gz': only text formats may be compressed, with a name ending in .jsonl.gz "
+        "or similar; " + KNOWN,
     ),
     "gzip_cut_short": (
         "notes.jsonl.gz",
         gzip.compress(b'{"text":"a"}\n' * 1000)[:30],
-        "notes.jsonl.gz: the file cannot be read to its end (Truncated compressed stream)",
+        "notes.jsonl.gz: cannot read the whole file (Truncated compressed stream)",
     ),
     "text_named_zstd": (
         "notes.txt.zst",
         b"hello",
-        "notes.txt.zst: the file cannot be read to its end (ZSTD decompress failed: Unknown frame descriptor)",
+        "notes.txt.zst: cannot read the whole file (ZSTD decompress failed: Unknown frame descriptor)",
     ),
     "tsv_with_semicolons": (
         "qa.tsv",
         "prompt;completion\na;b\n",
-        "qa.tsv:1: the columns are separated by semicolons; save the file with tabs",
+        "qa.tsv:1: columns separated by semicolons; save the file with tabs",
     ),
     "tsv_number_of_cells": (
         "qa.tsv",
         "prompt\tcompletion\na\tb\tc\n",
-        "qa.tsv:2: 3 cells, but the header has 2; a cell that holds a tab must stand in quotes",
+        "qa.tsv:2: 3 cells, but the header has 2; quote cells that contain a tab",
     ),
     "csv_with_tabs": (
         "qa.csv",
         "prompt\tcompletion\na\tb\n",
-        "qa.csv:1: the columns are separated by tabs; give the file the suffix .tsv",
+        "qa.csv:1: columns separated by tabs; rename the file to .tsv",
     ),
 }
 
@@ -572,34 +572,34 @@ def test_a_misspelt_file_name_is_recognised(here):
     assert refusal(train="./chat.jsonl") == (
         "data.train.path: no file './chat.jsonl' in the working directory; did you mean 'chats.jsonl'?"
     )
-    assert refusal(train="org/chats.jsonl") == ("data.train.path: no file 'org/chats.jsonl'; there is no folder 'org'")
+    assert refusal(train="org/chats.jsonl") == (
+        "data.train.path: no file 'org/chats.jsonl'; folder 'org' does not exist"
+    )
 
 
 def test_a_folder_of_several_kinds_is_refused(here):
     (here / "more.csv").write_text("text\na\n")
-    several = "files of several kinds: chats.jsonl, more.csv; choose one kind with a pattern: '*.jsonl'"
-    assert refusal(train=".") == f"data.train.path: the folder '.' holds {several}"
-    assert refusal(train="*") == f"data.train.path: '*' fits {several}"
+    several = "files of several formats: chats.jsonl, more.csv; select one format with a pattern: '*.jsonl'"
+    assert refusal(train=".") == f"data.train.path: folder '.' has {several}"
+    assert refusal(train="*") == f"data.train.path: '*' matches {several}"
 
 
 def test_a_folder_or_pattern_without_files_is_refused(here):
     (here / "empty").mkdir()
-    assert refusal(train="empty") == (
-        "data.train.path: there is no file to read in the folder 'empty'; " + KNOWN.replace("known are", "read are")
-    )
-    assert refusal(train="empty/*.jsonl") == "data.train.path: no file fits 'empty/*.jsonl'"
+    assert refusal(train="empty") == ("data.train.path: no supported files in folder 'empty'; " + KNOWN)
+    assert refusal(train="empty/*.jsonl") == "data.train.path: no file matches 'empty/*.jsonl'"
 
 
 def test_what_only_a_hub_dataset_has_is_refused_for_a_folder(here):
     assert refusal(train=DataSource(path=".", name="en")) == (
-        "data.train.name: only a hub dataset has one, and '.' is read from files; leave it out"
+        "data.train.name: only for Hub datasets, but '.' is read from files; remove it"
     )
 
 
 def test_every_file_of_a_folder_is_checked_and_named(here):
     (here / "more.jsonl").write_text(f'{GOOD}\n{{"text":"a"}}')
     assert refusal(train=".") == (
-        "./more.jsonl:2: no column messages; the columns are those of text (text), not of messages (messages)"
+        "./more.jsonl:2: no column messages; the columns match text (text), not messages (messages)"
     )
     (here / "more.jsonl").write_text("")
     assert refusal(train="*.jsonl") == "data.train.path: 'more.jsonl' is empty"
@@ -611,27 +611,27 @@ def test_every_file_of_a_folder_is_checked_and_named(here):
         ({"promt": "q"}, "data.columns.promt: no format has a column 'promt'; did you mean 'prompt'?"),
         (
             {"x": "y"},
-            "data.columns.x: no format has a column 'x'; the columns are messages, conversations, instruction, output, "
-            "prompt, completion, text, input_ids, chosen, rejected, completions, scores, label, tools, system, input, "
-            "history, labels, attention_mask, completion_mask, assistant_masks",
+            "data.columns.x: no format has a column 'x'; columns: messages, conversations, instruction, output, "
+            "prompt, completion, text, input_ids, chosen, rejected, completions, scores, label, tools, system, "
+            "input, history, labels, attention_mask, completion_mask, assistant_masks",
         ),
-        ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; our name stands first: {prompt: q}"),
+        ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; tunekit's name comes first: {prompt: q}"),
         (
             {"prompt": "q", "completion": "q"},
-            "data.columns: prompt, completion are all read from the column 'q'",
+            "data.columns: prompt, completion all map to column 'q'",
         ),
         (
             {"prompt": "quest", "completion": "answer"},
-            "qa.jsonl:1: no column quest, which data.columns reads as prompt; did you mean question?",
+            "qa.jsonl:1: no column quest (data.columns.prompt); did you mean question?",
         ),
         (
             {"prompt": "question", "completion": "x"},
-            "qa.jsonl:1: no column x, which data.columns reads as completion; the columns are question, answer",
+            "qa.jsonl:1: no column x (data.columns.completion); columns: question, answer",
         ),
-        ({"text": "question", "tools": "x"}, "data.columns: 'qa.jsonl' has no column x in any row"),
+        ({"text": "question", "tools": "x"}, "data.columns: 'qa.jsonl' has no row with a column x"),
         (
             {"prompt": "question", "completion": "answer"},
-            "qa.jsonl:2: no column answer, which data.columns reads as completion",
+            "qa.jsonl:2: no column answer (data.columns.completion)",
         ),
     ],
 )
@@ -645,33 +645,33 @@ def test_more_bad_rows_than_allowed_are_told_with_the_cap(here):
     lines = [f"notes.jsonl:{line}: text is empty" for line in range(2, 7)]
     assert refusal(train="notes.jsonl", max_bad_rows=6).splitlines() == [
         *lines,
-        "notes.jsonl: and 2 more bad rows",
-        "notes.jsonl: 7 bad rows, and data.max_bad_rows=6 allows no more",
+        "notes.jsonl: and 2 more invalid rows",
+        "notes.jsonl: 7 invalid rows, more than data.max_bad_rows=6",
     ]
     (here / "notes.jsonl").write_text('{"text":""}\n')
     assert refusal(train="notes.jsonl", max_bad_rows=6) == (
-        "notes.jsonl:1: text is empty\nnotes.jsonl: no good row is left"
+        "notes.jsonl:1: text is empty\nnotes.jsonl: no valid rows left"
     )
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("notes.json", '[{"text":"a"}, {"text"]', "notes.json:1:23: broken JSON: expecting ':' delimiter"),
-        ("notes.csv", 'text\na\n"b\nc\n', "notes.csv:3: a quote that opens in this row is never closed"),
+        ("notes.json", '[{"text":"a"}, {"text"]', "notes.json:1:23: invalid JSON: expecting ':' delimiter"),
+        ("notes.csv", 'text\na\n"b\nc\n', "notes.csv:3: unclosed quote"),
     ],
 )
 def test_a_fault_that_hides_the_rows_behind_it_is_never_left_out(file, content, message, here):
     (here / file).write_text(content)
     assert refusal(train=file, max_bad_rows=9) == (
-        f"{message}\n{file}: what stands behind a fault like this cannot be read, so data.max_bad_rows does not apply"
+        f"{message}\n{file}: rows after such an error cannot be read; data.max_bad_rows does not apply"
     )
 
 
 def test_a_share_that_holds_out_nothing_is_refused(here):
     assert refusal(train="chats.jsonl", eval_size=0.001) == (
-        "data.eval_size=0.001: no row of the 1 row of 'chats.jsonl' would be held out; "
-        "choose another share, or name rows to evaluate on in data.eval"
+        "data.eval_size=0.001: no row of the 1 row of 'chats.jsonl' would be held out for evaluation; set another "
+        "share, or set data.eval"
     )
 
 
@@ -688,18 +688,17 @@ def test_the_eval_source_is_named_by_its_own_key(here):
 
 def test_a_forced_format_names_the_missing_column(here):
     assert refusal(train="chats.jsonl", format="text") == (
-        "chats.jsonl:1: no column text; the columns are those of messages (messages), not of text (text)"
+        "chats.jsonl:1: no column text; the columns match messages (messages), not text (text)"
     )
     (here / "qa.csv").write_text("id,prompt\n1,a\n")
     assert refusal(train="qa.csv", format="prompt_completion") == (
-        "qa.csv:1: no column completion; the columns are those of prompts (prompt), not of prompt_completion (prompt, "
-        "completion)"
+        "qa.csv:1: no column completion; the columns match prompts (prompt), not prompt_completion (prompt, completion)"
     )
 
 
 def test_what_only_a_hub_dataset_has_is_refused_for_a_file(here):
     assert refusal(train=DataSource(path="chats.jsonl", split="train")) == (
-        "data.train.split: only a hub dataset has one, and 'chats.jsonl' is a file; leave it out"
+        "data.train.split: only for Hub datasets, but 'chats.jsonl' is a file; remove it"
     )
 
 
@@ -718,8 +717,8 @@ def test_parquet_rows_are_named_by_their_number(here):
     assert refusal(train="qa.parquet") == "qa.parquet row 2: prompt must be a string, got null"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), here / "qa.parquet")
     assert refusal(train="qa.parquet") == (
-        f"data.train: 'qa.parquet' holds prompts without completions (prompt), {SFT}; to imitate what stands in "
-        "answer, set data.columns={completion: answer}"
+        f"data.train: 'qa.parquet' holds prompts without completions (prompt), {SFT}; to train on column answer, "
+        "set data.columns={completion: answer}"
     )
 
 
@@ -751,14 +750,13 @@ def test_without_a_network_a_hub_name_gets_one_clear_line_at_once(offline, tmp_p
     *told, num_attempts = done.stdout.splitlines(keepends=True)
     if offline:
         assert "".join(told) == (
-            "data.train: the hub dataset 'no-such-owner/chats' cannot be loaded: Couldn't reach "
-            "'no-such-owner/chats' on the Hub (OfflineModeIsEnabled)\n"
+            "data.train: cannot load the Hub dataset 'no-such-owner/chats': Couldn't reach 'no-such-owner/chats' "
+            "on the Hub (OfflineModeIsEnabled)\n"
         )
     else:
         assert "".join(told) == (
-            "data.train.path: no file 'no-such-owner/chats', and the hub cannot be reached at http://127.0.0.1:9 to "
-            "look for a dataset of that name; check the name and the network; with HF_HUB_OFFLINE=1 a copy "
-            "downloaded earlier is used\n"
+            "data.train.path: no file 'no-such-owner/chats', and the Hub is unreachable at http://127.0.0.1:9; "
+            "check the name and the network; to use a cached copy, set HF_HUB_OFFLINE=1\n"
         )
     # At once: `datasets` alone would try again and again, for half a minute.
     assert int(num_attempts) <= (0 if offline else 2)

@@ -173,7 +173,7 @@ def test_a_result_is_rendered_behind_the_call_that_it_answers():
 def test_a_long_row_that_the_template_rewrites_is_refused():
     data = chat("u hi", "a ho", "u x", "a yes", "u y", "a no")
     with pytest.raises(
-        DataError, match=r"^a row: the chat template writes earlier turns differently once messages\[1\]"
+        DataError, match=r"^a row: the chat template renders earlier turns differently once messages\[1\]"
     ):
         ChatRenderer(byte_tokenizer(LAST_IN_FULL)).render(data["messages"], "a row")
 
@@ -222,14 +222,14 @@ def test_a_given_turn_that_markers_write_differently_later_is_refused():
     data = chat("u hi", "a ho", "u x", "a yes")["messages"]
     assert said(renderer.render(data, "a row")) == ["h<|im_end|>", "y<|im_end|>"]
     with pytest.raises(
-        DataError, match=r"^a row: the chat template writes earlier turns differently once messages\[3\]"
+        DataError, match=r"^a row: the chat template renders earlier turns differently once messages\[3\]"
     ):
         renderer.render(data, "a row", num_prompt=3)
 
 
 def left_out(template: str, *given: dict, loss_on="assistant") -> list[str]:
     made = tokenised(rows("messages", *given), byte_tokenizer(template), max_length=999, loss_on=loss_on)
-    return [note for note in made.report.notes if "leaves out" in note]
+    return [note for note in made.report.notes if "chat template drops" in note]
 
 
 NO_SYSTEM_MESSAGES = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML
@@ -241,8 +241,7 @@ AS_JSON = CHATML.replace("{{ m.content }}", "{{ m.content | tojson }}")
 def test_a_template_that_leaves_out_a_role_is_told_with_the_number_of_rows(loss_on):
     given = [chat("s be kind", "u hi", "a ho"), chat("u hi", "a ho"), chat("s be", "u hi", "a ho")]
     assert left_out(NO_SYSTEM_MESSAGES, *given, loss_on=loss_on) == [
-        "data.jsonl: in 2 of 3 rows looked at, the chat template leaves out system messages, which the model never "
-        "reads"
+        "data.jsonl: in 2 of 3 rows checked, the chat template drops system messages; the model does not see them"
     ]
     assert left_out(CHATML, *given, loss_on=loss_on) == []
 
@@ -250,7 +249,7 @@ def test_a_template_that_leaves_out_a_role_is_told_with_the_number_of_rows(loss_
 def test_reasoning_within_an_answer_that_is_left_out_is_told():
     row = chat("u hi", "a <think>\nhm well\n</think>\n\nho")
     assert left_out(NO_REASONING, row) == [
-        "data.jsonl: in 1 of 1 row looked at, the chat template leaves out reasoning, which the model never reads"
+        "data.jsonl: in 1 of 1 row checked, the chat template drops reasoning; the model does not see them"
     ]
     assert left_out(CHATML, row) == []
 
@@ -265,6 +264,5 @@ def test_the_first_hundred_rows_are_looked_at():
     plain, system = chat("u hi", "a ho"), chat("s be kind", "u hi", "a ho")
     assert left_out(NO_SYSTEM_MESSAGES, *[plain] * 100, system) == []
     assert left_out(NO_SYSTEM_MESSAGES, *[system] * 700) == [
-        "data.jsonl: in 100 of 100 rows looked at, the chat template leaves out system messages, which the model never "
-        "reads"
+        "data.jsonl: in 100 of 100 rows checked, the chat template drops system messages; the model does not see them"
     ]

@@ -473,7 +473,7 @@ def test_goldens_cover_more_than_twelve_families():
 def test_what_the_template_of_a_family_leaves_out_is_told(name, row, kinds):
     # A call that is left out may only stand in a turn that is not learned.
     _, made = trained(name, row, "last" if "tool calls" in kinds else "assistant")
-    assert [note for note in made.report.notes if "leaves out" in note] == [
-        f"data.jsonl: in 1 of 1 row looked at, the chat template leaves out {kind}, which the model never reads"
+    assert [note for note in made.report.notes if "chat template drops" in note] == [
+        f"data.jsonl: in 1 of 1 row checked, the chat template drops {kind}; the model does not see them"
         for kind in kinds
     ]

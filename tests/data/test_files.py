@@ -55,8 +55,8 @@ def test_a_folder_or_pattern_is_read_in_the_order_of_names(folder, path):
 
 def test_what_a_folder_holds_besides_rows_is_said(folder):
     assert load("data").notes == [
-        "data: 5 rows in 3 files of text (recognised from the column text)",
-        "data: left aside, as no files of rows: LICENSE",
+        "data: 5 rows in 3 files of text (recognized from the column text)",
+        "data: files of unsupported formats ignored: LICENSE",
     ]
 
 
@@ -118,7 +118,7 @@ def test_arrow_files_and_streams_are_read(here, kind):
     data = load(name)
     assert [row["text"] for row in data.train[0].rows] == [str(i) for i in range(2500)]
     assert data.train[0].place(2499) == f"{name} row 2500"
-    assert data.notes == [f"{name}: 2,500 rows of text (recognised from the column text); ignored: id"]
+    assert data.notes == [f"{name}: 2,500 rows of text (recognized from the column text); ignored: id"]
 
 
 def test_a_dataset_that_datasets_saved_is_read_from_its_arrow_file(here):
@@ -135,13 +135,13 @@ def test_bad_rows_up_to_the_cap_are_left_out_and_told(here):
     assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
     assert [data.train[0].place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:4"]
     assert [(skipped.place, skipped.reason) for skipped in data.skipped] == [
-        ("notes.jsonl:2:8", "broken JSON: expecting ':' delimiter"),
+        ("notes.jsonl:2:8", "invalid JSON: expecting ':' delimiter"),
         ("notes.jsonl:3", "text is empty"),
         ("notes.jsonl:5", "a row must be an object, got a list"),
         ("notes.jsonl:6", "a row must be an object, got the number 3"),
     ]
     assert data.notes[1] == (
-        "notes.jsonl: 4 bad rows left out (data.max_bad_rows=4): notes.jsonl:2:8: broken JSON: expecting ':' "
+        "notes.jsonl: 4 invalid rows skipped (data.max_bad_rows=4): notes.jsonl:2:8: invalid JSON: expecting ':' "
         "delimiter; notes.jsonl:3: text is empty; notes.jsonl:5: a row must be an object, got a "
         "list; and 1 more"
     )

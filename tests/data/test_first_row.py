@@ -26,10 +26,10 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (None, "the tokenizer has no chat template, so messages cannot become text"),
+        (None, "the tokenizer has no chat template to render messages"),
         (
             "{% generation %}{% endgeneration %}{{ raise_exception('no ' + messages[0]['role']) }}",
-            "rows.jsonl:1: the chat template refuses the row: no user",
+            "rows.jsonl:1: the chat template rejects the row: no user",
         ),
     ],
 )

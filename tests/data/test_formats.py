@@ -78,8 +78,8 @@ def test_sharegpt_takes_its_system_turn_and_tools_from_columns(here):
         {"messages": said},
     ]
     assert data.notes == [
-        "chats.jsonl: 2 rows of sharegpt: conversations -> messages (human -> user, observation -> tool, "
-        "gpt -> assistant), system -> system; the chat template also gets the tools"
+        "chats.jsonl: 2 rows of sharegpt: conversations -> messages (human -> user, observation -> tool, gpt -> "
+        "assistant), system -> system; also passed to the chat template: tools"
     ]
 
 
@@ -122,7 +122,7 @@ def test_alpaca_keeps_its_system_words_and_its_history(here):
         ]
     }
     assert data.notes == [
-        "alpaca.jsonl: 1 row of alpaca: instruction -> user, output -> assistant, history -> earlier turns, "
+        "alpaca.jsonl: 1 row of alpaca: instruction -> user, output -> assistant, history -> earlier messages, "
         "system -> system; ignored: id"
     ]
 
@@ -161,8 +161,8 @@ def test_calls_of_tools_keep_their_arguments_as_objects(here):
         "tools": [WEATHER],
     }
     assert data.notes == [
-        "chats.jsonl: 1 row of messages (recognised from the column messages); "
-        "the chat template also gets the tools and tool_call_id, tool_calls of the messages"
+        "chats.jsonl: 1 row of messages (recognized from the column messages); also passed to the chat template: "
+        "tools and tool_call_id, tool_calls of messages"
     ]
 
 
@@ -201,7 +201,7 @@ def test_columns_of_other_names_are_read_from_every_kind_of_file(here, suffix):
     data = load(file.name, columns={"prompt": "question", "completion": "answer"})
     assert list(data.train[0].rows) == [{"prompt": "a", "completion": "b"}]
     assert data.notes == [
-        f"qa.{suffix}: 1 row of prompt_completion (recognised from the columns question and answer); "
+        f"qa.{suffix}: 1 row of prompt_completion (recognized from the columns question and answer); "
         "data.columns: question -> prompt, answer -> completion; ignored: prompt"
     ]
 

@@ -50,24 +50,24 @@ def hub(monkeypatch) -> Iterator[str]:
     [
         (
             {"path": "org/none"},
-            "data.train.path: no file and no hub dataset 'org/none'; "
-            "check the name; a private dataset needs `hf auth login`",
+            "data.train.path: no file and no Hub dataset 'org/none'; check the name; for a private dataset log in "
+            "with `hf auth login`",
         ),
         (
             {"path": "org/hidden"},
-            "data.train.path: no file and no hub dataset 'org/hidden'; "
-            "check the name; a private dataset needs `hf auth login`",
+            "data.train.path: no file and no Hub dataset 'org/hidden'; check the name; for a private dataset log "
+            "in with `hf auth login`",
         ),
         (
             {"path": "org/gated"},
-            "data.train.path: access to the hub dataset 'org/gated' is restricted; "
-            "ask for it at HUB/datasets/org/gated and log in with `hf auth login`",
+            "data.train.path: the Hub dataset 'org/gated' is gated; request access at HUB/datasets/org/gated, then "
+            "log in with `hf auth login`",
         ),
         (
             {"path": "org/chats", "revision": "v9"},
-            "data.train.revision: the hub dataset 'org/chats' has no revision 'v9'",
+            "data.train.revision: the Hub dataset 'org/chats' has no revision 'v9'",
         ),
-        ({"path": "org/broken"}, "data.train.path: the hub answers 500 for the dataset 'org/broken'"),
+        ({"path": "org/broken"}, "data.train.path: the Hub returned HTTP 500 for the dataset 'org/broken'"),
     ],
 )
 def test_a_refusal_of_the_hub_is_one_clear_line(hub, source, message, tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ for source in json.load(sys.stdin):
 print("\\n" + json.dumps(answers))
 """
 CHATS = {"path": "org/chats", "name": "en"}
-CANNOT = "data.train: the hub dataset 'org/chats' cannot be loaded: "
+CANNOT = "data.train: cannot load the Hub dataset 'org/chats': "
 ASKED = [
     (CHATS, [100, "org/chats row 100", "new 99"]),
     ({**CHATS, "split": "train[:5%]"}, [5, "org/chats row 5", "new 4"]),
@@ -115,13 +115,13 @@ ASKED = [
         "`load_dataset('org/chats', 'en')`",
     ),
     ({**CHATS, "split": "dev"}, CANNOT + "Unknown split \"dev\". Should be one of ['train', 'test']."),
-    ({**CHATS, "revision": "v9"}, "data.train.revision: the hub dataset 'org/chats' has no revision 'v9'"),
+    ({**CHATS, "revision": "v9"}, "data.train.revision: the Hub dataset 'org/chats' has no revision 'v9'"),
     ({**CHATS, "streaming": True}, [100, 100, "new 99"]),
     ({**CHATS, "streaming": True, "revision": "v1", "split": "test"}, [10, 10, "test 9"]),
     (
         {**CHATS, "streaming": True, "split": "train[:5%]"},
-        "data.train.split: 'train[:5%]' is a part of a split, and a stream cannot be cut before it has come; name the "
-        "whole split, 'train', or do not stream it",
+        "data.train.split: slicing a split ('train[:5%]') is unsupported with streaming; use the whole split "
+        "'train', or unset data.streaming",
     ),
     ({"path": "hf://datasets/org/chats/en/test.jsonl"}, [10, "hf://datasets/org/chats/en/test.jsonl:10", "test 9"]),
     (
@@ -130,7 +130,7 @@ ASKED = [
     ),
     (
         {"path": "hf://datasets/org/chats/en/none.jsonl"},
-        "data.train.path: there is no 'hf://datasets/org/chats/en/none.jsonl'; check the URL",
+        "data.train.path: 'hf://datasets/org/chats/en/none.jsonl' not found; check the URL",
     ),
 ]
 

@@ -26,7 +26,7 @@ def test_json_lines_survive_a_byte_order_mark_crlf_and_blank_lines(here):
     data = load("notes.jsonl")
     assert list(data.train[0].rows) == [{"text": "aé"}, {"text": "b"}]
     assert [data.train[0].place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:3"]
-    assert data.notes == ["notes.jsonl: 2 rows of text (recognised from the column text); ignored: id"]
+    assert data.notes == ["notes.jsonl: 2 rows of text (recognized from the column text); ignored: id"]
 
 
 def test_a_line_separator_inside_a_json_string_ends_no_line(here):
@@ -70,8 +70,8 @@ def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
     }
     assert data.train[0].place(0) == "chats.parquet row 1"
     assert data.notes == [
-        "chats.parquet: 1 row of messages (recognised from the column messages); ignored: score; "
-        "the chat template also gets name of the messages"
+        "chats.parquet: 1 row of messages (recognized from the column messages); ignored: score; also passed to "
+        "the chat template: name of messages"
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_text_file_is_parted_at_two_blank_lines(here):
     data = load("tales.txt")
     assert [row["text"] for row in data.train[0].rows] == ["One.\n\n  Still one.", "Two."]
     assert [data.train[0].place(i) for i in range(2)] == ["tales.txt:3", "tales.txt:9"]
-    assert data.notes == ["tales.txt: 2 documents of plain text (two blank lines begin a new one)"]
+    assert data.notes == ["tales.txt: 2 documents of plain text (separated by two blank lines)"]
 
 
 def test_a_format_that_is_given_decides_between_columns_that_fit_two(here):

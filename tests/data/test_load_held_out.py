@@ -95,6 +95,6 @@ def test_held_out_rows_keep_their_places_in_the_files_of_a_folder(here):
         assert [side.place(i) for i in range(len(side))] == [where[row["text"]] for row in side.rows]
     num_held_out = len(data.eval[0])
     assert data.notes[-1] == (
-        f"data: {num_held_out} of 80 rows held out for evaluation, chosen by their content (data.eval_size=0.25); "
-        f"{80 - num_held_out} left to train on"
+        f"data: {num_held_out} of 80 rows held out for evaluation by content hash (data.eval_size=0.25); "
+        f"{80 - num_held_out} to train on"
     )

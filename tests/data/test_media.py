@@ -17,7 +17,7 @@ from tunekit.recipe.sections.data import DataSection
 
 ASK, SAY = {"role": "user", "content": "<image>what is it?"}, {"role": "assistant", "content": "a cat"}
 CHAT = {"messages": [ASK, SAY]}
-ALONE = "take the column out to train on the text alone"
+ALONE = "remove the column to train on the text alone"
 
 ROWS = {
     "messages": CHAT,
@@ -49,7 +49,7 @@ ROWS = {
 def test_a_column_of_media_is_refused_in_every_format(format, column, held, kind):
     with pytest.raises(BadRow) as caught:
         check_row({**ROWS[format], column: held}, format)
-    assert str(caught.value) == f"the column {column} holds {kind}, and only text is trained on; {ALONE}"
+    assert str(caught.value) == f"column {column} holds {kind}, but only text is supported; {ALONE}"
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,15 @@ def test_a_part_that_is_no_text_is_refused(part, kind):
     with pytest.raises(BadRow) as caught:
         check_row({"messages": [asked, SAY]}, "messages")
     assert str(caught.value) == (
-        f"messages[0].content[1] is of type {kind}, and only text is trained on; "
-        "write the content as a string to train on the text alone"
+        f"messages[0].content[1] is of type {kind}, but only text is supported; make the content a string to train "
+        "on the text alone"
     )
 
 
 def test_a_message_with_an_image_of_its_own_is_refused():
-    with pytest.raises(BadRow, match=r"^messages\[0\]\.images holds images, and only text is trained on; take the key"):
+    with pytest.raises(
+        BadRow, match=r"^messages\[0\]\.images holds images, but only text is supported; remove the key"
+    ):
         check_row({"messages": [{**ASK, "images": ["cat.png"]}, SAY]}, "messages")
 
 
@@ -85,8 +87,8 @@ def test_a_placeholder_with_a_column_that_names_its_medium_is_refused(column):
     with pytest.raises(BadRow) as caught:
         check_row({**chat, column: "" if column == "images" else "cat"}, "messages")
     assert str(caught.value) == (
-        f"<{kind}> stands in the text for what the column {column} names, and only text is trained on; "
-        "take both out to train on the text alone"
+        f"the text has <{kind}> placeholders for column {column}, but only text is supported; remove both to train "
+        "on the text alone"
     )
 
 
@@ -125,7 +127,7 @@ def test_wherever_rows_are_read_an_image_is_refused_with_its_place(name, how, tm
     write(Path("texts.jsonl"), [CHAT])
     learner = Learner("sft", ("messages",))
     place = "rows.jsonl:2" if name == "rows.jsonl" else "rows.parquet row 2"
-    expected = f"{place}: the column images holds images, and only text is trained on; {ALONE}"
+    expected = f"{place}: column images holds images, but only text is supported; {ALONE}"
     if how == "looked at":
         (source,) = DataSection(train=name).sources
         look = look_at(source, learner, num_records=10, default_split="train")
@@ -157,6 +159,6 @@ def test_images_of_a_hub_dataset_are_found_without_being_decoded(streamed):
     table = open_stream(dataset.to_iterable_dataset(), "cats") if streamed else open_dataset(dataset)
     first, second = table.read(("text", "images"))
     check_row(first.value, "text")
-    with pytest.raises(BadRow, match="the column images holds images"):
+    with pytest.raises(BadRow, match="column images holds images"):
         check_row(second.value, "text")
     assert [record.value for record in table.read(("text",))] == [{"text": "a"}, {"text": "b"}]

@@ -53,47 +53,47 @@ def refusal(*rows, **section) -> str:
         (
             {"prompt": "sky?", "chosen": "blue", "rejected": "green", "id": 1},
             {"prompt": "sky?", "chosen": "blue", "rejected": "green"},
-            " (recognised from the columns chosen and rejected); ignored: id",
+            " (recognized from the columns chosen and rejected); ignored: id",
         ),
         (
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]},
-            " (recognised from the columns chosen and rejected); the chat template also gets the tools",
+            " (recognized from the columns chosen and rejected); also passed to the chat template: tools",
         ),
         (
             {"prompt": ASK, "chosen": ASK + GOOD, "rejected": ASK + BAD},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
-            " (recognised from the columns chosen and rejected)",
+            " (recognized from the columns chosen and rejected)",
         ),
         (
             {"prompt": " sky?", "chosen": ASK + GOOD, "rejected": ASK + BAD},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
-            " (recognised from the columns chosen and rejected)",
+            " (recognized from the columns chosen and rejected)",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": ASK + BAD},
             {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (  # the first answer is the same, the second is not
             {"chosen": [*ASK, *GOOD, user("sea?"), bot("a")], "rejected": [*ASK, *GOOD, user("sea?"), bot("b")]},
             {"prompt": [*ASK, *GOOD, user("sea?")], "chosen": [bot("a")], "rejected": [bot("b")]},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (  # the second question is not the same: the first answer is no part of the prompt
             {"chosen": [*ASK, *GOOD, user("sea?"), bot("a")], "rejected": [*ASK, *GOOD, user("sun?"), bot("a")]},
             {"prompt": ASK, "chosen": [*GOOD, user("sea?"), bot("a")], "rejected": [*GOOD, user("sun?"), bot("a")]},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (  # one goes on where the other ends
             {"chosen": ASK + GOOD, "rejected": [*ASK, *GOOD, user("sea?"), bot("a")]},
             {"prompt": ASK, "chosen": GOOD, "rejected": [*GOOD, user("sea?"), bot("a")]},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (
             {"chosen": HH + " It is blue.", "rejected": HH + " It is green."},
             {"prompt": HH, "chosen": " It is blue.", "rejected": " It is green."},
-            ": what chosen and rejected begin with -> prompt",
+            ": common prefix of chosen and rejected -> prompt",
         ),
         (
             {
@@ -120,7 +120,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**PAIR, "rejected": "b"}, "chosen and rejected are the same; there is nothing to prefer"),
+        ({**PAIR, "rejected": "b"}, "chosen and rejected are identical"),
         ({**PAIR, "chosen": " "}, "chosen is empty"),
         ({**PAIR, "rejected": None}, "rejected must be a string, got null"),
         ({**PAIR, "prompt": ""}, "prompt is empty"),
@@ -136,30 +136,30 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ),
         (
             {"prompt": "sea?", "chosen": ASK + GOOD, "rejected": ASK + BAD},
-            "prompt is a string, and chosen a conversation with another first question; they must be the same, or all "
-            "three strings, or all three lists of messages",
+            "prompt is a string, but chosen is a conversation with another first user message; make them equal, or "
+            "make prompt, chosen and rejected all strings or all lists of messages",
         ),
         (
             {"prompt": ASK + GOOD, "chosen": GOOD, "rejected": BAD},
-            "prompt ends with an assistant turn; move that turn to chosen and rejected",
+            "prompt ends with an assistant message; move that message to chosen and rejected",
         ),
         (
             {"prompt": ASK, "chosen": [user("x"), *GOOD], "rejected": BAD},
-            "chosen must begin with an assistant turn, got one of user",
+            "chosen must begin with an assistant message, got role user",
         ),
-        ({"prompt": ASK, "chosen": [bot("")], "rejected": BAD}, "chosen: every assistant turn is empty"),
+        ({"prompt": ASK, "chosen": [bot("")], "rejected": BAD}, "chosen: every assistant message is empty"),
         (
             {"prompt": ASK, "chosen": [*GOOD, user("x"), bot("y", weight=0)], "rejected": BAD},
-            "chosen[2].weight is 0, but answers are compared as a whole; take it out",
+            "chosen[2].weight is 0, but completions are compared as a whole; remove it",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": [user("sea?"), *GOOD]},
-            "chosen and rejected begin with no prompt: where there is no column prompt, both are whole conversations "
-            "that begin with the same turns",
+            "chosen and rejected have no common prompt; without a column prompt, both must be complete "
+            "conversations that begin with the same messages",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": ASK + GOOD},
-            "chosen and rejected are the same; there is nothing to prefer",
+            "chosen and rejected are identical",
         ),
         (
             {"chosen": ASK + GOOD, "rejected": "b"},
@@ -167,30 +167,30 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ),
         (
             {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-            r"chosen and rejected are strings that begin with no prompt (\n\nHuman: ... \n\nAssistant:); name the "
-            "column of the prompt with data.columns={prompt: ...}",
+            r"chosen and rejected are strings without a common prompt (\n\nHuman: ... \n\nAssistant:); set "
+            "data.columns={prompt: ...} to the column of the prompt",
         ),
         (
             {"prompt": "a", "conversations": ASK, "chosen": GOOD[0], "rejected": BAD[0]},
-            "the columns prompt and conversations: only one of them can be the prompt",
+            "columns prompt and conversations both hold the prompt; keep one of them",
         ),
         (
             {"conversations": ASK + GOOD, "chosen": GOOD[0], "rejected": BAD[0]},
-            "conversations ends with an assistant turn; move that turn to chosen and rejected",
+            "conversations ends with an assistant message; move that message to chosen and rejected",
         ),
         (
             {"conversations": ASK, "chosen": {"from": "gtp", "value": "b"}, "rejected": BAD[0]},
-            "chosen[0].from: unknown speaker 'gtp'; known are system, user, assistant, tool, human, gpt, chatgpt, bot, "
-            "chatbot, model, function_call, observation",
+            "chosen[0].from: unknown speaker 'gtp'; known: system, user, assistant, tool, human, gpt, chatgpt, "
+            "bot, chatbot, model, function_call, observation",
         ),
         (
             {**PAIR, "system": "Be brief."},
-            "the column system beside a prompt that is plain text: put it into the prompt, by a function of your own "
-            "if need be (data.format=module:function)",
+            "column system is unsupported with a plain-text prompt; put it into the prompt, for example by a row "
+            "function (data.format=module:function)",
         ),
         (
             {**PAIR, "tools": [WEATHER]},
-            "tools beside a prompt that is plain text: only a conversation can name tools",
+            "tools are unsupported with a plain-text prompt; make the prompt a list of messages",
         ),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_what_is_no_pair_is_refused(row, message):
 
 def test_prompts_of_two_kinds_are_refused():
     assert refusal(PAIR, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}) == (
-        "rows.jsonl:2: the prompt is a list of messages, but in the first row it is a string"
+        "rows.jsonl:2: prompt is a list of messages, but a string in the first row"
     )
 
 
@@ -275,8 +275,8 @@ def test_a_ranking_becomes_its_best_and_its_worst_answer():
         {"prompt": "sea?", "chosen": "wet", "rejected": "dry"},
     ]
     assert data.notes == [
-        "rows.jsonl: 2 rows of ranking: the completion of the highest score -> chosen, that of the lowest -> rejected "
-        "(the first of several)"
+        "rows.jsonl: 2 rows of ranking: completion with the highest score -> chosen, with the lowest -> rejected "
+        "(ties: the first)"
     ]
     chats = load({"prompt": ASK, "completions": [BAD, GOOD], "scores": [1, 2], "tools": [WEATHER]})
     assert chats.train[0].rows[0] == {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]}
@@ -285,15 +285,15 @@ def test_a_ranking_becomes_its_best_and_its_worst_answer():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"scores": [1, 1]}, "every score is 1, so no answer is better than another"),
+        ({"scores": [1, 1]}, "every score is 1; no completion is better than another"),
         ({"scores": [1]}, "2 completions, but 1 score"),
         ({"scores": [1, "2"]}, "scores[1] must be a number, got a string"),
         ({"scores": [1, True]}, "scores[1] must be a number, got the boolean true"),
         ({"scores": [1, float("nan")]}, "scores[1] must be a number, got the number nan"),
         ({"scores": 3}, "scores must be a list, got the number 3"),
         ({"completions": "b"}, "completions must be a list, got a string"),
-        ({"completions": ["b"], "scores": [1]}, "completions must hold at least two answers to compare, got 1"),
-        ({"completions": ["b", "b"]}, "chosen and rejected are the same; there is nothing to prefer"),
+        ({"completions": ["b"], "scores": [1]}, "completions must hold at least two completions, got 1"),
+        ({"completions": ["b", "b"]}, "chosen and rejected are identical"),
         ({"prompt": None}, "prompt must be a string or a list of messages, got null"),
     ],
 )
@@ -311,8 +311,8 @@ def test_a_rated_completion_keeps_its_label_as_a_boolean(label, is_good):
     assert data.train[0].rows[0] == {"prompt": "sky?", "completion": "blue", "label": is_good}
     assert type(data.train[0].rows[0]["label"]) is bool
     assert data.notes == [
-        "rows.jsonl: 2 rows of unpaired_preference (recognised from the columns prompt, completion and label; "
-        "data.format=prompt_completion leaves label aside)"
+        "rows.jsonl: 2 rows of unpaired_preference (recognized from the columns prompt, completion and label; "
+        "data.format=prompt_completion ignores label)"
     ]
     chats = load({"prompt": ASK, "completion": GOOD, "label": label})
     assert chats.train[0].rows[0] == {"prompt": ASK, "completion": GOOD, "label": is_good}
@@ -336,15 +336,15 @@ def test_a_csv_writes_labels_as_words(here):
 )
 def test_another_label_is_refused(label, got):
     assert refusal({"prompt": "a", "completion": "b", "label": label}) == (
-        f"rows.jsonl:1: label must be true (a good answer) or false (a bad one), got {got}; "
-        "if it says something else, leave it aside with data.format=prompt_completion"
+        f"rows.jsonl:1: label must be true (good completion) or false (bad), got {got}; to ignore the column, set "
+        "data.format=prompt_completion"
     )
 
 
 def test_a_rated_completion_is_an_answer():
     rated = {"completion": ASK + GOOD, "label": True}
     assert refusal({"prompt": ASK, **rated}) == (
-        "rows.jsonl:1: completion must begin with an assistant turn, got one of user"
+        "rows.jsonl:1: completion must begin with an assistant message, got role user"
     )
     assert refusal({"prompt": "a", **rated}) == (
         "rows.jsonl:1: prompt and completion must both be strings or both be lists of messages, got a string and a list"
@@ -360,7 +360,8 @@ def test_prompts_keep_all_that_rewards_may_look_at():
     assert data.train[0].format == "prompts"
     assert list(data.train[0].rows) == rows
     assert data.notes == [
-        "rows.jsonl: 2 rows of prompts (recognised from the column prompt); kept for rewards: answer, tests, hard, hint"
+        "rows.jsonl: 2 rows of prompts (recognized from the column prompt); passed to rewards: answer, tests, "
+        "hard, hint"
     ]
     chats = load({"prompt": ASK, "solution": "blue", "tools": [WEATHER]})
     assert chats.train[0].rows[0] == {"prompt": ASK, "solution": "blue", "tools": [WEATHER]}
@@ -379,14 +380,14 @@ def test_prompts_keep_the_columns_of_a_table_too(here, suffix):
     data = load_data(DataSection(train=f"rows.{suffix}", columns={"prompt": "question"}))
     assert list(data.train[0].rows) == [{"prompt": "1+1?", "answer": "2"}]
     assert data.notes == [
-        f"rows.{suffix}: 1 row of prompts (recognised from the column question); kept for rewards: answer; "
+        f"rows.{suffix}: 1 row of prompts (recognized from the column question); passed to rewards: answer; "
         "data.columns: question -> prompt; ignored: prompt"
     ]
 
 
 def test_what_is_no_prompt_is_refused(here):
     assert refusal({"prompt": ASK + GOOD}) == (
-        "rows.jsonl:1: prompt ends with an assistant turn; the model is to answer it itself, so leave that turn out"
+        "rows.jsonl:1: prompt ends with an assistant message; remove that message; the model generates it"
     )
     assert refusal({"prompt": []}) == "rows.jsonl:1: prompt is empty"
     assert refusal({"prompt": 3}) == "rows.jsonl:1: prompt must be a string, got the number 3"
@@ -398,9 +399,7 @@ def test_what_is_no_prompt_is_refused(here):
     pq.write_table(pa.table({"prompt": ["a"], "day": [datetime.date(2024, 1, 1)]}), here / "rows.parquet")
     with pytest.raises(DataError) as caught:
         load_data(DataSection(train="rows.parquet"))
-    assert str(caught.value) == (
-        "rows.parquet row 1: day holds something that is neither text, a number nor made of them"
-    )
+    assert str(caught.value) == ("rows.parquet row 1: day holds a value that JSON cannot represent")
 
 
 def test_the_columns_of_prompts_may_be_named_like_those_of_another_format():

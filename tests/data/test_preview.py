@@ -107,7 +107,7 @@ def test_both_sides_of_a_pair_are_those_that_trl_makes():
 
 def test_a_pair_whose_prompt_leaves_no_room_says_that_it_is_left_out():
     (row,) = tunekit.preview(recipe("example:pairs.jsonl", "dpo", max_length=8), num_rows=1).rows
-    assert row.left_out == "the prompt has more than 7 tokens"
+    assert row.left_out == "prompt longer than 7 tokens"
     assert len(row.sequences) == 2
 
 
@@ -130,7 +130,9 @@ def test_a_prompt_shows_what_rewards_read_in_its_row_and_what_they_cannot_use(fo
     assert seen.rows[0].left_out is None
     assert "numeric_match cannot use the column 'answer'" in seen.rows[1].left_out
     assert [sequence.name for row in seen.rows for sequence in row.sequences] == ["prompt", "prompt"]
-    assert any(note.startswith("sums.jsonl: prompts are given to the model as plain text") for note in seen.notes)
+    assert any(
+        note.startswith("sums.jsonl: prompts are plain text and bypass the chat template") for note in seen.notes
+    )
 
 
 def test_pages_of_rows_follow_one_another_with_their_places(folder):
@@ -164,7 +166,7 @@ def test_columns_that_no_format_has_are_shown_with_what_they_hold_and_can_be_map
     (folder / "odd.csv").write_text("frage,antwort,id\nWho are you?,I am pico.,7\nAnd you?,Me too.,8\n")
     seen = tunekit.preview(recipe("odd.csv"))
     assert (seen.format, seen.rows) == (None, ())
-    assert "no known format has the columns frage, antwort, id" in seen.problem.what
+    assert "no format matches the columns frage, antwort, id" in seen.problem.what
     assert [(column.name, column.read_as, column.example) for column in seen.columns] == [
         ("frage", None, "Who are you?"),
         ("antwort", None, "I am pico."),
@@ -178,8 +180,8 @@ def test_columns_that_no_format_has_are_shown_with_what_they_hold_and_can_be_map
 
 def test_rows_that_the_method_does_not_learn_from_are_told_with_their_columns():
     seen = tunekit.preview(recipe("example:sums.jsonl"))
-    assert "method sft learns from" in seen.problem.what
-    assert seen.problem.hint == "to imitate what stands in answer, set data.columns={completion: answer}"
+    assert "method sft trains on" in seen.problem.what
+    assert seen.problem.hint == "to train on column answer, set data.columns={completion: answer}"
     assert [column.name for column in seen.columns] == ["prompt", "answer"]
 
 
@@ -212,13 +214,13 @@ def test_a_row_that_the_template_refuses_stands_among_the_others_with_its_reason
 
 
 HOSTILE = {
-    "a long line": ("a.jsonl", lambda: b'{"text":"a"}\n{"text":"' + b"x" * LINE_BYTES + b'"}\n', "too much to look at"),
+    "a long line": ("a.jsonl", lambda: b'{"text":"a"}\n{"text":"' + b"x" * LINE_BYTES + b'"}\n', "too long to preview"),
     "a long cell": ("a.csv", lambda: b'text\na\n"' + b"x\n" * LOOK_BYTES, None),
     "a large list": ("a.json", lambda: b"[" + b'{"text": "aaaaaaa"},\n' * (LOOK_BYTES // 20), "read whole"),
     "brackets": ("a.jsonl", lambda: b'{"text":"a"}\n' + b"[" * (LINE_BYTES // 2) + b"\n", None),
-    "no text": ("a.jsonl", lambda: b'{"text":"a"}\n\0\0\0\n', "a NUL byte"),
+    "no text": ("a.jsonl", lambda: b'{"text":"a"}\n\0\0\0\n', "NUL byte"),
     "another encoding": ("a.csv", lambda: b"text\na\nna\xefve\n", "not UTF-8"),
-    "a bomb": ("a.jsonl.gz", lambda: gzip.compress(b'{"text":"a"}\n' + b"x" * (8 * LOOK_BYTES), 1), "too much"),
+    "a bomb": ("a.jsonl.gz", lambda: gzip.compress(b'{"text":"a"}\n' + b"x" * (8 * LOOK_BYTES), 1), "too long"),
     "a damaged table": ("a.parquet", lambda: b"PAR1" + b"\xff" * 999 + b"PAR1", "not a Parquet file"),
     "one huge document": ("a.txt", lambda: b"A word and another one.\n" * (4 * LOOK_BYTES // 24), None),
 }

@@ -72,8 +72,8 @@ def test_columns_of_two_formats_are_one_of_them_or_refused_with_both(one, other)
     with pytest.raises(BadRow) as caught:
         recognise(columns)
     assert str(caught.value) == (
-        f"the columns can be read as {one} ({', '.join(COLUMNS[one])}) or {other} ({', '.join(COLUMNS[other])}); "
-        f"choose one with data.format={one} or data.format={other}"
+        f"the columns match {one} ({', '.join(COLUMNS[one])}) or {other} ({', '.join(COLUMNS[other])}); set "
+        f"data.format={one} or data.format={other}"
     )
 
 
@@ -96,30 +96,30 @@ def test_columns_of_well_known_datasets(columns, format):
         return
     with pytest.raises(BadRow) as caught:
         recognise(columns.split())
-    assert str(caught.value).endswith("; choose one with data.format=" + format.replace(" or ", " or data.format="))
+    assert str(caught.value).endswith("; set data.format=" + format.replace(" or ", " or data.format="))
 
 
 @pytest.mark.parametrize(
     ("columns", "advice"),
     [
-        ("prompt label", "beside label, a column completion is needed; data.format=prompts reads the prompt and keeps "
-         "label beside it"),
-        ("prompt chosen", "beside chosen, a column rejected is needed; data.format=prompts reads the prompt and keeps "
-         "chosen beside it"),
-        ("prompt completions", "beside completions, a column scores is needed; data.format=prompts reads the prompt "
-         "and keeps completions beside it"),
-        ("prompt chosen rejectd", "rename rejectd to rejected; data.format=prompts reads the prompt and keeps chosen "
-         "beside it"),
+        ("prompt label", "column label requires a column completion; data.format=prompts reads the prompt and "
+                         "passes label to the rewards"),
+        ("prompt chosen", "column chosen requires a column rejected; data.format=prompts reads the prompt and "
+                          "passes chosen to the rewards"),
+        ("prompt completions", "column completions requires a column scores; data.format=prompts reads the prompt "
+                               "and passes completions to the rewards"),
+        ("prompt chosen rejectd", "rename rejectd to rejected; data.format=prompts reads the prompt and passes "
+                                  "chosen to the rewards"),
         ("chosen rejectd", "rename rejectd to rejected"),
-        ("chosen", "beside chosen, a column rejected is needed"),
-        ("completion", "beside completion, a column prompt is needed"),
+        ("chosen", "column chosen requires a column rejected"),
+        ("completion", "column completion requires a column prompt"),
         ("inputids", "rename inputids to input_ids"),
     ],
 )  # fmt: skip
 def test_a_part_of_a_format_is_refused_with_what_is_missing(columns, advice):
     with pytest.raises(BadRow) as caught:
         recognise(columns.split())
-    assert str(caught.value) == f"no known format has the columns {columns.replace(' ', ', ')}; {advice}"
+    assert str(caught.value) == f"no format matches the columns {columns.replace(' ', ', ')}; {advice}"
 
 
 def write(path, *rows) -> None:
@@ -148,8 +148,8 @@ def test_a_row_that_reads_as_two_formats_is_refused_wherever_it_stands(tmp_path,
     with pytest.raises(DataError) as caught:
         load_data(DataSection(train="rows.jsonl"))
     assert str(caught.value) == (
-        "rows.jsonl:2: the columns are those of messages (messages) or text (text), and the rows before are of text "
-        "(text); a source holds rows of one format (data.format=text reads all of them as that one)"
+        "rows.jsonl:2: the columns match messages (messages) or text (text), but earlier rows match text (text); a "
+        "source must have one format (data.format=text reads all rows as that format)"
     )
     data = load_data(DataSection(train="rows.jsonl", format="text"))
     assert data.notes == ["rows.jsonl: 2 rows of text; ignored: messages"]
@@ -162,7 +162,7 @@ def test_tables_of_two_formats_are_told_by_their_headers(tmp_path, monkeypatch):
     with pytest.raises(DataError) as caught:
         load_data(DataSection(train="*.csv"))
     assert str(caught.value) == (
-        "b.csv:1: the columns are those of unpaired_preference (prompt, completion, label), and the rows before are of "
-        "prompt_completion (prompt, completion); a source holds rows of one format (data.format=prompt_completion "
-        "reads all of them as that one)"
+        "b.csv:1: the columns match unpaired_preference (prompt, completion, label), but earlier rows match "
+        "prompt_completion (prompt, completion); a source must have one format (data.format=prompt_completion "
+        "reads all rows as that format)"
     )

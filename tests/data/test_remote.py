@@ -21,7 +21,7 @@ from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.prepared_data import record
 
 ROWS = b'{"text":"a"}\n{"text":"b"}\n'
-KNOWN = "known are .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst"
+KNOWN = "supported: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text formats also as .gz or .zst"
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_url(web):
     data = load(f"{web.address}/rows.jsonl")
     assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
     assert data.train[0].place(1) == f"{web.address}/rows.jsonl:2"
-    assert data.notes == [f"{web.address}/rows.jsonl: 2 rows of text (recognised from the column text)"]
+    assert data.notes == [f"{web.address}/rows.jsonl: 2 rows of text (recognized from the column text)"]
     assert len(web.requests) == 2  # what it is, and its body
     assert texts(f"{web.address}/rows.jsonl") == ["a", "b"]
     assert len(web.requests) == 3  # it is the same
@@ -121,13 +121,13 @@ def test_user_and_password_open_the_file_and_are_never_told(web, tmp_path):
     told.append(refusal(f"{private.replace('http', 's4')}/rows.jsonl"))
     assert not [words for words in told if USER in words or "s3cr3t" in words]
     assert refusal(f"{web.address}/rows.jsonl") == (
-        f"data.train.path: '{web.address}/rows.jsonl' may not be read (the server answers 401); a user and a password "
-        "from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/..."
+        f"data.train.path: access to '{web.address}/rows.jsonl' denied (HTTP 401); put a user and a password from "
+        "the environment into the URL: https://${NAME}:${PASSWORD}@HOST/..."
     )
 
 
 def test_a_url_that_is_not_valid_is_not_shown_as_a_password_may_be_what_is_wrong():
-    message = "data.train.path: the URL is not valid; in a user or password, write : / @ as %3A %2F %40"
+    message = "data.train.path: invalid URL; in a user name or password, write : / @ as %3A %2F %40"
     assert refusal("https://ada:s3cr3t/7@host/rows.jsonl") == message
 
 
@@ -153,30 +153,30 @@ def tunekit_recipe(path):
     [
         (
             "/none.jsonl",
-            "data.train.path: there is no 'WEB/none.jsonl' (the server answers 404); check the URL",
+            "data.train.path: 'WEB/none.jsonl' not found (HTTP 404); check the URL",
         ),
         (
             "/forbidden.jsonl",
-            "data.train.path: 'WEB/forbidden.jsonl' may not be read (the server answers 403); a user and a password "
-            "from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/...",
+            "data.train.path: access to 'WEB/forbidden.jsonl' denied (HTTP 403); put a user and a password from "
+            "the environment into the URL: https://${NAME}:${PASSWORD}@HOST/...",
         ),
-        ("/broken.jsonl", "data.train.path: the server answers 500 for 'WEB/broken.jsonl'; try again later"),
+        ("/broken.jsonl", "data.train.path: HTTP 500 for 'WEB/broken.jsonl'; retry later"),
         (
             "/page.jsonl",
-            "data.train.path: 'WEB/page.jsonl' is a web page, not a file of rows; give the URL of the file itself: on "
-            "GitHub that of its raw form, on the hub with resolve for blob",
+            "data.train.path: 'WEB/page.jsonl' is a web page, not a file of rows; use the URL of the file: on "
+            "GitHub its raw URL, on the Hub with resolve instead of blob",
         ),
         ("/empty.jsonl", "data.train.path: 'WEB/empty.jsonl' is empty"),
-        ("/rows.xlsx", "data.train.path: 'WEB/rows.xlsx': the suffix '.xlsx' is not known; " + KNOWN),
+        ("/rows.xlsx", "data.train.path: 'WEB/rows.xlsx': unsupported suffix '.xlsx'; " + KNOWN),
         (
             "/chats/",
-            "data.train.path: 'WEB/chats/': the URL does not end in the suffix of a file; " + KNOWN + "; where they "
-            "can be listed, the files of a folder are named by a pattern: 'WEB/chats/*.jsonl'",
+            "data.train.path: 'WEB/chats/': the URL has no file suffix; " + KNOWN + "; for a folder "
+            "that can be listed, use a pattern: 'WEB/chats/*.jsonl'",
         ),
         (
             "/*.jsonl",
-            "data.train.path: 'WEB/*.jsonl': what lies behind http:// cannot be listed, so no pattern is read there; "
-            "name one file; a * in its name is written %2A",
+            "data.train.path: 'WEB/*.jsonl': patterns are unsupported with http://, which cannot list files; use "
+            "the URL of one file; write a * in its name as %2A",
         ),
     ],
 )
@@ -191,8 +191,8 @@ def test_a_file_that_cannot_be_had_is_one_clear_line(web, path, message):
 def test_a_body_that_ends_too_soon_leaves_nothing(web):
     web.short["/rows.jsonl"] = 10
     assert refusal(f"{web.address}/rows.jsonl") == (
-        f"data.train.path: '{web.address}/rows.jsonl' cannot be fetched to {downloads_root()}: peer closed connection "
-        "without sending complete message body (received 10 bytes, expected 26)"
+        f"data.train.path: cannot download '{web.address}/rows.jsonl' to {downloads_root()}: peer closed "
+        "connection without sending complete message body (received 10 bytes, expected 26)"
     )
     assert list(downloads_root().iterdir()) == []
     web.short.clear()
@@ -212,8 +212,8 @@ def test_a_server_that_is_not_there_is_told_at_once(host):
     host = f"{host}:{own_port()}"
     message = refusal(f"http://{host}/rows.jsonl")
     assert re.fullmatch(
-        rf"data\.train\.path: 'http://{host}/rows\.jsonl' cannot be reached \(\[Errno -?\d+\] .+\); "
-        "check the URL and the network",
+        rf"data\.train\.path: 'http://{host}/rows\.jsonl' is unreachable \(\[Errno -?\d+\] .+\); check the URL and "
+        "the network",
         message,
     )
 
@@ -278,36 +278,36 @@ def test_a_pattern_reads_the_files_of_a_store_in_the_order_of_names(bucket):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("bucket://chats/none.jsonl", "data.train.path: there is no 'bucket://chats/none.jsonl'; check the URL"),
-        ("bucket://chats/*.tsv", "data.train.path: no file fits 'bucket://chats/*.tsv'"),
+        ("bucket://chats/none.jsonl", "data.train.path: 'bucket://chats/none.jsonl' not found; check the URL"),
+        ("bucket://chats/*.tsv", "data.train.path: no file matches 'bucket://chats/*.tsv'"),
         (
             "bucket://chats/*",
-            "data.train.path: 'bucket://chats/*' fits files of several kinds: a.jsonl, c.csv; choose one kind with a "
-            "pattern: '*.jsonl'",
+            "data.train.path: 'bucket://chats/*' matches files of several formats: a.jsonl, c.csv; select one format "
+            "with a pattern: '*.jsonl'",
         ),
         (
             "bucket://folder.jsonl",
-            "data.train.path: 'bucket://folder.jsonl' is a folder; name its files by a pattern: "
+            "data.train.path: 'bucket://folder.jsonl' is a folder; match its files with a pattern: "
             "'bucket://folder.jsonl/*.jsonl'",
         ),
         ("bucket://empty.jsonl", "data.train.path: 'bucket://empty.jsonl' is empty"),
         (
             "zip://a.jsonl::bucket://a.zip",
-            "data.train.path: 'zip://a.jsonl::bucket://a.zip': a file inside another one (::) is not read; unpack it "
-            "first",
+            "data.train.path: 'zip://a.jsonl::bucket://a.zip': files inside archives (::) are unsupported; extract "
+            "the archive first",
         ),
         (
             "htps://host/a.jsonl",
-            "data.train.path: 'htps://host/a.jsonl': the protocol htps:// is not known; did you mean https://?",
+            "data.train.path: 'htps://host/a.jsonl': unknown protocol htps://; did you mean https://?",
         ),
         (
             "s4://bucket/a.jsonl",
-            "data.train.path: 's4://bucket/a.jsonl': the protocol s4:// is not known; known are https, s3, gs, az, hf, "
-            "sftp and what fsspec knows",
+            "data.train.path: 's4://bucket/a.jsonl': unknown protocol s4://; supported: https, s3, gs, az, hf, "
+            "sftp and other protocols of fsspec",
         ),
         (
             "file://a.jsonl",
-            "data.train.path: 'file://a.jsonl' names no file from the root on; write file:///..., or the path alone",
+            "data.train.path: 'file://a.jsonl' is not an absolute file URL; write file:///..., or the path alone",
         ),
     ],
 )
@@ -321,10 +321,10 @@ def test_what_a_store_does_not_hold_is_one_clear_line(bucket, url, message):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (PermissionError("no"), "data.train.path: 'bucket://chats/a.jsonl' may not be read"),
+        (PermissionError("no"), "data.train.path: access to 'bucket://chats/a.jsonl' denied"),
         (
             TimeoutError(),
-            "data.train.path: 'bucket://chats/a.jsonl' cannot be reached (TimeoutError); check the URL and the network",
+            "data.train.path: 'bucket://chats/a.jsonl' is unreachable (TimeoutError); check the URL and the network",
         ),
     ],
 )
@@ -336,7 +336,7 @@ def test_what_a_store_refuses_is_one_clear_line(bucket, monkeypatch, error, mess
 def test_a_protocol_whose_package_is_not_there_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     message = refusal("s3://bucket/chats/*.jsonl", DependencyError)
-    assert message == "data.train.path: s3:// needs s3fs; pip install s3fs"
+    assert message == "data.train.path: s3:// requires s3fs; pip install s3fs"
 
 
 def test_a_file_url_is_the_file_itself(tmp_path):

@@ -79,8 +79,8 @@ def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_sho
     assert train.lengths.max == 40
     assert Bin(21, 24, 2) in train.histogram
     rows = dict(train.facts(24, is_packed=False))["rows"]
-    assert rows == "4 in, 3 out; 1 left out without a token that counts; 2 cut at 24 tokens"
-    assert any("50.0% of the rows are cut" in warning for warning in found.warnings())
+    assert rows == "4 read, 3 used; 1 skipped without a token in the loss; 2 truncated at 24 tokens"
+    assert any("50.0% of rows truncated" in warning for warning in found.warnings())
 
 
 def test_packing_fills_sequences_and_padding_costs_what_random_batches_waste(folder):
@@ -139,7 +139,7 @@ def test_bad_rows_that_the_recipe_allows_are_named(folder):
     found = measured({"train": "rows.jsonl", "max_bad_rows": 1})
     assert [bad.place.split(":")[:2] for bad in found.skipped] == [["rows.jsonl", "5"]]
     assert found.sources[0].num_rows == 4
-    assert any("1 bad row left out" in note for note in found.notes)
+    assert any("1 invalid row skipped" in note for note in found.notes)
 
 
 def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
@@ -156,7 +156,7 @@ def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
 def test_an_end_that_is_never_trained_is_a_warning(folder):
     found = report(folder, CHATS)
     silent = replace(found.sources[0], special_tokens=())
-    assert any("does not learn where its answers end" in w for w in replace(found, sources=(silent,)).warnings())
+    assert any("does not learn to stop" in w for w in replace(found, sources=(silent,)).warnings())
     assert not any("answers end" in warning for warning in found.warnings())
 
 
@@ -187,7 +187,7 @@ def test_the_space_before_a_word_is_kept_where_the_tokenizer_takes_it_from_a_tex
     (folder / "rows.txt").write_text("hello world moon", encoding="utf-8")
     found = measured({"train": "rows.txt"}, tokenizer)
     assert [piece.text for piece in found.sources[0].samples[0].pieces] == ["hello", " world", "<unk>", "</s>"]
-    assert "train: <unk> stands in 1 place for what the tokenizer does not know" in found.warnings()
+    assert "train: 1 unknown token (<unk>), text outside the tokenizer's vocabulary" in found.warnings()
 
 
 def test_a_long_sample_is_shown_without_its_middle(folder):
@@ -239,7 +239,7 @@ def test_report_is_plain_data_readable_text_and_a_notebook_table(folder):
         "special": True,
     }
     assert plain["warnings"] == found.warnings()
-    assert "4 in, 4 out" in str(found)
+    assert "4 read, 4 used" in str(found)
     assert "<html" not in found._repr_html_() and "max_length 64" in found._repr_html_()
 
 
@@ -257,7 +257,7 @@ def test_the_shares_of_a_mixture_are_told_and_each_source_is_measured(folder):
     assert [source.num_tokens for source in found.sources] == [115, 54]
     # 40 + 24, 27 + 27, 27 + 27 and 27 + 24.
     assert found.num_train == 4
-    assert found.mixture_words == "4 packed sequences an epoch, 87.1% of their places hold tokens"
+    assert found.mixture_words == "4 packed sequences per epoch, 87.1% of positions hold tokens"
     assert "b.jsonl" in found.to_html() and "48.4%" in found.to_html()
 
 
@@ -283,9 +283,7 @@ def test_pairs_are_measured_by_their_longer_answer_and_cut_and_left_out_as_in_a_
         "c<|im_end|>",
         "defg<|im_end|>",
     ]
-    assert report.warnings() == [
-        "train: 33.3% of the rows are cut at data.max_length=20, and their ends are never trained"
-    ]
+    assert report.warnings() == ["train: 33.3% of rows truncated at data.max_length=20; their ends are not trained on"]
     assert "packed" not in dict(source.facts(20, is_packed=False))
     assert "Special tokens" not in report.to_html()
 
@@ -298,4 +296,4 @@ def test_prompts_are_measured_alone():
     }
     (source,) = verbs.data_report(given).sources
     assert (source.num_trained, source.samples) == (0, ())
-    assert dict(source.facts(64, is_packed=False))["tokens"] == f"{source.num_tokens:,}, of prompts"
+    assert dict(source.facts(64, is_packed=False))["tokens"] == f"{source.num_tokens:,} in prompts"

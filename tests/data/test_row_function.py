@@ -62,8 +62,8 @@ def test_the_function_gets_every_column_and_its_rows_are_recognised(here, suffix
     assert (data.train[0].format, list(data.train[0].rows)) == ("messages", MESSAGES)
     assert [data.train[0].numbers[i] for i in range(2)] == ([2, 4] if suffix == "csv" else [1, 3])
     assert data.notes == [
-        f"rows.{suffix}: 2 rows of messages, made by shapers:answers, which leaves out 1 (recognised from the column "
-        "messages); ignored: seen"
+        f"rows.{suffix}: 2 rows of messages, converted by shapers:answers, 1 skipped "
+        "(recognized from the column messages); ignored: seen"
     ]
 
 
@@ -77,20 +77,21 @@ def test_what_the_function_raises_is_told_with_the_row():
 
 
 def test_a_function_that_leaves_out_all_rows_is_refused():
-    assert refusal("nothing") == "rows.jsonl: shapers:nothing leaves out every row (3)"
+    assert refusal("nothing") == "rows.jsonl: shapers:nothing skips every row (3)"
 
 
 def test_a_function_that_makes_rows_of_two_formats_is_refused():
     assert refusal("mixed") == (
-        "rows.jsonl:2: no column text; the columns are those of prompt_completion (prompt, completion), not of text "
-        "(text)"
+        "rows.jsonl:2: no column text; the columns match prompt_completion (prompt, completion), not text (text)"
     )
 
 
 def test_a_function_that_makes_no_rows_is_refused():
     assert refusal("odd").splitlines() == [
-        "rows.jsonl:1: the row function returned what JSON cannot hold: Object of type set is not JSON serializable",
-        "rows.jsonl:2: the row function returned what JSON cannot hold: Object of type set is not JSON serializable",
+        "rows.jsonl:1: the row function returned a value that JSON cannot represent: Object of type set is not "
+        "JSON serializable",
+        "rows.jsonl:2: the row function returned a value that JSON cannot represent: Object of type set is not "
+        "JSON serializable",
         "rows.jsonl:3: the row function must return a row (a dict) or None, got a string",
     ]
 
@@ -99,5 +100,5 @@ def test_a_source_that_is_no_object_does_not_reach_the_function(here):
     (here / "rows.jsonl").write_text('3\n{"q": "sky?", "a": "blue", "likes": 2}\n{"q"\n')
     assert refusal("answers").splitlines() == [
         "rows.jsonl:1: a row must be an object, got the number 3",
-        "rows.jsonl:3:5: broken JSON: expecting ':' delimiter",
+        "rows.jsonl:3:5: invalid JSON: expecting ':' delimiter",
     ]

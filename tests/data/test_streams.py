@@ -91,7 +91,7 @@ def test_a_server_that_sends_no_parts_cannot_stream_parquet(web):
     with pytest.raises(DataError) as caught:
         stream(f"{web.address}/rows.parquet")
     assert str(caught.value) == (
-        f"{web.address}/rows.parquet: the file cannot be read (the server sends no parts of files)"
+        f"{web.address}/rows.parquet: cannot read the file (the server does not support range requests)"
     )
 
 
@@ -101,8 +101,8 @@ def test_a_file_that_is_read_whole_is_not_streamed(web, kind):
     with pytest.raises(DataError) as caught:
         stream(f"{web.address}/rows{kind}")
     assert str(caught.value) == (
-        f"data.train.path: '{web.address}/rows{kind}': a {kind.removesuffix('.gz')} file can only be read whole; "
-        "convert it to .jsonl or .parquet, or do not stream it"
+        f"data.train.path: '{web.address}/rows{kind}': {kind.removesuffix('.gz')} files cannot be streamed; "
+        "convert it to .jsonl or .parquet, or unset data.streaming"
     )
 
 
@@ -118,7 +118,7 @@ def test_a_stream_that_breaks_off_is_told_with_its_file(web, compress):
     web.short[name] = len(web.files[name]) // 2
     with pytest.raises(DataError) as caught:
         list(stream(web.address + name))
-    said = f"{web.address}{name}: the file cannot be read to its end (peer closed connection"
+    said = f"{web.address}{name}: cannot read the whole file (peer closed connection"
     assert str(caught.value).startswith(said)
 
 
@@ -128,7 +128,7 @@ def test_a_file_that_changes_between_two_readings_is_not_mixed(web):
     with pytest.raises(DataError) as caught:
         list(OPENERS[files.kind](files.found[0]).read(("text",)))
     assert str(caught.value) == (
-        f"{web.address}/rows.jsonl: the file cannot be read to its end (the file changed while it was read)"
+        f"{web.address}/rows.jsonl: cannot read the whole file (the file changed during reading)"
     )
 
 

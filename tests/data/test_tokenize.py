@@ -121,9 +121,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_the_rows_that_it_
     with pytest.raises(DataError) as caught:
         learned(tokenizer, rows("messages", chat("u hi", "a ho"), chat("u hi", "a why#ho", "u x", "a y")))
     assert str(caught.value) == (
-        "data.jsonl:2: the chat template writes earlier turns differently once messages[1] or a later message "
-        "follows, so the assistant's words cannot be told from the rest; name a template with {% generation %} "
-        "markers in model.chat_template, or set data.loss_on=all"
+        "data.jsonl:2: the chat template renders earlier turns differently once messages[1] or a later message "
+        "follows, so the assistant's tokens cannot be located; set model.chat_template to a template with {% "
+        "generation %} markers, or set data.loss_on=all"
     )
 
 
@@ -147,8 +147,8 @@ def test_a_well_known_template_that_rewrites_earlier_turns_is_trained_through_tr
         "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\ny<|im_end|>\n⟧"
     ]
     assert made.report.notes == (
-        "the model's chat template does not mark the assistant's turns; TRL's version of it for training does and is "
-        "used here, and the model keeps its own",
+        "the chat template has no {% generation %} markers; TRL's training version of it is used to mask the loss, "
+        "the model keeps its own",
     )
     assert "generation %}" not in tokenizer.chat_template
 
@@ -182,8 +182,8 @@ def test_markers_that_leave_out_the_end_token_are_refused():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(END_LEFT_OUT), rows("messages", chat("u hi", "a ho", "u x")))
     assert str(caught.value) == (
-        "the chat template's {% generation %} block leaves out '<|im_end|>', which ends an assistant turn: the model "
-        "would not learn to stop; move {% endgeneration %} behind '<|im_end|>' (model.chat_template), or set "
+        "the chat template's {% generation %} block excludes '<|im_end|>', the end of an assistant turn; the model "
+        "would not learn to stop; move {% endgeneration %} after '<|im_end|>' (model.chat_template), or set "
         "data.loss_on=all"
     )
 
@@ -193,7 +193,7 @@ def test_a_template_without_an_end_token_is_trained_with_a_note():
     data = rows("messages", chat("u hi", "a ho"))
     assert learned(tokenizer, data) == ["user: hi\nassistant: ⟦ho\n⟧"]
     assert tokenised(data, tokenizer, max_length=99, loss_on="assistant").report.notes == (
-        "the chat template ends an assistant turn with no special token; the model learns no sign of its own to stop",
+        "the chat template ends assistant turns without a special token; the model learns no end-of-turn token",
     )
 
 
@@ -202,8 +202,8 @@ def test_markers_that_mark_nothing_leave_nothing_to_train():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(template), rows("messages", chat("u hi", "a ho")))
     assert str(caught.value) == (
-        "data.jsonl: zero trainable tokens in 1 row: the chat template marks nothing as the assistant's; put "
-        "{% generation %} around the assistant's words (model.chat_template), or set data.loss_on=all"
+        "data.jsonl: zero trainable tokens in 1 row: the chat template marks no assistant tokens; put {% "
+        "generation %} around the assistant's content (model.chat_template), or set data.loss_on=all"
     )
 
 
@@ -211,8 +211,8 @@ def test_a_tokenizer_without_chat_template_takes_no_messages():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(None), rows("messages", chat("u hi", "a ho")))
     assert str(caught.value) == (
-        "the tokenizer has no chat template, so messages cannot become text; name a Jinja file in "
-        "model.chat_template, start from a chat model, or use rows of prompt and completion"
+        "the tokenizer has no chat template to render messages; set model.chat_template to a Jinja file, use a "
+        "chat model, or use rows of prompt and completion"
     )
 
 
@@ -222,13 +222,13 @@ def test_what_the_template_refuses_is_told_with_the_row():
         with pytest.raises(DataError) as caught:
             learned(byte_tokenizer(NO_SYSTEM), data, loss_on=loss_on)
         assert str(caught.value) == (
-            "data.jsonl:2: the chat template refuses the row: System role not supported; "
-            "change the row or model.chat_template"
+            "data.jsonl:2: the chat template rejects the row: System role not supported; change the row or "
+            "model.chat_template"
         )
 
 
 def test_a_template_that_is_no_jinja_is_told_with_its_line():
-    with pytest.raises(DataError, match=r"^the chat template has an error in line 2: "):
+    with pytest.raises(DataError, match=r"^chat template syntax error in line 2: "):
         learned(byte_tokenizer("\n{% for %}"), rows("messages", chat("u hi", "a ho")))
 
 
@@ -266,8 +266,8 @@ def test_a_completion_is_plain_text_with_one_end_token():
 def test_a_chat_model_is_told_that_its_template_is_not_applied():
     made = tokenised(rows("prompt_completion", PAIR), byte_tokenizer(CHATML), max_length=99, loss_on="assistant")
     assert made.report.notes == (
-        "data.jsonl: prompt and completion are joined as plain text, without the model's chat template; for a chat "
-        "model, write rows of messages",
+        "data.jsonl: prompt and completion concatenated as plain text, without the chat template; for a chat "
+        "model, use rows of messages",
     )
 
 
@@ -276,8 +276,8 @@ def test_a_token_across_the_boundary_counts_and_is_reported():
     data = rows("prompt_completion", {"prompt": "so a", "completion": "b."}, {"prompt": "so a", "completion": "!"})
     assert learned(tokenizer, data) == ["so ⟦ab.<|im_end|>⟧", "so a⟦!<|im_end|>⟧"]
     assert tokenised(data, tokenizer, max_length=99, loss_on="assistant").report.notes[1] == (
-        "data.jsonl: in 1 row the end of the prompt and the start of the completion fall into one token, which counts "
-        "in the loss; end prompts on a line break or a full stop"
+        "data.jsonl: in 1 row one token spans the end of the prompt and the start of the completion and is "
+        "included in the loss; end prompts with a line break or a period"
     )
 
 
@@ -297,8 +297,8 @@ def test_a_tokenizer_without_end_token_takes_no_plain_text():
         with pytest.raises(DataError) as caught:
             learned(byte_tokenizer(eos=None), data)
         assert str(caught.value) == (
-            "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends; "
-            "set eos_token in the model's tokenizer_config.json"
+            "the tokenizer has no end-of-sequence token, needed to learn where a text ends; set eos_token in the "
+            "model's tokenizer_config.json"
         )
 
 
@@ -344,8 +344,8 @@ def test_zero_trainable_tokens_is_an_error_that_says_what_to_raise():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(CHATML), rows("messages", *[chat("u h", "a o")] * 1200), max_length=20)
     assert str(caught.value) == (
-        "data.jsonl: zero trainable tokens in 1,200 rows: the part that counts lies beyond data.max_length=20 "
-        "(the longest row has 23 tokens); raise data.max_length"
+        "data.jsonl: zero trainable tokens in 1,200 rows: all tokens in the loss lie beyond data.max_length=20 "
+        "(longest row: 23 tokens); raise data.max_length"
     )
 
 
@@ -373,8 +373,8 @@ def test_a_token_id_that_the_tokenizer_does_not_know_is_refused_with_its_place()
     with pytest.raises(DataError) as caught:
         learned(tokenizer, given)
     assert str(caught.value) == (
-        "data.jsonl:2: input_ids hold 1099511627776, but the tokenizer knows 260 tokens; "
-        "were the rows made with another tokenizer?"
+        "data.jsonl:2: input_ids contain 1099511627776, but the tokenizer has 260 tokens; tokenize the rows with "
+        "the tokenizer of the model"
     )
 
 
@@ -398,7 +398,7 @@ def test_processes_make_the_same_sequences_in_the_same_order(in_processes, monke
 
 def test_a_row_that_is_refused_in_a_process_is_named(in_processes):
     given = [*MANY, chat("s be", "u hi", "a ho")]
-    with pytest.raises(DataError, match=r"^data\.jsonl:41: the chat template refuses the row: System role not"):
+    with pytest.raises(DataError, match=r"^data\.jsonl:41: the chat template rejects the row: System role not"):
         tokenised(rows("messages", *given), byte_tokenizer(NO_SYSTEM), max_length=99)
 
 
@@ -419,5 +419,5 @@ def test_progress_is_told_up_to_the_last_row(in_processes, tmp_path):
 
 def test_a_process_that_is_killed_is_an_error_and_not_a_hang(in_processes, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(DataError, match=r"^a process that prepared the rows was killed from outside"):
+    with pytest.raises(DataError, match=r"^a data preparation worker was killed"):
         tokenised(rows("messages", *MANY), byte_tokenizer(CHATML), max_length=99)

@@ -33,10 +33,11 @@ def chatml(content: str, template: str = CHATML) -> str:
     return LISTED + template.replace("{{ m.content }}", content)
 
 
-def refusal(place: str, turn: int, remedy: str = "or give the turn weight 0") -> str:
+def refusal(place: str, turn: int, remedy: str = "or set weight: 0 on the message") -> str:
     return (
-        f"{place}: messages[{turn}] calls add, which the chat template does not write, so the turn would be learned "
-        f"without its call; name a template that writes tool calls in model.chat_template, {remedy}"
+        f"{place}: messages[{turn}] calls add, but the chat template does not render tool calls; the model would "
+        "be trained on the message without its call; set model.chat_template to a template that renders tool "
+        f"calls, {remedy}"
     )
 
 
@@ -69,7 +70,7 @@ def test_calls_are_looked_for_wherever_turns_count(loss_on):
     data = rows("messages", {"messages": [ASK, call("add")], "tools": TOOLS})
     with pytest.raises(DataError) as caught:
         learned(tokenizer, data, loss_on=loss_on)
-    remedy = "or leave the row out" if loss_on == "all" else "or give the turn weight 0"
+    remedy = "or remove the row" if loss_on == "all" else "or set weight: 0 on the message"
     assert str(caught.value) == refusal("data.jsonl:1", 1, remedy)
 
 
@@ -110,7 +111,7 @@ def test_answers_that_are_compared_keep_their_calls(format, row):
         return measure_data(section, LoadedData((data,), (), []), byte_tokenizer(chatml(content)), room)
 
     measured(WRITTEN)
-    expected = refusal("data.jsonl:1", 1, "or leave the row out")
+    expected = refusal("data.jsonl:1", 1, "or remove the row")
     with pytest.raises(DataError) as caught:
         measured("{{ m.content }}")
     assert str(caught.value) == expected

@@ -71,8 +71,8 @@ def test_with_loss_on_last_the_last_turn_must_count():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(CHATML), data, loss_on="last")
     assert str(caught.value) == (
-        "data.jsonl:2: messages[3] has weight 0, and no other turn counts with data.loss_on=last; "
-        "set data.loss_on=assistant, or leave the row out"
+        "data.jsonl:2: messages[3] has weight 0, but data.loss_on=last includes no other turn; set "
+        "data.loss_on=assistant, or remove the row"
     )
 
 
@@ -82,8 +82,8 @@ def test_with_loss_on_all_no_turn_may_have_weight_0():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(CHATML), rows("messages", weighted("u hi", "a0 ho", "u x", "a y")), loss_on="all")
     assert str(caught.value) == (
-        "data.jsonl:1: messages[1] has weight 0, but data.loss_on=all counts every token; "
-        "set data.loss_on=assistant, or take the weights out of the rows"
+        "data.jsonl:1: messages[1] has weight 0, but data.loss_on=all includes every token in the loss; set "
+        "data.loss_on=assistant, or remove the weights from the rows"
     )
 
 
@@ -96,8 +96,8 @@ def test_markers_that_are_more_than_the_turns_cannot_be_weighed():
     with pytest.raises(DataError) as caught:
         learned(tokenizer, data)
     assert str(caught.value) == (
-        "data.jsonl:2: the chat template marks 4 passages for 2 assistant turns, so those of weight 0 cannot be told "
-        "from the others; take the weights out of the row, or name another template in model.chat_template"
+        "data.jsonl:2: the chat template marks 4 spans for 2 assistant turns, so turns with weight 0 cannot be "
+        "located; remove the weights from the row, or set another model.chat_template"
     )
 
 
@@ -106,19 +106,19 @@ def test_markers_that_are_more_than_the_turns_cannot_be_weighed():
     [
         (
             {"role": "user", "content": "x", "weight": 1},
-            "messages[1].weight: only an assistant turn has a weight, and this is one of user",
+            "messages[1].weight: only assistant messages may have a weight, got role user",
         ),
         (
             {"role": "assistant", "content": "x", "weight": 0.5},
-            "messages[1].weight must be 0 (the turn does not count) or 1 (it does), got the number 0.5",
+            "messages[1].weight must be 0 (excluded from the loss) or 1 (included), got the number 0.5",
         ),
         (
             {"role": "assistant", "content": "x", "weight": True},
-            "messages[1].weight must be 0 (the turn does not count) or 1 (it does), got the boolean true",
+            "messages[1].weight must be 0 (excluded from the loss) or 1 (included), got the boolean true",
         ),
         (
             {"role": "assistant", "content": "x", "weight": 0},
-            "messages: every assistant turn that says something has weight 0, so there is nothing to learn",
+            "messages: every non-empty assistant message has weight 0; no token is included in the loss",
         ),
     ],
 )
@@ -134,8 +134,8 @@ def test_what_weights_leave_out_is_said(tmp_path, monkeypatch):
     data = load_data(DataSection(train="chats.jsonl"))
     assert [message.get("weight") for message in data.train[0].rows[0]["messages"]] == [None, 0, None, 1]
     assert data.notes == [
-        "chats.jsonl: 1 row of messages (recognised from the column messages); "
-        "1 assistant turn of weight 0 left out of the loss"
+        "chats.jsonl: 1 row of messages (recognized from the column messages); "
+        "1 assistant message with weight 0 excluded from the loss"
     ]
 
 
@@ -179,20 +179,20 @@ def test_marks_of_sharegpt_and_of_completions_are_read_as_well():
     [
         (
             {"role": "user", "train": True},
-            "messages[1].train is true, but only assistant turns can be learned, and this is one of user; take it out",
+            "messages[1].train is true, but only assistant messages are included in the loss, got role user; remove it",
         ),
-        ({"train": 0.5}, "messages[1].train must be true (the turn counts in the loss) or false, got the number 0.5"),
-        ({"loss": "false"}, "messages[1].loss must be true (the turn counts in the loss) or false, got a string"),
+        ({"train": 0.5}, "messages[1].train must be true (included in the loss) or false, got the number 0.5"),
+        ({"loss": "false"}, "messages[1].loss must be true (included in the loss) or false, got a string"),
         ({"weight": 1, "train": False}, "messages[1]: weight is 1, but train is false; keep one of them"),
         (
             {"train": False},
-            "messages: every assistant turn that says something has weight 0, so there is nothing to learn",
+            "messages: every non-empty assistant message has weight 0; no token is included in the loss",
         ),
         *(
             (
                 {key: value},
-                f"messages[1].{key} looks like a weight in the loss, which is not read from there; "
-                "write weight 0 for an assistant turn that is not to be learned, or take the key out",
+                f"messages[1].{key} looks like a loss weight, but is not read; set weight: 0 on assistant messages "
+                "to exclude from the loss, or remove the key",
             )
             for key, value in {
                 "loss_scale": 0.0,
@@ -230,7 +230,7 @@ def test_answers_that_are_compared_have_no_marks(mark, prompt):
     with pytest.raises(BadRow) as caught:
         check_row(prompt | {"chosen": answers[0], "rejected": answers[1]}, "preference")
     assert str(caught.value) == (
-        f"chosen[0].{name} is {str(value).lower()}, but answers are compared as a whole; take it out"
+        f"chosen[0].{name} is {str(value).lower()}, but completions are compared as a whole; remove it"
     )
 
 
@@ -248,5 +248,5 @@ def test_a_column_that_masks_tokens_or_turns_is_refused_and_a_number_left_aside(
     for row in ({"input_ids": [1, 2]}, chat("u hi", "a ho")):
         with pytest.raises(DataError) as caught:
             load(**row, loss_mask=[0, 1])
-        assert "the column loss_mask looks like a mask of the loss, which is not read from there; " in str(caught.value)
+        assert "column loss_mask looks like a loss mask, but is not read; " in str(caught.value)
     assert load(**chat("u hi", "a ho"), weight=0.5).notes[0].endswith("; ignored: weight")

@@ -173,7 +173,7 @@ def test_a_file_may_describe_an_accelerator_that_nobody_knows(tmp_path):
         ("accelerator: h100\nnum_node: 2\n", ":2:1: num_node: unknown key; did you mean 'num_nodes'?"),
         ("accelerator: h100\nnum_nodes: 0\n", ":2:12: num_nodes: input should be greater than or equal to 1, got 0"),
         ("accelerator: h100\nmemory_gib: .inf\n", ":2:13: memory_gib: input should be a finite number"),
-        ("num_nodes: 2\n", "accelerator: is required, but missing"),
+        ("num_nodes: 2\n", "accelerator: missing required key"),
         ("accelerator: abacus\n", ":1:14: accelerator: 'abacus' is not in the catalogue; memory_gib and"),
         ("accelerator: h100\nfree_memory_gib: 90\n", ":2:18: free_memory_gib: exceeds its memory of 79.6475 GiB"),
         ("accelerator: h100\naccelerator: h200\n", ":2:1"),

@@ -381,17 +381,17 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             GRPOMethod(num_iterations=2, beta=0.04),
             LoraAdapter(),
             (
-                "grpo, 8 answers of up to 512 tokens",
-                "beta 0.04: the model without its adapters as reference; they are used for 2 steps",
+                "grpo, 8 completions of up to 512 tokens",
+                "beta 0.04: the reference is the model without its adapters; used for 2 optimizer steps",
             ),
         ),
-        (RLOOMethod(beta=0), FullAdapter(), ("rloo, 2 answers of up to 512 tokens", "beta 0: no reference")),
+        (RLOOMethod(beta=0), FullAdapter(), ("rloo, 2 completions of up to 512 tokens", "beta 0: no reference")),
         (
             DISTILLATION,
             LoraAdapter(),
             (
-                "distillation, an answer of up to 512 tokens",
-                "a/teacher says how likely each of its tokens is; the teacher is a second model",
+                "distillation, a completion of up to 512 tokens",
+                "teacher a/teacher is loaded as a second model and scores each token",
             ),
         ),
         (
@@ -399,15 +399,15 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "dpo, loss sigmoid + 0.5 sft, beta 0.1",
-                "each row is two sequences; the model without its adapters as reference; the sft loss is a mean "
-                "over the tokens of a micro-batch: how a batch is cut shows in it a little",
+                "each row is two sequences; the reference is the model without its adapters; the sft loss is "
+                "averaged over the tokens of a micro-batch, so it depends slightly on the micro-batch size",
             ),
         ),
         (
             CPOMethod(loss_type="simpo", beta=2.0),
             LoraAdapter(),
             (
-                "cpo, loss simpo, beta 2, likelihood by 0",
+                "cpo, loss simpo, beta 2, likelihood weight 0",
                 "experimental in TRL; each row is two sequences; no reference",
             ),
         ),

@@ -222,7 +222,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path, monkeypatch):
     for out, words in (
         ("out.jsonl", "already exists"),
         ("other.jsonl", "answers of a generation that was stopped early"),
-        ("no/out.jsonl", "use a file in an existing folder"),
+        ("no/out.jsonl", "pass a file in an existing folder"),
     ):
         with pytest.raises(tunekit.TunekitError, match=words):
             tunekit.generate("pico", prompts, out)

@@ -110,7 +110,7 @@ def test_what_speaks_against_training_is_said(here):
     assert not any("plain text" in one for one in silent)
     (here / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"double {n}"}) + "\n" for n in range(4)))
     texts = tunekit.try_rewards({**recipe("trial_rewards:same"), "data": {"train": "texts.jsonl", "max_length": 64}})
-    assert any("without its chat template; for a chat model, write each prompt" in one for one in texts.warnings())
+    assert any("bypass the chat template; for a chat model, write each prompt" in one for one in texts.warnings())
 
 
 def test_a_stop_text_ends_an_answer(here):

@@ -628,7 +628,7 @@ BROKEN = {
     "empty.yaml": ("", r"empty\.yaml: is empty; pass a configuration of Axolotl"),
     "list.yaml": ("- a\n- b\n", r"list\.yaml: is a list, not a YAML mapping"),
     "word.yaml": ("hello\n", r"word\.yaml: is a single value, not a YAML mapping"),
-    "syntax.yaml": ("base_model: [a\n", r"syntax\.yaml:1:13: a '\[' is opened here and not closed"),
+    "syntax.yaml": ("base_model: [a\n", r"syntax\.yaml:1:13: unclosed '\['"),
     "syntax.json": ('{"model": ', r"syntax\.json:1"),
     "twice.yaml": ("base_model: a\nbase_model: b\n", r"twice\.yaml:2:1: base_model: given twice, first at line 1"),
     "config.py": ("model = 'a'\n", r"config\.py: is a Python program, not a configuration"),

@@ -26,98 +26,89 @@ def unfolding(first: str, each: str) -> str:
 BROKEN = {
     "an_empty_file": (
         "",
-        "recipe.yaml:1:1: the file is empty; `tunekit recipes copy sft/quickstart` gives one to start from",
+        "recipe.yaml:1:1: the file is empty; start from an example: `tunekit recipes copy sft/quickstart`",
     ),
     "only_comments": (
         "# nothing yet\n",
-        "recipe.yaml:1:1: the file is empty; `tunekit recipes copy sft/quickstart` gives one to start from",
+        "recipe.yaml:1:1: the file is empty; start from an example: `tunekit recipes copy sft/quickstart`",
     ),
     "a_list": (
         "- model: pico\n",
         (
-            "recipe.yaml:1:1: a recipe is a mapping of sections (model, data, ...), got a list; `tunekit "
-            "recipes copy sft/quickstart` gives one to start from"
+            "recipe.yaml:1:1: a recipe must be a mapping of sections (model, data, ...), got a list; start from an "
+            "example: `tunekit recipes copy sft/quickstart`"
         ),
     ),
     "a_word": (
         "pico\n",
         (
-            "recipe.yaml:1:1: a recipe is a mapping of sections (model, data, ...), got 'pico'; `tunekit "
-            "recipes copy sft/quickstart` gives one to start from"
+            "recipe.yaml:1:1: a recipe must be a mapping of sections (model, data, ...), got 'pico'; start from an "
+            "example: `tunekit recipes copy sft/quickstart`"
         ),
     ),
     "two_documents": (
         GOOD + "---\n" + GOOD,
-        "recipe.yaml:3:1: a second document begins here; keep one recipe a file, without '---'",
+        "recipe.yaml:3:1: second YAML document; write one recipe per file, without '---'",
     ),
     "a_tab": (
         ("model: pico\ndata:\n\ttrain: x.jsonl\n"),
-        "recipe.yaml:3:1: a tab cannot stand here; use spaces",
+        "recipe.yaml:3:1: unexpected tab; use spaces",
     ),
     "a_tab_after_the_colon": (
         GOOD + ("train:\n  seed:\t3\n"),
-        "recipe.yaml:4:8: a tab cannot stand here; use spaces",
+        "recipe.yaml:4:8: unexpected tab; use spaces",
     ),
     "no_space_after_the_colon": (
         ("model:pico\ndata:\n  train: x.jsonl\n"),
         (
-            "recipe.yaml:2:5: a ':' that cannot stand here; put a value that contains ': ' in quotes; "
-            "else look just above for wrong indentation, or for a ':' that is missing or has no space after it"
+            "recipe.yaml:2:5: unexpected ':'; quote values that contain ': ', or check the lines above for wrong "
+            "indentation and for a ':' that is missing or has no space after it"
         ),
     ),
     "a_key_without_colon": (
         ("model: pico\ndata:\n  train x.jsonl\n"),
         (
-            "recipe.yaml:3:3: data: must be a section (with train, eval, format, loss_on, ...), got "
-            "'train x.jsonl'; write `train: ...`, a ':' and a space after the key"
+            "recipe.yaml:3:3: data: must be a section (with train, eval, format, loss_on, ...), got 'train "
+            "x.jsonl'; write `train: ...`, with ':' and a space after the key"
         ),
     ),
     "a_key_without_colon_before_others": (
         ("model: pico\ndata:\n  train x.jsonl\n  max_length: 64\n"),
         (
-            "recipe.yaml:4:13: a ':' that cannot stand here; put a value that contains ': ' in quotes; "
-            "else look just above for wrong indentation, or for a ':' that is missing or has no space after it"
+            "recipe.yaml:4:13: unexpected ':'; quote values that contain ': ', or check the lines above for wrong "
+            "indentation and for a ':' that is missing or has no space after it"
         ),
     ),
     "a_colon_in_a_value": (
         ("model: pico\ndata:\n  train: a: b\n"),
         (
-            "recipe.yaml:3:11: a ':' that cannot stand here; put a value that contains ': ' in quotes; "
-            "else look just above for wrong indentation, or for a ':' that is missing or has no space after it"
+            "recipe.yaml:3:11: unexpected ':'; quote values that contain ': ', or check the lines above for wrong "
+            "indentation and for a ':' that is missing or has no space after it"
         ),
     ),
     "wrong_indentation": (
         ("model: pico\ndata:\n    train: x.jsonl\n  max_length: 64\n"),
-        (
-            "recipe.yaml:4:3: does not line up with what is above it; indent keys of one section alike, "
-            "and close quotes and brackets above"
-        ),
+        ("recipe.yaml:4:3: inconsistent indentation; align the keys of a section, and close quotes and brackets above"),
     ),
     "an_open_quote": (
         GOOD + ("output:\n  name: 'abc\n"),
-        "recipe.yaml:4:9: a quote is opened here and never closed; close it",
+        "recipe.yaml:4:9: unclosed quote; close it",
     ),
     "an_open_list": (
         GOOD + ("adapter:\n  type: lora\n  target_modules: [q_proj, v_proj\ntrain:\n  seed: 1\n"),
-        (
-            "recipe.yaml:5:19: a '[' is opened here and not closed before line 6, column 6; close it, "
-            "with commas between the items"
-        ),
+        ("recipe.yaml:5:19: unclosed '[' before line 6, column 6; close it, and separate items by commas"),
     ),
     "an_open_brace": (
         ("model: {path: pico\ndata: {train: x.jsonl}\n"),
-        (
-            "recipe.yaml:1:8: a '{' is opened here and not closed before line 2, column 5; close it, "
-            "with commas between the items"
-        ),
+        ("recipe.yaml:1:8: unclosed '{' before line 2, column 5; close it, and separate items by commas"),
     ),
     "a_list_on_the_line_of_its_key": (
         GOOD + ("output:\n  sample_prompts: - a\n  - b\n"),
-        "recipe.yaml:4:19: a '-' that cannot stand here; begin the list on a line of its own",
+        "recipe.yaml:4:19: unexpected '-'; start the list on a new line",
     ),
     "a_value_that_begins_with_at": (
         GOOD + "output: {name: @home}\n",
-        "recipe.yaml:3:16: a value cannot begin with '@'; put it in quotes",
+        "recipe.yaml:3:16: a value cannot begin with '@'; quote it",
     ),
     "an_unknown_escape": (
         GOOD + 'output: {dir: "C:\\new\\qwen"}\n',
@@ -125,30 +116,30 @@ BROKEN = {
     ),
     "a_control_character": (
         GOOD + "output: {name: \x07}\n",
-        "recipe.yaml:3:16: the character U+0007 is not allowed in YAML; remove it",
+        "recipe.yaml:3:16: character U+0007 is not allowed in YAML; remove it",
     ),
     "a_stray_directive": (
         ("%YML\nmodel: pico\ndata: {train: x.jsonl}\n"),
         (
-            "recipe.yaml:2:1: not YAML: expected '<document start>', but found '<scalar>'; put a value "
-            "with special characters in quotes"
+            "recipe.yaml:2:1: invalid YAML: expected '<document start>', but found '<scalar>'; quote values with "
+            "special characters"
         ),
     ),
     "python_tags": (
         GOOD + "train: !!python/object/apply:os.system [ls]\n",
-        ("recipe.yaml:3:8: train: tags such as !!python/object/apply:os.system are refused; write the plain value"),
+        ("recipe.yaml:3:8: train: tags such as !!python/object/apply:os.system are unsupported; write the plain value"),
     ),
     "a_custom_tag": (
         GOOD + "output: {name: !env NAME}\n",
-        "recipe.yaml:3:16: output.name: tags such as !env are refused; write the plain value",
+        "recipe.yaml:3:16: output.name: tags such as !env are unsupported; write the plain value",
     ),
     "an_alias_without_anchor": (
         GOOD + "train: *fast\n",
-        "recipe.yaml:3:8: the alias *fast has no anchor &fast before it; quote a value that begins with '*'",
+        "recipe.yaml:3:8: alias *fast has no anchor &fast before it; quote values that begin with '*'",
     ),
     "an_anchor_set_twice": (
         GOOD + "train: {seed: &a 1, max_steps: &a 2}\n",
-        "recipe.yaml:3:32: the anchor &a is set twice; give each its own name",
+        "recipe.yaml:3:32: duplicate anchor &a; rename one of them",
     ),
     "an_anchor_that_contains_itself": (
         ("model: pico\ndata: &d {train: x.jsonl, eval: *d}\n"),
@@ -156,36 +147,36 @@ BROKEN = {
     ),
     "a_merge_of_a_number": (
         GOOD + "train: {<<: 3}\n",
-        ("recipe.yaml:3:13: train: '<<' merges mappings only; write `<<: *name`, where &name stands before a mapping"),
+        ("recipe.yaml:3:13: train: '<<' merges only mappings; write `<<: *name`, with &name on a mapping"),
     ),
     "aliases_that_unfold_without_end": (
         unfolding("[x,x,x,x,x,x,x,x,x]", "[_]"),
-        "recipe.yaml:1:8: more than 50,000 values once aliases are followed",
+        "recipe.yaml:1:8: more than 50,000 values after expanding aliases",
     ),
     "merges_that_unfold_without_end": (
         unfolding("{x: 1}", "{<<: [_]}"),
-        "recipe.yaml:1:8: more than 50,000 values once aliases are followed",
+        "recipe.yaml:1:8: more than 50,000 values after expanding aliases",
     ),
     "brackets_without_end": (
         "[" * 5000,
-        "recipe.yaml:1:1076: nested deeper than 50 levels; close what is open further up",
+        "recipe.yaml:1:1076: nested deeper than 50 levels; close the brackets above",
     ),
     "a_key_given_twice": (
         ("model: pico\nmodel: other\ndata: {train: x.jsonl}\n"),
-        "recipe.yaml:2:1: model: given twice, first at line 1, column 1; keep one of them",
+        "recipe.yaml:2:1: model: duplicate key, first at line 1, column 1; keep one of them",
     ),
     "a_nested_key_given_twice": (
         GOOD + ("train:\n  seed: 1\n  max_steps: 5\n  seed: 2\n"),
-        "recipe.yaml:6:3: train.seed: given twice, first at line 4, column 3; keep one of them",
+        "recipe.yaml:6:3: train.seed: duplicate key, first at line 4, column 3; keep one of them",
     ),
     "keys_that_are_not_text": (
         GOOD + ("3: x\ntrain: {true: 1, ~: 2, [a]: 3}\n"),
         (
-            "recipe.yaml:3:1: a key must be text, got 3; put it in quotes\n"
-            "recipe.yaml:4:9: train: a key must be text, got true; put it in quotes\n"
-            "recipe.yaml:4:18: train: a key must be text, got ~; put it in quotes\n"
-            "recipe.yaml:4:24: train: a key must be text, got a mapping, a list or a tag; write a plain "
-            "name before the ':'"
+            "recipe.yaml:3:1: a key must be a string, got 3; quote it\n"
+            "recipe.yaml:4:9: train: a key must be a string, got true; quote it\n"
+            "recipe.yaml:4:18: train: a key must be a string, got ~; quote it\n"
+            "recipe.yaml:4:24: train: a key must be a string, got a mapping, a list or a tag; write a plain name "
+            "before ':'"
         ),
     ),
     "an_unknown_key": (
@@ -199,17 +190,17 @@ BROKEN = {
     "an_unknown_key_like_no_other": (
         GOOD + ("xyzzy: 1\ndata2: {}\n"),
         (
-            "recipe.yaml:3:1: xyzzy: unknown key; a recipe has model, data, method, adapter, train, parallel, output\n"
+            "recipe.yaml:3:1: xyzzy: unknown key; keys of a recipe: model, data, method, adapter, "
+            "train, parallel, output\n"
             "recipe.yaml:4:1: data2: unknown key; did you mean 'data'?"
         ),
     ),
     "a_key_of_another_section": (
         GOOD + ("learning_rate: 1e-4\ntrain: {max_length: 64, path: x.jsonl}\n"),
         (
-            "recipe.yaml:3:1: learning_rate: unknown key; it belongs in train: train.learning_rate\n"
-            "recipe.yaml:4:9: train.max_length: unknown key; it belongs in data: data.max_length\n"
-            "recipe.yaml:4:25: train.path: unknown key; it belongs in another section: model.path, "
-            "data.train.path or data.eval.path"
+            "recipe.yaml:3:1: learning_rate: unknown key; use train.learning_rate\n"
+            "recipe.yaml:4:9: train.max_length: unknown key; use data.max_length\n"
+            "recipe.yaml:4:25: train.path: unknown key; use model.path, data.train.path or data.eval.path"
         ),
     ),
     "a_misspelt_key_of_another_section": (
@@ -218,10 +209,7 @@ BROKEN = {
     ),
     "an_argument_of_trl_outside_trainer_args": (
         GOOD + "train: {adam_beta2: 0.95}\n",
-        (
-            "recipe.yaml:3:9: train.adam_beta2: unknown key; it belongs in method.trainer_args: "
-            "method.trainer_args.adam_beta2"
-        ),
+        ("recipe.yaml:3:9: train.adam_beta2: unknown key; use method.trainer_args.adam_beta2"),
     ),
     "names_of_other_tools": (
         (
@@ -238,51 +226,49 @@ BROKEN = {
             "output_dir: out\n"
         ),
         (
-            "recipe.yaml:1:1: model: is required, but missing; `tunekit explain model` says what it takes\n"
-            "recipe.yaml:1:1: data: is required, but missing; `tunekit explain data` says what it takes\n"
-            "recipe.yaml:1:1: model_name_or_path: unknown key; it is called model.path here\n"
-            "recipe.yaml:2:1: dataset: unknown key; it is called data.train here\n"
-            "recipe.yaml:3:1: lora_r: unknown key; it is called adapter.rank here\n"
+            "recipe.yaml:1:1: model: missing required key; `tunekit explain model` documents it\n"
+            "recipe.yaml:1:1: data: missing required key; `tunekit explain data` documents it\n"
+            "recipe.yaml:1:1: model_name_or_path: unknown key; use model.path\n"
+            "recipe.yaml:2:1: dataset: unknown key; use data.train\n"
+            "recipe.yaml:3:1: lora_r: unknown key; use adapter.rank\n"
             "recipe.yaml:4:1: load_in_4bit: unknown key; set adapter.type to qlora\n"
-            "recipe.yaml:6:3: train.lr: unknown key; it is called train.learning_rate here\n"
-            "recipe.yaml:7:3: train.per_device_train_batch_size: unknown key; it is called "
-            "train.micro_batch_size here\n"
-            "recipe.yaml:8:3: train.gradient_accumulation_steps: unknown key; it is derived: "
-            "train.global_batch_size over train.micro_batch_size and the devices\n"
+            "recipe.yaml:6:3: train.lr: unknown key; use train.learning_rate\n"
+            "recipe.yaml:7:3: train.per_device_train_batch_size: unknown key; use train.micro_batch_size\n"
+            "recipe.yaml:8:3: train.gradient_accumulation_steps: unknown key; computed from "
+            "train.global_batch_size, train.micro_batch_size and the number of devices\n"
             "recipe.yaml:9:3: train.bf16: unknown key; set model.dtype; mixed precision follows from it\n"
-            "recipe.yaml:10:3: train.num_train_epochs: unknown key; it is called train.num_epochs here\n"
-            "recipe.yaml:11:1: output_dir: unknown key; it is called output.dir here"
+            "recipe.yaml:10:3: train.num_train_epochs: unknown key; use train.num_epochs\n"
+            "recipe.yaml:11:1: output_dir: unknown key; use output.dir"
         ),
     ),
     "a_field_of_another_adapter": (
         GOOD + "adapter: {type: full, rank: 8}\n",
-        ("recipe.yaml:3:23: adapter.rank: adapter.type=full has no 'rank'; it goes with adapter.type=lora or qlora"),
+        ("recipe.yaml:3:23: adapter.rank: adapter.type=full has no 'rank'; available with adapter.type=lora or qlora"),
     ),
     "a_field_of_qlora_in_lora": (
         GOOD + "adapter: {type: lora, quant_type: nf4}\n",
         (
-            "recipe.yaml:3:23: adapter.quant_type: adapter.type=lora has no 'quant_type'; it goes with "
+            "recipe.yaml:3:23: adapter.quant_type: adapter.type=lora has no 'quant_type'; available with "
             "adapter.type=qlora"
         ),
     ),
     "missing_sections": (
         "train: {seed: 1}\n",
         (
-            "recipe.yaml:1:1: model: is required, but missing; `tunekit explain model` says what it takes\n"
-            "recipe.yaml:1:1: data: is required, but missing; `tunekit explain data` says what it takes"
+            "recipe.yaml:1:1: model: missing required key; `tunekit explain model` documents it\n"
+            "recipe.yaml:1:1: data: missing required key; `tunekit explain data` documents it"
         ),
     ),
     "a_missing_key": (
         ("model: {dtype: auto}\ndata:\n  max_length: 64\n"),
         (
-            "recipe.yaml:1:1: model.path: is required, but missing; `tunekit explain model.path` says "
-            "what it takes\n"
-            "recipe.yaml:2:1: data.train: is required, but missing; `tunekit explain data.train` says what it takes"
+            "recipe.yaml:1:1: model.path: missing required key; `tunekit explain model.path` documents it\n"
+            "recipe.yaml:2:1: data.train: missing required key; `tunekit explain data.train` documents it"
         ),
     ),
     "an_adapter_without_type": (
         GOOD + ("adapter:\n  rank: 8\n"),
-        "recipe.yaml:3:1: adapter.type: is required, but missing; choose one of full, lora, qlora",
+        "recipe.yaml:3:1: adapter.type: missing required key; set it to one of full, lora, qlora",
     ),
     "an_unknown_adapter": (
         GOOD + "adapter: qlroa\n",
@@ -348,18 +334,18 @@ BROKEN = {
             "  save_steps: '2.5', warmup_steps: 'true'}\n"
         ),
         (
-            "recipe.yaml:3:20: train.max_steps: must be a whole number, got 1000.0; write 1000\n"
-            "recipe.yaml:3:44: train.global_batch_size: must be a whole number, got 2.5\n"
-            "recipe.yaml:3:55: train.seed: must be a whole number, got true\n"
-            "recipe.yaml:3:76: train.logging_steps: must be a whole number, got '5'; write it without quotes\n"
-            "recipe.yaml:3:93: train.eval_steps: must be a whole number, got '1:30'\n"
-            "recipe.yaml:4:15: train.save_steps: must be a whole number, got '2.5'\n"
+            "recipe.yaml:3:20: train.max_steps: must be an integer, got 1000.0; write 1000\n"
+            "recipe.yaml:3:44: train.global_batch_size: must be an integer, got 2.5\n"
+            "recipe.yaml:3:55: train.seed: must be an integer, got true\n"
+            "recipe.yaml:3:76: train.logging_steps: must be an integer, got '5'; write it without quotes\n"
+            "recipe.yaml:3:93: train.eval_steps: must be an integer, got '1:30'\n"
+            "recipe.yaml:4:15: train.save_steps: must be an integer, got '2.5'\n"
             "recipe.yaml:4:36: train.warmup_steps: must be a number, got 'true'"
         ),
     ),
     "a_number_of_too_many_digits": (
         GOOD + "train: {seed: " + "9" * 200 + "}\n",
-        "recipe.yaml:3:15: train.seed: a number of too many digits",
+        "recipe.yaml:3:15: train.seed: the number has too many digits",
     ),
     "words_for_truth": (
         ("model: {path: pico, trust_remote_code: yes}\ndata: {train: x.jsonl, packing: 'false'}\n"),
@@ -375,25 +361,25 @@ BROKEN = {
     "null_where_a_value_belongs": (
         GOOD + "train: {seed: null, optim:}\n",
         (
-            "recipe.yaml:3:15: train.seed: must be a whole number, got null; leave the key out for its default\n"
-            "recipe.yaml:3:27: train.optim: must be one of 21 names (`tunekit explain train.optim` lists "
-            "them), got null; leave the key out for its default"
+            "recipe.yaml:3:15: train.seed: must be an integer, got null; remove the key to use its default\n"
+            "recipe.yaml:3:27: train.optim: must be one of 21 names (`tunekit explain train.optim` lists them), "
+            "got null; remove the key to use its default"
         ),
     ),
     "text_where_a_list_belongs": (
         GOOD + "adapter: {type: lora, target_modules: q_proj, modules_to_save: lm_head}\n",
         (
-            "recipe.yaml:3:39: adapter.target_modules: must be all-linear or a list of text, got "
+            "recipe.yaml:3:39: adapter.target_modules: must be all-linear or a list of strings, got "
             "'q_proj'; write [q_proj]\n"
-            "recipe.yaml:3:64: adapter.modules_to_save: must be a list of text, got 'lm_head'; write [lm_head]"
+            "recipe.yaml:3:64: adapter.modules_to_save: must be a list of strings, got 'lm_head'; write [lm_head]"
         ),
     ),
     "numbers_in_a_list_of_text": (
         GOOD + ("adapter: {type: lora, target_modules: [q_proj, 3]}\noutput: {sample_prompts: [null, {a: b}]}\n"),
         (
-            "recipe.yaml:3:48: adapter.target_modules[1]: must be text, got 3; put it in quotes\n"
-            "recipe.yaml:4:27: output.sample_prompts[0]: must be text, got null\n"
-            "recipe.yaml:4:33: output.sample_prompts[1]: must be text, got a mapping"
+            "recipe.yaml:3:48: adapter.target_modules[1]: must be a string, got 3; quote it\n"
+            "recipe.yaml:4:27: output.sample_prompts[0]: must be a string, got null\n"
+            "recipe.yaml:4:33: output.sample_prompts[1]: must be a string, got a mapping"
         ),
     ),
     "values_where_sections_belong": (
@@ -418,20 +404,20 @@ BROKEN = {
     ),
     "epochs_and_steps": (
         GOOD + ("train:\n  num_epochs: 1\n  max_steps: 10\n"),
-        "recipe.yaml:5:3: train.max_steps: cannot be given together with train.num_epochs; keep one of them",
+        "recipe.yaml:5:3: train.max_steps: mutually exclusive with train.num_epochs; keep one of them",
     ),
     "epochs_and_steps_and_more": (
         GOOD + ("train:\n  max_steps: 10\n  num_epochs: 1\n  seed: x\n"),
         (
-            "recipe.yaml:5:3: train.num_epochs: cannot be given together with train.max_steps; keep one of them\n"
-            "recipe.yaml:6:9: train.seed: must be a whole number, got 'x'"
+            "recipe.yaml:5:3: train.num_epochs: mutually exclusive with train.max_steps; keep one of them\n"
+            "recipe.yaml:6:9: train.seed: must be an integer, got 'x'"
         ),
     ),
     "a_name_that_is_a_path": (
         GOOD + "output: {name: runs/first, dir: ''}\n",
         (
-            "recipe.yaml:3:16: output.name: may hold letters, digits, '.', '_' and '-', a letter or "
-            "digit first, got 'runs/first'\n"
+            "recipe.yaml:3:16: output.name: must consist of letters, digits, '.', '_' and '-' and start with a "
+            "letter or digit, got 'runs/first'\n"
             "recipe.yaml:3:33: output.dir: must not be empty"
         ),
     ),
@@ -448,23 +434,23 @@ BROKEN = {
             '  sample_prompts: ["What is ${x}?"]\n'
         ),
         (
-            "recipe.yaml:1:28: model.dtype: ${DTYPE} is not expanded here; write the value itself, or "
-            "$${ for a literal ${\n"
-            "recipe.yaml:4:9: output.name: ${USER} is not expanded here; write the value itself, or $${ "
-            "for a literal ${\n"
-            "recipe.yaml:5:20: output.sample_prompts[0]: ${x} is not expanded here; write the value "
-            "itself, or $${ for a literal ${"
+            "recipe.yaml:1:28: model.dtype: ${DTYPE} is not expanded in this field; write the value, or $${ for a "
+            "literal ${\n"
+            "recipe.yaml:4:9: output.name: ${USER} is not expanded in this field; write the value, or $${ for a "
+            "literal ${\n"
+            "recipe.yaml:5:20: output.sample_prompts[0]: ${x} is not expanded in this field; write the value, or "
+            "$${ for a literal ${"
         ),
     ),
     "variables_that_are_not_set": (
         ("model: ${TUNEKIT_UNSET}/m\ndata:\n  train: ${TUNEKIT UNSET}\n  eval: ${TUNEKIT_UNSET\n"),
         (
-            "recipe.yaml:1:8: model.path: the environment variable TUNEKIT_UNSET is not set; export "
-            "TUNEKIT_UNSET=..., or write the path\n"
-            "recipe.yaml:3:10: data.train.path: ${TUNEKIT UNSET} cannot be expanded; write ${NAME} with "
-            "a variable's name\n"
-            "recipe.yaml:4:9: data.eval.path: ${TUNEKIT_UNSET cannot be expanded; write ${NAME} with a "
-            "variable's name"
+            "recipe.yaml:1:8: model.path: environment variable TUNEKIT_UNSET is not set; export TUNEKIT_UNSET=..., "
+            "or write the path\n"
+            "recipe.yaml:3:10: data.train.path: invalid reference ${TUNEKIT UNSET}; write ${NAME} with the name of "
+            "an environment variable\n"
+            "recipe.yaml:4:9: data.eval.path: invalid reference ${TUNEKIT_UNSET; write ${NAME} with the name of an "
+            "environment variable"
         ),
     ),
     "trainer_args": (
@@ -486,25 +472,25 @@ BROKEN = {
             "  type: sft\n"
         ),
         (
-            "recipe.yaml:5:5: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean "
+            "recipe.yaml:5:5: method.trainer_args.adam_bta1: not a field of SFTConfig; did you mean "
             "'adam_beta1'?\n"
-            "recipe.yaml:6:17: method.trainer_args.adam_beta2: must be a number, got '0.9'; write it "
-            "without quotes\n"
-            "recipe.yaml:7:5: method.trainer_args.output_dir: tunekit sets this itself; use output.dir\n"
-            "recipe.yaml:8:5: method.trainer_args.hub_model_id: tunekit sets this itself; tunekit does not "
-            "upload while it trains\n"
-            "recipe.yaml:9:5: method.trainer_args.ddp_timeout: tunekit sets this itself; the plan "
-            "decides this for the devices at hand\n"
-            "recipe.yaml:10:16: method.trainer_args.loss_type: must be one of nll, dft, chunked_nll, got "
-            "'dtf'; did you mean 'dft'?\n"
-            "recipe.yaml:11:30: method.trainer_args.torch_empty_cache_steps: must be a whole number or null, got "
-            "1.0; write 1\n"
+            "recipe.yaml:6:17: method.trainer_args.adam_beta2: must be a number, got '0.9'; write it without "
+            "quotes\n"
+            "recipe.yaml:7:5: method.trainer_args.output_dir: set by tunekit; use output.dir\n"
+            "recipe.yaml:8:5: method.trainer_args.hub_model_id: set by tunekit; tunekit does not upload during "
+            "training\n"
+            "recipe.yaml:9:5: method.trainer_args.ddp_timeout: set by tunekit; set by the plan for the available "
+            "devices\n"
+            "recipe.yaml:10:16: method.trainer_args.loss_type: must be one of nll, dft, chunked_nll, got 'dtf'; "
+            "did you mean 'dft'?\n"
+            "recipe.yaml:11:30: method.trainer_args.torch_empty_cache_steps: must be an integer or null, got 1.0; "
+            "write 1\n"
             "recipe.yaml:12:20: method.trainer_args.torch_compile: must be true or false, got 'yes'; write true\n"
             "recipe.yaml:13:18: method.trainer_args.label_names: must be a list or null, got 'loss'; write [loss]\n"
-            "recipe.yaml:14:5: method.trainer_args.warmup_ratio: tunekit sets this itself; use "
-            "train.warmup_steps: below 1 it is a share of all steps\n"
-            "recipe.yaml:15:5: method.trainer_args.zzz: SFTConfig has no such field; see the "
-            "documentation of TRL's SFTConfig"
+            "recipe.yaml:14:5: method.trainer_args.warmup_ratio: set by tunekit; use train.warmup_steps: below 1 "
+            "it is a share of all steps\n"
+            "recipe.yaml:15:5: method.trainer_args.zzz: not a field of SFTConfig; see the documentation of "
+            "TRL's SFTConfig"
         ),
     ),
     "trainer_args_that_are_a_list": (
@@ -529,16 +515,17 @@ BROKEN = {
             "      wieght: 1\n"
         ),
         (
-            "recipe.yaml:5:7: data.train[1].path: is required, but missing; `tunekit explain data.train.path` says "
-            "what it takes\n"
+            "recipe.yaml:5:7: data.train[1].path: missing required key; `tunekit explain data.train.path` "
+            "documents it\n"
             "recipe.yaml:5:7: data.train[1].pth: unknown key; did you mean 'path'?\n"
             "recipe.yaml:6:15: data.train[1].weight: must be greater than 0, got 0\n"
             "recipe.yaml:7:6: data.train[2]: must be a section (with path, name, split, revision, ...), got null\n"
             "recipe.yaml:8:7: data.train[3]: must be a section (with path, name, split, revision, ...), got 3\n"
-            "recipe.yaml:9:7: data.train[4]: must be a section (with path, name, split, revision, ...), got a list\n"
+            "recipe.yaml:9:7: data.train[4]: must be a section (with path, name, split, revision, ...), got a "
+            "list\n"
             "recipe.yaml:10:7: data.train[5].path: must not be empty\n"
-            "recipe.yaml:12:16: data.train[6].loss_on: must be one of assistant, last, all, got 'lst'; "
-            "did you mean 'last'?\n"
+            "recipe.yaml:12:16: data.train[6].loss_on: must be one of assistant, last, all, got 'lst'; did you "
+            "mean 'last'?\n"
             "recipe.yaml:13:16: data.train[6].columns: must be a mapping, got a list\n"
             "recipe.yaml:14:7: data.train[6].wieght: unknown key; did you mean 'weight'?"
         ),
@@ -551,19 +538,19 @@ BROKEN = {
     "variables_in_a_list_of_sources": (
         ("model: pico\ndata:\n  train:\n    - ${TUNEKIT_UNSET}\n    - {path: x.jsonl, split: '${HOME}'}\n"),
         (
-            "recipe.yaml:4:7: data.train[0].path: the environment variable TUNEKIT_UNSET is not set; export "
+            "recipe.yaml:4:7: data.train[0].path: environment variable TUNEKIT_UNSET is not set; export "
             "TUNEKIT_UNSET=..., or write the path\n"
-            "recipe.yaml:5:30: data.train[1].split: ${HOME} is not expanded here; write the value itself, or $${ "
+            "recipe.yaml:5:30: data.train[1].split: ${HOME} is not expanded in this field; write the value, or $${ "
             "for a literal ${"
         ),
     ),
     "weights_of_some_sources": (
         ("model: pico\ndata:\n  train:\n    - {path: a.jsonl, weight: 2}\n    - b.jsonl\n    - path: c.jsonl\n"),
         (
-            "recipe.yaml:5:7: data.train[1].weight: is missing for 'b.jsonl', while other sources have one; "
-            "give every source a weight, or none\n"
-            "recipe.yaml:6:7: data.train[2].weight: is missing for 'c.jsonl', while other sources have one; "
-            "give every source a weight, or none"
+            "recipe.yaml:5:7: data.train[1].weight: missing for 'b.jsonl', but other sources have one; give all "
+            "sources a weight, or none\n"
+            "recipe.yaml:6:7: data.train[2].weight: missing for 'c.jsonl', but other sources have one; give all "
+            "sources a weight, or none"
         ),
     ),
     "mixing_of_a_single_source": (
@@ -577,46 +564,46 @@ BROKEN = {
             "  mixing: concatenate\n"
         ),
         (
-            "recipe.yaml:3:27: data.train[0].weight: means nothing with a single source; leave it out\n"
-            "recipe.yaml:4:25: data.eval.weight: means nothing in data.eval: every row counts once; leave it out\n"
-            "recipe.yaml:5:3: data.weight_by: means nothing with a single source; leave it out\n"
-            "recipe.yaml:6:3: data.stopping_strategy: means nothing with a single source; leave it out\n"
-            "recipe.yaml:7:3: data.mixing: means nothing with a single source; leave it out"
+            "recipe.yaml:3:27: data.train[0].weight: has no effect with a single source; unset it\n"
+            "recipe.yaml:4:25: data.eval.weight: has no effect in data.eval: every row is used once; unset it\n"
+            "recipe.yaml:5:3: data.weight_by: has no effect with a single source; unset it\n"
+            "recipe.yaml:6:3: data.stopping_strategy: has no effect with a single source; unset it\n"
+            "recipe.yaml:7:3: data.mixing: has no effect with a single source; unset it"
         ),
     ),
     "weights_explained_and_not_given": (
         "model: pico\ndata: {train: [a, b], weight_by: tokens, stopping_strategy: all_exhausted}\n",
         (
-            "recipe.yaml:2:23: data.weight_by: means nothing without weights; give every source of data.train a "
-            "weight, or leave it out\n"
-            "recipe.yaml:2:42: data.stopping_strategy: means nothing without weights; give every source of data.train "
-            "a weight, or leave it out"
+            "recipe.yaml:2:23: data.weight_by: has no effect without weights; give all sources of data.train a "
+            "weight, or unset it\n"
+            "recipe.yaml:2:42: data.stopping_strategy: has no effect without weights; give all sources of "
+            "data.train a weight, or unset it"
         ),
     ),
     "an_order_that_is_not_kept": (
         "model: pico\ndata: {train: [a, b], mixing: concatenate, shuffle: true}\n",
         (
-            "recipe.yaml:2:23: data.mixing: cannot be concatenate with data.shuffle, which puts the rows into another "
-            "order; set data.shuffle to false, or leave mixing out"
+            "recipe.yaml:2:23: data.mixing: cannot be concatenate with data.shuffle, which reorders the rows; set "
+            "data.shuffle to false, or unset mixing"
         ),
     ),
     "the_order_of_packed_rows": (
         "model: pico\ndata: {train: a, packing: true, shuffle: false}\n",
         (
-            "recipe.yaml:2:33: data.shuffle: cannot be false with data.packing, which puts the rows into another "
-            "order; leave one of them out"
+            "recipe.yaml:2:33: data.shuffle: cannot be false with data.packing, which reorders the rows; unset one "
+            "of them"
         ),
     ),
     "the_padding_of_packed_rows": (
         "model: pico\ndata: {train: a, packing: true, padding_free: false}\n",
         (
-            "recipe.yaml:2:33: data.padding_free: cannot be false with data.packing: packed batches have no padding; "
-            "leave it out"
+            "recipe.yaml:2:33: data.padding_free: cannot be false with data.packing: packed batches have no "
+            "padding; unset it"
         ),
     ),
     "rows_to_evaluate_on_and_rows_held_out": (
         "model: pico\ndata: {train: a, eval: b, eval_size: 0.1}\n",
-        "recipe.yaml:2:27: data.eval_size: cannot be given together with data.eval; keep one of them",
+        "recipe.yaml:2:27: data.eval_size: mutually exclusive with data.eval; keep one of them",
     ),
     "a_stream_of_what_must_be_known_before": (
         (
@@ -629,26 +616,26 @@ BROKEN = {
             "  eval_size: 0.1\n"
         ),
         (
-            "recipe.yaml:5:3: data.weight_by: cannot be tokens with data.streaming: how long the rows of a stream "
-            "are is not known before; weigh by rows\n"
+            "recipe.yaml:5:3: data.weight_by: cannot be tokens with data.streaming: row lengths are unknown in "
+            "advance; set it to rows\n"
             "recipe.yaml:6:3: data.stopping_strategy: cannot be all_exhausted with data.streaming: training ends "
-            "after train.max_steps; leave it out\n"
-            "recipe.yaml:7:3: data.eval_size: cannot be given with data.streaming: from a stream nothing is held "
-            "out; name rows to evaluate on in data.eval"
+            "after train.max_steps; unset it\n"
+            "recipe.yaml:7:3: data.eval_size: unsupported with data.streaming: no rows can be held out of a "
+            "stream; set data.eval"
         ),
     ),
     "a_stream_without_end": (
         "model: pico\ndata: {train: a, streaming: true}\n",
         (
-            "recipe.yaml:2:18: data.streaming: needs train.max_steps: nobody knows how many rows an epoch has; say "
-            "how many steps to train"
+            "recipe.yaml:2:18: data.streaming: requires train.max_steps: the number of rows per epoch is unknown; "
+            "set train.max_steps"
         ),
     ),
     "epochs_of_a_stream": (
         "model: pico\ndata: {train: a, streaming: true}\ntrain: {num_epochs: 1}\n",
         (
-            "recipe.yaml:3:9: train.num_epochs: means nothing with data.streaming: nobody knows how many rows an "
-            "epoch has; give train.max_steps instead"
+            "recipe.yaml:3:9: train.num_epochs: unsupported with data.streaming: the number of rows per epoch is "
+            "unknown; set train.max_steps instead"
         ),
     ),
     "words_of_other_tools_for_mixtures": (
@@ -659,7 +646,7 @@ BROKEN = {
             "probabilities: 1\n"
         ),
         (
-            "recipe.yaml:2:1: datasets: unknown key; it is called data.train here\n"
+            "recipe.yaml:2:1: datasets: unknown key; use data.train\n"
             "recipe.yaml:3:24: data.mix_strategy: unknown key; set data.mixing, and data.stopping_strategy for when "
             "to stop\n"
             "recipe.yaml:3:46: data.interleave_probs: unknown key; give each source of data.train a weight\n"
@@ -669,29 +656,26 @@ BROKEN = {
     "windows_line_ends": (
         ("model: pico\r\ndata:\r\n  trian: x.jsonl\r\n"),
         (
-            "recipe.yaml:2:1: data.train: is required, but missing; `tunekit explain data.train` says "
-            "what it takes\n"
+            "recipe.yaml:2:1: data.train: missing required key; `tunekit explain data.train` documents it\n"
             "recipe.yaml:3:3: data.trian: unknown key; did you mean 'train'?"
         ),
     ),
     "letters_beyond_ascii": (
         ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
         (
-            "recipe.yaml:2:26: data.évál: unknown key; data has train, eval, format, loss_on, max_length, packing, "
-            "padding_free, columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, streaming"
+            "recipe.yaml:2:26: data.évál: unknown key; keys of data: train, eval, format, loss_on, max_length, "
+            "packing, padding_free, columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, "
+            "streaming"
         ),
     ),
     "json_with_a_missing_comma": (
         ('{"model": "pico",\n "data": {"train": "x.jsonl"}\n "train": {"seed": 1}}\n'),
-        (
-            "recipe.yaml:1:1: a '{' is opened here and not closed before line 3, column 2; close it, "
-            "with commas between the items"
-        ),
+        ("recipe.yaml:1:1: unclosed '{' before line 3, column 2; close it, and separate items by commas"),
     ),
 }
 
 BROKEN_FILES = {
-    "a_binary_file": (b"\x00\x01model: pico", "recipe.yaml: is a binary file, not YAML; name a recipe file"),
+    "a_binary_file": (b"\x00\x01model: pico", "recipe.yaml: is a binary file, not YAML; pass a recipe file"),
     "latin_1": (
         b"model: pico\ndata: {train: caf\xe9}\n",
         "recipe.yaml:2:18: is not UTF-8 text (byte 0xe9); save the file as UTF-8",
@@ -699,11 +683,11 @@ BROKEN_FILES = {
     "utf_16": ("model: pico".encode("utf-16"), "recipe.yaml: is UTF-16 text; save the file as UTF-8"),
     "a_byte_order_mark_counts_for_nothing": (
         b"\xef\xbb\xbfmodle: pico\ndata: x",
-        "recipe.yaml:1:1: model: is required, but missing; `tunekit explain model` says what it takes\n"
+        "recipe.yaml:1:1: model: missing required key; `tunekit explain model` documents it\n"
         "recipe.yaml:1:1: modle: unknown key; did you mean 'model'?\n"
         "recipe.yaml:2:7: data: must be a section (with train, eval, format, loss_on, ...), got 'x'",
     ),
-    "a_huge_file": (b"# x\n" * 100_000, "recipe.yaml: is larger than 256 KiB; name a recipe, not its data"),
+    "a_huge_file": (b"# x\n" * 100_000, "recipe.yaml: is larger than 256 KiB; pass a recipe, not its data"),
 }
 
 BROKEN_SOURCES = {
@@ -712,30 +696,30 @@ BROKEN_SOURCES = {
     "another_suffix": ("mine.yml", f"mine.yml: file not found; did you mean 'mine.yaml'? {LISTS_SHIPPED}"),
     "a_file_in_no_folder": (
         "recipes/mine.yaml",
-        f"recipes/mine.yaml: file not found, there is no folder recipes; {LISTS_SHIPPED}",
+        f"recipes/mine.yaml: file not found, folder recipes does not exist; {LISTS_SHIPPED}",
     ),
     "a_misspelt_name": (
         "sft/quickstrat",
-        "sft/quickstrat: no such file, and no recipe of this name ships with tunekit; "
-        f"did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
+        "sft/quickstrat: no such file, and no shipped recipe has this name; did you mean 'sft/quickstart'? "
+        f"{LISTS_SHIPPED}",
     ),
     "half_a_name": (
         "quickstart",
-        "quickstart: no such file, and no recipe of this name ships with tunekit; "
-        f"did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
+        "quickstart: no such file, and no shipped recipe has this name; did you mean 'sft/quickstart'? "
+        f"{LISTS_SHIPPED}",
     ),
     "a_name_with_suffix": (
         "quickstart.yaml",
         f"quickstart.yaml: file not found; did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
     ),
-    "a_folder": ("folder", "folder: is a folder, not a recipe; name a recipe file"),
-    "a_folder_with_recipes": (".", ".: is a folder, not a recipe; name a file in it, such as mine.yaml"),
+    "a_folder": ("folder", "folder: is a folder, not a recipe; pass a recipe file"),
+    "a_folder_with_recipes": (".", ".: is a folder, not a recipe; pass a file in it, such as mine.yaml"),
     "yaml_text": (
         "model: pico\ndata: x",
         r"'model: pico\ndata: x' is not a path or a name; write YAML text to a file, or pass a mapping",
     ),
     "nothing": ("", "'' is not a path or a name; write YAML text to a file, or pass a mapping"),
-    "a_name_without_end": ("x" * 5000, "x" * 40 + "...: File name too long; name a recipe file"),
+    "a_name_without_end": ("x" * 5000, "x" * 40 + "...: File name too long; pass a recipe file"),
 }
 
 BROKEN_OVERRIDES = {
@@ -744,7 +728,7 @@ BROKEN_OVERRIDES = {
         "command line: train.learning_rat: unknown key; did you mean 'learning_rate'?",
     ),
     "an_unknown_section": (["trian.seed=1"], "command line: trian: unknown key; did you mean 'train'?"),
-    "the_name_of_another_tool": (["lr=1e-4"], "command line: lr: unknown key; it is called train.learning_rate here"),
+    "the_name_of_another_tool": (["lr=1e-4"], "command line: lr: unknown key; use train.learning_rate"),
     "no_equals_sign": (
         ["train.seed"],
         "command line: cannot read 'train.seed'; write key=value, such as train.max_steps=100",
@@ -753,41 +737,40 @@ BROKEN_OVERRIDES = {
     "half_a_key": (["train.=3"], "command line: cannot read 'train.=3'; write key=value, such as train.max_steps=100"),
     "no_value": (
         ["output.dir="],
-        "command line: output.dir: no value after the '='; write null for the default, '\"\"' for an empty text",
+        "command line: output.dir: no value after '='; write null for the default, '\"\"' for an empty string",
     ),
-    "a_wrong_value": (["train.seed=x"], "command line: train.seed: must be a whole number, got 'x'"),
+    "a_wrong_value": (["train.seed=x"], "command line: train.seed: must be an integer, got 'x'"),
     "an_open_list": (
         ["adapter.target_modules=[q_proj"],
-        "command line: adapter.target_modules: a '[' is opened here and not closed; "
-        "close it, with commas between the items",
+        "command line: adapter.target_modules: unclosed '['; close it, and separate items by commas",
     ),
     "a_value_that_needs_quotes": (
         ["output.dir=@home"],
-        "command line: output.dir: a value cannot begin with '@'; put it in quotes",
+        "command line: output.dir: a value cannot begin with '@'; quote it",
     ),
     "a_tag": (
         ["train.seed=!!int 3"],
-        "command line: train.seed: tags such as !!int are refused; write the plain value",
+        "command line: train.seed: tags such as !!int are unsupported; write the plain value",
     ),
     "two_documents": (
         ["train.seed=1\n---\n2"],
-        "command line: train.seed: a second document begins here; keep one recipe a file, without '---'",
+        "command line: train.seed: second YAML document; write one recipe per file, without '---'",
     ),
     "a_key_below_a_plain_value": (
         ["train.num_epochs.x=3"],
-        "command line: train.num_epochs.x: train.num_epochs is a plain value; write train.num_epochs=...",
+        "command line: train.num_epochs.x: train.num_epochs is not a section; write train.num_epochs=...",
     ),
     "a_required_key_taken_away": (
         ["data.train=null"],
-        "command line: data.train: is required, but missing; `tunekit explain data.train` says what it takes",
+        "command line: data.train: missing required key; `tunekit explain data.train` documents it",
     ),
     "a_section_of_which_only_a_detail_is_given": (
         ["data.eval.split=test"],
-        "command line: data.eval.path: is required, but missing; `tunekit explain data.eval.path` says what it takes",
+        "command line: data.eval.path: missing required key; `tunekit explain data.eval.path` documents it",
     ),
     "a_field_that_the_new_adapter_does_not_have": (
         ["adapter=full", "adapter.rank=3"],
-        "command line: adapter.rank: adapter.type=full has no 'rank'; it goes with adapter.type=lora or qlora",
+        "command line: adapter.rank: adapter.type=full has no 'rank'; available with adapter.type=lora or qlora",
     ),
     "an_unknown_adapter": (
         ["adapter.type=lroa"],
@@ -799,28 +782,28 @@ BROKEN_OVERRIDES = {
     ),
     "epochs_and_steps": (
         ["train.max_steps=3", "train.num_epochs=2"],
-        "command line: train.num_epochs: cannot be given together with train.max_steps; keep one of them",
+        "command line: train.num_epochs: mutually exclusive with train.max_steps; keep one of them",
     ),
     "a_misspelt_trainer_arg": (
         ["method.trainer_args.adam_bta1=0.8"],
-        "command line: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
+        "command line: method.trainer_args.adam_bta1: not a field of SFTConfig; did you mean 'adam_beta1'?",
     ),
     "a_variable_where_none_may_stand": (
         ["output.name=${USER}"],
-        "command line: output.name: ${USER} is not expanded here; write the value itself, or $${ for a literal ${",
+        "command line: output.name: ${USER} is not expanded in this field; write the value, or $${ for a literal ${",
     ),
     "a_key_of_a_list": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train.split=test"],
-        "command line: data.train.split: data.train is a list; write data.train[0].split=... for its first item, or "
-        "data.train=... in its place",
+        "command line: data.train.split: data.train is a list; write data.train[0].split=... for its first item, "
+        "or replace it: data.train=...",
     ),
     "a_position_without_brackets": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train.1.split=test"],
-        "command line: data.train.1.split: a position in a list stands in brackets; write data.train[1].split=...",
+        "command line: data.train.1.split: list positions need brackets; write data.train[1].split=...",
     ),
     "a_position_beyond_the_list": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train[2].split=test"],
-        "command line: data.train[2].split: data.train has 2 items; the last is data.train[1]",
+        "command line: data.train[2].split: data.train has 2 items; the last item is data.train[1]",
     ),
     "a_position_from_the_end": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train[-1].split=test"],
@@ -850,12 +833,12 @@ BROKEN_OVERRIDES = {
     ),
     "the_weight_of_one_item": (
         ["data.train=[a.jsonl, b.jsonl]", "data.train[1].weight=2"],
-        "command line: data.train[0].weight: is missing for 'a.jsonl', while other sources have one; "
-        "give every source a weight, or none",
+        "command line: data.train[0].weight: missing for 'a.jsonl', but other sources have one; give all sources a "
+        "weight, or none",
     ),
     "several_at_once": (
         ["adapter.rank=0", "foo=1"],
-        "command line: foo: unknown key; a recipe has model, data, method, adapter, train, parallel, output\n"
+        "command line: foo: unknown key; keys of a recipe: model, data, method, adapter, train, parallel, output\n"
         "command line: adapter.rank: must be greater than 0, got 0",
     ),
 }
@@ -863,16 +846,16 @@ BROKEN_OVERRIDES = {
 BROKEN_MAPPINGS: dict[str, tuple[Mapping[Any, Any], str]] = {
     "an_empty_mapping": (
         {},
-        "recipe: model: is required, but missing; `tunekit explain model` says what it takes\n"
-        "recipe: data: is required, but missing; `tunekit explain data` says what it takes",
+        "recipe: model: missing required key; `tunekit explain model` documents it\n"
+        "recipe: data: missing required key; `tunekit explain data` documents it",
     ),
     "a_key_that_is_not_text": (
         {"model": "pico", "data": {"train": "x.jsonl"}, 3: 4},
-        "recipe: a key must be text, got 3; put it in quotes",
+        "recipe: a key must be a string, got 3; quote it",
     ),
     "a_value_of_no_yaml_type": (
         {"model": "pico", "data": {"train": "x.jsonl"}, "train": {"seed": object()}},
-        "recipe: train.seed: must be a whole number, got a Python object",
+        "recipe: train.seed: must be an integer, got a Python object",
     ),
 }
 
@@ -927,7 +910,7 @@ def test_a_broken_mapping_is_told_by_its_keys(case: str) -> None:
 def test_the_file_is_named_as_the_user_named_it() -> None:
     Path("folder").mkdir()
     Path("folder/a b.yaml").write_text(GOOD + "seed: 1\n")
-    expected = "./folder/../folder/a b.yaml:3:1: seed: unknown key; it belongs in train: train.seed"
+    expected = "./folder/../folder/a b.yaml:3:1: seed: unknown key; use train.seed"
     assert message("./folder/../folder/a b.yaml") == expected
 
 
@@ -935,7 +918,7 @@ def test_mistakes_of_file_and_command_line_come_together_in_reading_order() -> N
     Path("recipe.yaml").write_text(GOOD + "train:\n  sede: 1\n  max_steps: x\nadapter: lroa\n")
     assert message("recipe.yaml", "output.nam=x").splitlines() == [
         "recipe.yaml:4:3: train.sede: unknown key; did you mean 'seed'?",
-        "recipe.yaml:5:14: train.max_steps: must be a whole number, got 'x'",
+        "recipe.yaml:5:14: train.max_steps: must be an integer, got 'x'",
         "recipe.yaml:6:10: adapter.type: must be one of full, lora, qlora, got 'lroa'; did you mean 'lora'?",
         "command line: output.nam: unknown key; did you mean 'name'?",
     ]
@@ -945,4 +928,4 @@ def test_an_unreadable_file_is_told() -> None:
     Path("recipe.yaml").symlink_to("/proc/self/mem")
     if not Path("recipe.yaml").exists():
         pytest.skip("this system has no file that exists and cannot be read")
-    assert message("recipe.yaml") == "recipe.yaml: cannot be read: Input/output error"
+    assert message("recipe.yaml") == "recipe.yaml: cannot read the file: Input/output error"

@@ -62,7 +62,7 @@ def test_functions_are_looked_up_only_where_that_is_asked() -> None:
     Path("rewards_of_mine.py").write_text("def score(**rows): ...\n")
     text = "model: pico\ndata: {train: a.jsonl}\nmethod: {type: grpo, rewards: [rewards_of_mine:scroe]}\n"
     _, (fault,) = tunekit.check_text(text)
-    assert fault.message == "the module 'rewards_of_mine' has no function 'scroe'; did you mean 'score'?"
+    assert fault.message == "module 'rewards_of_mine' has no function 'scroe'; did you mean 'score'?"
     sys.modules.pop("rewards_of_mine")
     recipe, faults = tunekit.check_text(text, find_functions=False)
     assert recipe is not None and not faults

@@ -79,7 +79,7 @@ def test_a_learning_rate_that_is_spelled_out_is_no_edit():
 
 def test_an_edit_shows_what_was_and_what_is():
     (edit,) = edits(recipe(), recipe("train.max_steps=200"))
-    assert edit.words == "train.max_steps (left out) -> 200"
+    assert edit.words == "train.max_steps (not set) -> 200"
 
 
 def test_deepspeed_keeps_the_norm_of_gradients_and_others_do_not():

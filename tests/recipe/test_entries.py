@@ -35,7 +35,7 @@ def test_the_fields_are_those_of_the_variant() -> None:
 
 def test_a_field_says_what_it_takes() -> None:
     entry = entries(adapter={"type": "lora", "rank": "x"})["adapter.rank"]
-    assert (entry.kind, entry.takes, entry.above, entry.default) == ("int", "a whole number greater than 0", 0, 16)
+    assert (entry.kind, entry.takes, entry.above, entry.default) == ("int", "an integer greater than 0", 0, 16)
     assert entry.value == "x"
     assert entry.section == "adapter"
     found = entries()

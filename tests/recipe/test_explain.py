@@ -22,7 +22,7 @@ def entries(text: str) -> Iterator[str]:
 
 def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
     assert explain("adapter.rank") == (
-        "adapter.rank: a whole number greater than 0; default 16; with adapter.type lora or qlora\n"
+        "adapter.rank: an integer greater than 0; default 16; with adapter.type lora or qlora\n"
         "    Rank of the update matrices; their size grows with it."
     )
 
@@ -30,7 +30,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
 @pytest.mark.parametrize(
     ("key", "header"),
     [
-        ("model.path", "model.path: text; required"),
+        ("model.path", "model.path: a string; required"),
         ("model.dtype", "model.dtype: one of auto, float32, bfloat16, float16; default auto"),
         ("data.train", "data.train: a section or a list of sections; required"),
         ("data.eval", "data.eval: a section or a list of sections; optional"),
@@ -45,7 +45,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
         ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
         ("train.warmup_steps", "train.warmup_steps: a number of at least 0; default 0.03"),
         ("train.num_epochs", "train.num_epochs: a number greater than 0; optional"),
-        ("output.sample_prompts", "output.sample_prompts: a list of text; optional"),
+        ("output.sample_prompts", "output.sample_prompts: a list of strings; optional"),
     ],
 )
 def test_the_first_line_says_what_a_field_takes(key: str, header: str) -> None:
@@ -53,7 +53,7 @@ def test_the_first_line_says_what_a_field_takes(key: str, header: str) -> None:
 
 
 def test_a_field_that_takes_variables_says_so() -> None:
-    assert "`${NAME}` stands for an environment variable" in explain("model.path")
+    assert "`${NAME}` is replaced by an environment variable" in explain("model.path")
     assert "${NAME}" not in explain("model.revision")
 
 
@@ -94,19 +94,19 @@ def test_trls_own_arguments_are_known_by_name() -> None:
     ("key", "message"),
     [
         ("adapter.rnak", "adapter.rnak: unknown key; did you mean 'rank'?"),
-        ("learning_rate", "learning_rate: unknown key; it belongs in train: train.learning_rate"),
+        ("learning_rate", "learning_rate: unknown key; use train.learning_rate"),
         ("trian.seed", "trian: unknown key; did you mean 'train'?"),
         (
             "data.columns.x",
-            "data.columns.x: data.columns is a plain value; `tunekit explain data.columns` documents it",
+            "data.columns.x: data.columns is not a section; `tunekit explain data.columns` documents it",
         ),
-        ("train.optim.x", "train.optim.x: train.optim is a plain value; `tunekit explain train.optim` documents it"),
+        ("train.optim.x", "train.optim.x: train.optim is not a section; `tunekit explain train.optim` documents it"),
         (
             "method.trainer_args.adam_bta1",
-            "method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
+            "method.trainer_args.adam_bta1: not a field of SFTConfig; did you mean 'adam_beta1'?",
         ),
-        ("method.trainer_args.bf16", "method.trainer_args.bf16: tunekit sets this itself; use model.dtype"),
-        ("", ": unknown key; a recipe has model, data, method, adapter, train, parallel, output"),
+        ("method.trainer_args.bf16", "method.trainer_args.bf16: set by tunekit; use model.dtype"),
+        ("", ": unknown key; keys of a recipe: model, data, method, adapter, train, parallel, output"),
     ],
 )
 def test_an_unknown_key_is_told_with_what_was_meant(key: str, message: str) -> None:

@@ -35,17 +35,17 @@ def test_a_function_is_found_from_the_working_directory_which_is_searched_for_th
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("my_row:convert", "there is no module 'my_row'; did you mean 'my_rows'?"),
-        ("my_kit.shape:convert", "there is no module 'my_kit.shape'; did you mean 'my_kit.shapes'?"),
-        ("my_rows.x:convert", "there is no module 'my_rows.x'; write my_module:my_function"),
-        ("my_rows:convrt", "the module 'my_rows' has no function 'convrt'; did you mean 'convert'?"),
-        ("my_rows:x", "the module 'my_rows' has no function 'x'; there are convert"),
-        ("my_rows:TABLE", "'my_rows:TABLE' is no function, but a value of type dict"),
+        ("my_row:convert", "no module 'my_row'; did you mean 'my_rows'?"),
+        ("my_kit.shape:convert", "no module 'my_kit.shape'; did you mean 'my_kit.shapes'?"),
+        ("my_rows.x:convert", "no module 'my_rows.x'; write my_module:my_function"),
+        ("my_rows:convrt", "module 'my_rows' has no function 'convrt'; did you mean 'convert'?"),
+        ("my_rows:x", "module 'my_rows' has no function 'x'; available: convert"),
+        ("my_rows:TABLE", "'my_rows:TABLE' is not a function but a dict"),
         (
             "my_needs:convert",
-            "importing 'my_needs' fails: No module named 'no_such_package_at_all'; install what it needs",
+            "importing 'my_needs' failed: No module named 'no_such_package_at_all'; install the missing module",
         ),
-        ("my_slip:convert", "importing 'my_slip' fails: {here}/my_slip.py:1: expected ':'"),
+        ("my_slip:convert", "importing 'my_slip' failed: {here}/my_slip.py:1: expected ':'"),
         ("my_fault:convert", "importing 'my_fault' raised ZeroDivisionError: division by zero"),
         ("my_rows.py:", "must be module:function, such as my_module:my_function, got 'my_rows.py:'"),
         ("my-rows:convert", "must be module:function, such as my_module:my_function, got 'my-rows:convert'"),
@@ -75,7 +75,7 @@ def test_columns_beside_a_function_are_refused(here):
     with pytest.raises(RecipeError) as caught:
         load_recipe("recipe.yaml")
     assert str(caught.value) == (
-        "recipe.yaml:5:3: data.columns: says nothing to a row function, which reads the columns itself; leave it out"
+        "recipe.yaml:5:3: data.columns: has no effect with a row function, which reads the columns itself; unset it"
     )
 
 
@@ -85,8 +85,8 @@ def test_functions_of_single_sources_are_looked_for_too(here):
     with pytest.raises(RecipeError) as caught:
         load_recipe("recipe.yaml")
     assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
-        "recipe.yaml:4:31: data.train[0].format: the module 'my_rows' has no function 'convrt'",
-        "recipe.yaml:5:33: data.eval.format: there is no module 'my_row'",
+        "recipe.yaml:4:31: data.train[0].format: module 'my_rows' has no function 'convrt'",
+        "recipe.yaml:5:33: data.eval.format: no module 'my_row'",
     ]
 
 
@@ -98,5 +98,5 @@ def test_the_recipe_of_a_run_is_read_where_its_functions_are_not(here, tmp_path_
     monkeypatch.chdir(kept.parent)
     del sys.modules["my_rows"]
     assert reload_recipe(kept) == recipe
-    with pytest.raises(RecipeError, match="there is no module 'my_rows'"):
+    with pytest.raises(RecipeError, match="no module 'my_rows'"):
         load_recipe(kept)

@@ -87,7 +87,7 @@ def test_the_figures_of_the_recipes_for_pico_are_those_that_were_measured() -> N
 def test_an_unknown_recipe_is_told_with_what_is_near() -> None:
     with pytest.raises(RecipeError) as error:
         find_recipe("sft/quikstart")
-    expected = "sft/quikstart: there is no shipped recipe of this name; did you mean 'sft/quickstart'? "
+    expected = "sft/quikstart: no shipped recipe has this name; did you mean 'sft/quickstart'? "
     assert str(error.value) == expected + "`tunekit recipes` lists them"
 
 
@@ -105,13 +105,13 @@ def test_a_recipe_is_copied_to_a_file_or_into_a_folder(tmp_path: Path) -> None:
 
 def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text("mine")
-    with pytest.raises(RecipeError, match=r"quickstart\.yaml: exists already; name another file to copy to$"):
+    with pytest.raises(RecipeError, match=r"quickstart\.yaml: already exists; pass another file to copy to$"):
         copy_recipe("sft/quickstart", tmp_path)
     assert (tmp_path / "quickstart.yaml").read_text() == "mine"
 
 
 def test_a_copy_needs_a_folder_to_lie_in(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"there is no folder .*/no; create it first$"):
+    with pytest.raises(RecipeError, match=r"folder .*/no does not exist; create it first$"):
         copy_recipe("sft/quickstart", tmp_path / "no" / "mine.yaml")
 
 
@@ -122,9 +122,7 @@ def test_example_data_is_found_by_name() -> None:
 def test_unknown_example_data_is_told_with_what_is_near() -> None:
     with pytest.raises(DataError) as error:
         find_example("pirat.jsonl")
-    assert str(error.value).startswith(
-        "example:pirat.jsonl: no such file ships with tunekit; did you mean 'pirate.jsonl'"
-    )
+    assert str(error.value).startswith("example:pirat.jsonl: no such example file; did you mean 'pirate.jsonl'")
 
 
 @pytest.mark.parametrize("name", ["../data/pirate.jsonl", "make.py", "", "."])

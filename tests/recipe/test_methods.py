@@ -36,18 +36,18 @@ def test_a_method_reads_back_equal(method: DPOMethod | GRPOMethod, tmp_path: Any
 @pytest.mark.parametrize(
     ("method", "changes", "problem"),
     [
-        ("dpo", ["data.packing=true"], "data.packing: cannot be true with method dpo; leave it out"),
-        ("grpo", ["data.padding_free=true"], "data.padding_free: cannot be true with method grpo: TRL pads"),
+        ("dpo", ["data.packing=true"], "data.packing: unsupported with method dpo; unset it"),
+        ("grpo", ["data.padding_free=true"], "data.padding_free: unsupported with method grpo: TRL pads"),
         ("dpo", ["data.loss_on=all"], "data.loss_on: cannot be all with method dpo"),
         (
             "dpo",
             ["data.streaming=true", "train.max_steps=5", "method.precompute_ref_log_probs=true"],
-            "method.precompute_ref_log_probs: cannot be true with data.streaming",
+            "method.precompute_ref_log_probs: unsupported with data.streaming",
         ),
         (
             "grpo",
             ["data.max_length=512"],
-            "method.max_completion_length: 512 leaves no place for a prompt in data.max_length 512",
+            "method.max_completion_length: 512 leaves no room for a prompt in data.max_length 512",
         ),
         (
             "grpo",
@@ -57,14 +57,14 @@ def test_a_method_reads_back_equal(method: DPOMethod | GRPOMethod, tmp_path: Any
         (
             "dpo",
             ["adapter.dropout=0.1"],
-            "adapter.dropout: means nothing with method dpo, for which TRL switches dropout off",
+            "adapter.dropout: has no effect with method dpo: TRL disables dropout",
         ),
         ("grpo", ["method.rewards=[score]"], "method.rewards[0]: must be module:function or one of exact_match, "),
-        ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; it goes with method.type=dpo, kto, orpo"),
+        ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; available with method.type=dpo, kto, orpo"),
         ("grpo", ["method.num_generations=1"], "method.num_generations: must be at least 2, got 1"),
-        ("dpo", ["method.trainer_args.beta=1"], "tunekit sets this itself; use method.beta"),
-        ("dpo", ["method.trainer_args.lable_smoothing=0.1"], "no such field; use method.label_smoothing"),
-        ("grpo", ["method.trainer_args.use_vllm=true"], "tunekit sets this itself; use method.generation.use_vllm"),
+        ("dpo", ["method.trainer_args.beta=1"], "set by tunekit; use method.beta"),
+        ("dpo", ["method.trainer_args.lable_smoothing=0.1"], "not a field of DPOConfig; use method.label_smoothing"),
+        ("grpo", ["method.trainer_args.use_vllm=true"], "set by tunekit; use method.generation.use_vllm"),
     ],
 )  # fmt: skip
 def test_what_a_method_cannot_do_is_told_with_its_place(method: str, changes: list[str], problem: str) -> None:

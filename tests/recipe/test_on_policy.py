@@ -45,8 +45,8 @@ URL = "http://there:8000"
 @pytest.mark.parametrize(
     ("kind", "method", "problem"),
     [
-        ("rloo", {"max_completion_length": 1024}, r"max_completion_length: 1024 leaves no place for a prompt"),
-        ("distillation", {"max_completion_length": 1024}, "max_completion_length: 1024 leaves no place for a prompt"),
+        ("rloo", {"max_completion_length": 1024}, r"max_completion_length: 1024 leaves no room for a prompt"),
+        ("distillation", {"max_completion_length": 1024}, "max_completion_length: 1024 leaves no room for a prompt"),
         ("rloo", {"num_generations": 5}, r"num_generations: 5 does not divide train\.global_batch_size 16"),
         ("rloo", {"epsilon": 0.3, "epsilon_high": 0.2}, r"epsilon_high: 0\.2 is less than method\.epsilon 0\.3"),
         ("grpo", {"epsilon_high": 0.1}, r"epsilon_high: 0\.1 is less than method\.epsilon 0\.2"),
@@ -61,19 +61,19 @@ URL = "http://there:8000"
             {"importance_sampling_level": "sequence"},
             "importance_sampling_level: cannot be sequence for loss_type dapo, a sum over tokens",
         ),
-        ("grpo", {"loss_type": "cispo"}, "epsilon_high: is for loss_type cispo the ratio itself"),
-        ("grpo", {"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: is for loss_type cispo the ratio itself"),
-        ("grpo", {"loss_type": "sapo", "epsilon": 0.1}, "epsilon: means nothing for loss_type sapo"),
-        ("grpo", {"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high: means nothing for loss_type sapo"),
+        ("grpo", {"loss_type": "cispo"}, "epsilon_high: must be at least 1 for loss_type cispo"),
+        ("grpo", {"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: must be at least 1 for loss_type cispo"),
+        ("grpo", {"loss_type": "sapo", "epsilon": 0.1}, "epsilon: has no effect for loss_type sapo"),
+        ("grpo", {"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high: has no effect for loss_type sapo"),
         (
             "rloo",
             {"beta": 0.0, "trainer_args": {"sync_ref_model": True}},
-            r"trainer_args\.sync_ref_model: means nothing with method\.beta 0",
+            r"trainer_args\.sync_ref_model: has no effect with method\.beta 0",
         ),
         (
             "grpo",
             {"beta": 0.1, "trainer_args": {"sync_ref_model": True}},
-            r"trainer_args\.sync_ref_model: cannot be true with an adapter",
+            r"trainer_args\.sync_ref_model: unsupported with an adapter",
         ),
         (
             "grpo",
@@ -83,43 +83,43 @@ URL = "http://there:8000"
         (
             "rloo",
             {"trainer_args": {"num_generations_eval": -1}},
-            r"trainer_args\.num_generations_eval: must be 1 at least",
+            r"trainer_args\.num_generations_eval: must be at least 1",
         ),
         (
             "rloo",
             {"trainer_args": {"generation_kwargs": {"temperature": 2.0}}},
-            r"trainer_args\.generation_kwargs: cannot hold temperature, which tunekit sets itself",
+            r"trainer_args\.generation_kwargs: must not contain temperature, which tunekit sets",
         ),
         (
             "grpo",
             {"trainer_args": {"log_completions_hub_repo": "mine/answers"}},
-            r"trainer_args\.log_completions_hub_repo: tunekit sets this itself",
+            r"trainer_args\.log_completions_hub_repo: set by tunekit",
         ),
         (
             "grpo",
             vllm(use_vllm=True, vllm_server_base_url=URL),
-            r"vllm_server_base_url: means nothing with vllm_mode colocate",
+            "vllm_server_base_url: has no effect with vllm_mode colocate",
         ),
         (
             "grpo",
             vllm(use_vllm=True, vllm_mode="server", vllm_server_base_url=URL, vllm_gpu_memory_utilization=0.5),
-            r"vllm_gpu_memory_utilization: means nothing with vllm_mode server",
+            "vllm_gpu_memory_utilization: has no effect with vllm_mode server",
         ),
-        ("rloo", vllm(use_vllm=True, vllm_mode="server"), r"vllm_server_base_url: is missing, and vllm_mode is server"),
+        ("rloo", vllm(use_vllm=True, vllm_mode="server"), "vllm_server_base_url: missing, but vllm_mode is server"),
         (
             "rloo",
             vllm(vllm_mode="server", vllm_server_base_url=URL),
-            r"vllm_mode: means nothing without use_vllm: true",
+            "vllm_mode: has no effect unless use_vllm is true",
         ),
         (
             "distillation",
             vllm(use_vllm=False, vllm_gpu_memory_utilization=0.5),
-            r"vllm_gpu_memory_utilization: means nothing with use_vllm false",
+            "vllm_gpu_memory_utilization: has no effect with use_vllm false",
         ),
         (
             "distillation",
             {"teacher": {"path": "pico", "attn_implementation": "eager"}},
-            r"teacher\.attn_implementation: cannot be given: the teacher is computed like the model",
+            r"teacher\.attn_implementation: not configurable: the teacher uses the setting of the model",
         ),
     ],
 )
@@ -130,6 +130,6 @@ def test_what_does_not_go_together_is_told_with_its_place(kind: str, method: dic
 
 def test_a_checkpoint_is_made_where_new_answers_are_due() -> None:
     asked = recipe("grpo", method={"num_iterations": 4}, train={"save_steps": 6})
-    with pytest.raises(RecipeError, match=r"train\.save_steps: 6 is no multiple of method\.num_iterations 4"):
+    with pytest.raises(RecipeError, match=r"train\.save_steps: 6 is not a multiple of method\.num_iterations 4"):
         load_recipe(asked)
     assert load_recipe({**asked, "train": {"save_steps": 8}}).train.save_steps == 8

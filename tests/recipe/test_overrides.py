@@ -112,28 +112,28 @@ def test_what_only_the_files_adapter_has_is_left_out_and_said(recipe, override: 
     loaded, notes = recipe(LORA, override)
     assert loaded.adapter == FullAdapter()
     assert notes == [
-        "adapter.rank=16 is left out: adapter.type=full has no 'rank'",
-        "adapter.target_modules=[q_proj, v_proj] is left out: adapter.type=full has no 'target_modules'",
+        "adapter.rank=16 ignored: adapter.type=full has no 'rank'",
+        "adapter.target_modules=[q_proj, v_proj] ignored: adapter.type=full has no 'target_modules'",
     ]
 
 
 def test_what_the_new_adapter_has_too_is_kept(recipe) -> None:
     loaded, notes = recipe(QLORA, "adapter.type=lora", "adapter.alpha=8")
     assert loaded.adapter == LoraAdapter(rank=16, alpha=8)
-    assert notes == ["adapter.quant_type=fp4 is left out: adapter.type=lora has no 'quant_type'"]
+    assert notes == ["adapter.quant_type=fp4 ignored: adapter.type=lora has no 'quant_type'"]
 
 
 def test_back_to_the_default_adapter_is_a_change_of_adapter_too(recipe) -> None:
     loaded, notes = recipe(QLORA, "adapter.type=null")
     assert loaded.adapter == LoraAdapter(rank=16)
-    assert notes == ["adapter.quant_type=fp4 is left out: adapter.type=lora has no 'quant_type'"]
+    assert notes == ["adapter.quant_type=fp4 ignored: adapter.type=lora has no 'quant_type'"]
 
 
 @pytest.mark.parametrize(
     ("text", "override", "note"),
     [
-        ("num_epochs: 2", "max_steps=5", "train.num_epochs=2 is left out: train.max_steps=5 takes its place"),
-        ("max_steps: 5", "num_epochs=0.5", "train.max_steps=5 is left out: train.num_epochs=0.5 takes its place"),
+        ("num_epochs: 2", "max_steps=5", "train.num_epochs=2 ignored: train.max_steps=5 replaces it"),
+        ("max_steps: 5", "num_epochs=0.5", "train.max_steps=5 ignored: train.num_epochs=0.5 replaces it"),
     ],
 )
 def test_the_files_length_of_training_gives_way_and_that_is_said(recipe, text: str, override: str, note: str) -> None:
@@ -171,14 +171,14 @@ def test_a_later_override_reaches_into_the_list_of_an_earlier_one(recipe) -> Non
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("data.train=x.jsonl", "data.train is a single source now"),
-        ("data.train=[x.jsonl]", "data.train is a single source now"),
-        ("data.train=[x.jsonl, y.jsonl]", "data.train has no weights now"),
+        ("data.train=x.jsonl", "data.train is a single source"),
+        ("data.train=[x.jsonl]", "data.train is a single source"),
+        ("data.train=[x.jsonl, y.jsonl]", "data.train has no weights"),
     ],
 )
 def test_how_the_file_mixes_is_left_out_where_nothing_is_left_to_mix(recipe, override: str, why: str) -> None:
     loaded, notes = recipe(MIXED + "  weight_by: tokens\n  stopping_strategy: first_exhausted\n", override)
-    assert notes == [f"data.weight_by=tokens is left out: {why}"]
+    assert notes == [f"data.weight_by=tokens ignored: {why}"]
     assert loaded.data.weight_by == "rows"
 
 
@@ -200,6 +200,6 @@ def test_overrides_lie_over_recipes_and_mappings_as_over_files() -> None:
     second, notes = load_recipe_with_notes(first, ["train.max_steps=5", "adapter=full"])
     assert (second.train.max_steps, second.adapter) == (5, FullAdapter())
     assert notes == [
-        "adapter.rank=8 is left out: adapter.type=full has no 'rank'",
-        "train.num_epochs=3.0 is left out: train.max_steps=5 takes its place",
+        "adapter.rank=8 ignored: adapter.type=full has no 'rank'",
+        "train.num_epochs=3.0 ignored: train.max_steps=5 replaces it",
     ]

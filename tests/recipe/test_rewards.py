@@ -77,7 +77,7 @@ def test_rewards_go_with_another_method_that_has_them_and_not_with_one_that_has_
     kept, notes = load_recipe_with_notes(recipe_of("exact_match"), ["method=rloo"])
     assert (kept.method.rewards, notes) == ([ExactMatchReward()], [])  # type: ignore[union-attr]
     _, notes = load_recipe_with_notes(recipe_of("exact_match"), ["method=sft"])
-    assert notes == ["method.rewards=[{type: exact_match}] is left out: method.type=sft has no 'rewards'"]
+    assert notes == ["method.rewards=[{type: exact_match}] ignored: method.type=sft has no 'rewards'"]
 
 
 BROKEN = """\
@@ -111,16 +111,17 @@ got 'boxd'; did you mean 'boxed'?
 recipe.yaml:9:14: method.rewards[1].type: must be one of function, {TYPES}, got 'numeric_mach'; \
 did you mean 'numeric_match'?
 recipe.yaml:10:7: method.rewards[2]: must be module:function or one of {TYPES}, got 'score'; did you mean 'code'?
-recipe.yaml:11:7: method.rewards[3].type: is required, but missing; choose one of function, {TYPES}
+recipe.yaml:11:7: method.rewards[3].type: missing required key; set it to one of function, {TYPES}
 recipe.yaml:12:7: method.rewards[4]: must be a section (with type, path, weight, column, ...), got 3
-recipe.yaml:13:7: method.rewards[5]: the module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
-recipe.yaml:14:30: method.rewards[6].path: the module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
-recipe.yaml:15:30: method.rewards[7].pattern: is no regular expression: missing ), unterminated subpattern at position 0
+recipe.yaml:13:7: method.rewards[5]: module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
+recipe.yaml:14:30: method.rewards[6].path: module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
+recipe.yaml:15:30: method.rewards[7].pattern: is not a valid regular expression: missing ), \
+unterminated subpattern at position 0
 recipe.yaml:16:27: method.rewards[8].tolerance: method.rewards[8].type=exact_match has no 'tolerance'; \
-it goes with method.rewards[8].type=numeric_match
+available with method.rewards[8].type=numeric_match
 recipe.yaml:17:37: method.rewards[9].free_tokens: 8 is not less than max_tokens 8; \
-between them the value falls from 0 to -1
-recipe.yaml:18:7: method.rewards[10].path: give either path or column; the schema stands in one of them
+lower it: the value falls from 0 to -1 between the two
+recipe.yaml:18:7: method.rewards[10].path: requires either path or column; set exactly one of them
 recipe.yaml:19:48: method.rewards[11].model.dtpe: unknown key; did you mean 'dtype'?"""
 
 
@@ -137,9 +138,9 @@ def test_broken_rewards_are_told_all_at_once_with_their_places(tmp_path: Path, m
     [
         ("method.rewards=exact_match", "must be a list of sections, got 'exact_match'; write [exact_match]"),
         ("method.rewards.weight=3", "method.rewards is a list; write method.rewards[0].weight=... for its first item"),
-        ("method.rewards[9].weight=3", "method.rewards has 5 items; the last is method.rewards[4]"),
+        ("method.rewards[9].weight=3", "method.rewards has 5 items; the last item is method.rewards[4]"),
         ("method.rewards[0].wieght=3", "method.rewards[0].wieght: unknown key; did you mean 'weight'?"),
-        ("method.rewards.0=x", "a position in a list stands in brackets; write method.rewards[0]=..."),
+        ("method.rewards.0=x", "list positions need brackets; write method.rewards[0]=..."),
     ],
 )  # fmt: skip
 def test_an_override_of_rewards_that_is_wrong_says_what_to_write(override: str, problem: str) -> None:

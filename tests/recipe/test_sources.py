@@ -38,7 +38,7 @@ def test_the_same_source_may_be_listed_twice() -> None:
 
 
 def test_a_section_made_in_python_is_held_to_the_same_rules() -> None:
-    with pytest.raises(ValidationError, match=r"train\[1\]\.weight: is missing for 'b'.*; give every source a weight"):
+    with pytest.raises(ValidationError, match=r"train\[1\]\.weight: missing for 'b'.*; give all sources a weight"):
         DataSection(train=[{"path": "a", "weight": 2}, "b"])
 
 

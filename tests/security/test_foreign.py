@@ -46,7 +46,7 @@ def environment(monkeypatch, tmp_path):
 def test_a_variable_is_sent_to_no_host_that_is_not_trusted(url, host):
     with pytest.raises(RecipeError) as refused:
         path_of(url)
-    assert f"would be sent to {host}; if {host} is yours, export TUNEKIT_TRUSTED_HOSTS={host}" in str(refused.value)
+    assert f"would be sent to {host}; if you trust {host}, export TUNEKIT_TRUSTED_HOSTS={host}" in str(refused.value)
     assert SECRET not in str(refused.value)
 
 
@@ -61,7 +61,9 @@ def test_a_variable_is_sent_to_its_own_service_to_trusted_hosts_and_to_the_users
 @pytest.mark.parametrize("path", ["os:system", "logging.config:dictConfig", "builtins:exec", "sys:exit", "yaml:load"])
 def test_an_installed_function_is_none_that_a_recipe_may_name(path, monkeypatch):
     top = path.partition(":")[0].partition(".")[0]
-    with pytest.raises(RecipeError, match=f"'{top}' is an installed module, and none of your own"):
+    with pytest.raises(
+        RecipeError, match=f"'{top}' is an installed module; recipes may only use functions of your own modules"
+    ):
         find_function(path)
     monkeypatch.setenv("TUNEKIT_TRUSTED_MODULES", f"other, {top}")
     assert callable(find_function(path))
@@ -80,7 +82,7 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(open_file, tmp
     row = b'{"text": "a"}\n'
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(row * 50_000))
-    with pytest.raises(DataError, match=r"bomb: the file unpacks to more than 200 times its size; unpack it yourself"):
+    with pytest.raises(DataError, match="decompresses to more than 200 times its size; if this is expected"):
         list(open_file(LocalFile(path, "bomb")).read(()))
     monkeypatch.setattr(files, "FREE_BYTES", 2**20)
     assert len(list(open_jsonl(LocalFile(path, "bomb")).read(()))) == 50_000
@@ -90,7 +92,7 @@ def test_a_line_that_no_row_has_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' + '{"text": "' + "a" * 1000)
-    with pytest.raises(DataError, match=r"rows:2: the line is longer than 1,000 bytes; write one row a line"):
+    with pytest.raises(DataError, match="rows:2: line longer than 1,000 bytes; write one row per line"):
         list(open_jsonl(LocalFile(path, "rows")).read(()))
 
 

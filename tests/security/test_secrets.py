@@ -50,7 +50,7 @@ def test_a_recipe_with_a_secret_is_refused_where_it_stands_and_without_telling_i
     with pytest.raises(RecipeError) as refused:
         load_recipe(recipe)
     said = str(refused.value)
-    assert f"recipe: {place}: holds " in said and "which no recipe may; " in said
+    assert f"recipe: {place}: contains " in said and "recipes must not contain secrets; " in said
     held = json.dumps(keys)
     for secret in (HUB, CANARY, "pass:word", "geheim99", "k" * 12, "whatever", "a1" * 12, "Q7" * 8, "a" * 36):
         assert secret not in held or secret not in said
@@ -73,7 +73,7 @@ def test_a_password_may_come_from_the_environment_and_stay_there(canary, monkeyp
 
 @pytest.mark.parametrize("keys", [{"model": "/models/${SERVICE_TOKEN}"}, {"output": {"dir": "/runs/${HF_TOKEN}"}}])
 def test_a_variable_that_is_secret_by_its_name_is_no_part_of_a_path(keys, canary):
-    with pytest.raises(RecipeError, match="holds a secret by its name"):
+    with pytest.raises(RecipeError, match="looks like a secret"):
         load_recipe({"model": "pico", "data": {"train": "a.jsonl"}, **keys})
 
 

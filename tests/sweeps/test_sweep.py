@@ -233,7 +233,7 @@ def test_optuna_chooses_three_and_a_run_that_somebody_ends_is_left_for_later(wor
     [
         (["adapter.rnak=4,8"], "command line: adapter.rnak: unknown key; did you mean 'rank'?"),
         (["adapter.rank=4,-8"], "with adapter.rank=-8: command line: adapter.rank: must be greater than 0, got -8"),
-        (["adapter.rank="], "adapter.rank=: no value after the '='"),
+        (["adapter.rank="], "adapter.rank=: no value after '='"),
         (["train.max_steps=3"], "no key has several values"),
         (["adapter.rank=4,8", "--by", "nonsense"], "--by nonsense: sft runs log no such metric"),
         (

@@ -46,7 +46,7 @@ def test_what_is_no_range_is_a_value(written):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("adapter.rank=", "no value after the '='"),
+        ("adapter.rank=", "no value after '='"),
         ("adapter.rank=,", "invalid list of values"),
         ("adapter.rank=[8,", "invalid list of values"),
         ("adapter.rank=8,8", "duplicate value 8"),

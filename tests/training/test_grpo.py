@@ -134,7 +134,7 @@ def test_what_is_no_number_for_each_answer_is_refused_by_name(here, reward, prob
 
 
 def test_a_reward_is_looked_for_when_the_recipe_is_loaded(here):
-    with pytest.raises(RecipeError, match=r"method.rewards\[0\]: the module 'grpo_rewards' has no function 'lwo'"):
+    with pytest.raises(RecipeError, match=r"method.rewards\[0\]: module 'grpo_rewards' has no function 'lwo'"):
         verbs.plan(recipe("lwo"))
     with pytest.raises(TunekitError, match=r"method.rewards: empty, but grpo learns only from rewards"):
         tunekit.train(recipe())
@@ -145,7 +145,7 @@ def test_a_prompt_that_leaves_no_room_for_the_longest_answer_is_left_out(here):
     (here / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = tunekit.train(recipe("low", rows="long", train={"max_steps": 1}))
     assert (run.plan.data.num_train, run.plan.data.num_dropped) == (3, 1)
-    with pytest.raises(DataError, match="none of 4 prompts leaves room for an answer: they may have 4 tokens"):
+    with pytest.raises(DataError, match="none of 4 prompts leaves room for a completion: limit 4 tokens"):
         tunekit.train(recipe("low", rows="long", data={"max_length": 20}))
 
 

@@ -277,7 +277,7 @@ def test_a_reward_model_says_that_it_judges_and_answers_no_prompts(trained):
     run = trained("reward")
     assert run.samples() == [] and not logged(run, "sample")
     card = (run.model_path / "README.md").read_text()
-    assert "This model judges" in card and "pipeline_tag: text-classification" in card
+    assert "This is a reward model" in card and "pipeline_tag: text-classification" in card
     assert {"accuracy", "margin"} == set(run.result()["measures"])
 
 
@@ -373,7 +373,7 @@ def test_rows_that_kto_cannot_learn_from_are_told_with_their_place(here, rows, p
 
 @pytest.mark.parametrize("method", ["orpo", "cpo", "reward"])
 def test_rows_without_a_worse_answer_are_told_with_what_the_method_wants(here, method):
-    with pytest.raises(DataError, match=f"method {method} learns from preference pairs") as error:
+    with pytest.raises(DataError, match=f"method {method} trains on preference pairs") as error:
         tunekit.train(recipe({"type": method}, data={"train": "rated.jsonl"}))
     assert "use method kto" in str(error.value.hint)
 
@@ -390,7 +390,9 @@ def test_half_an_answer_is_not_judged(here):
     assert (plans["reward"].num_train, plans["reward"].num_dropped) == (8, 1)
     assert (plans["orpo"].num_train, plans["orpo"].num_truncated) == (9, 1)
     write(here / "long.jsonl", [long])
-    with pytest.raises(DataError, match="none of 1 pair is short enough: an answer with its prompt may have 64 tokens"):
+    with pytest.raises(
+        DataError, match="none of 1 pair is short enough: limit 64 tokens for a prompt with its completion"
+    ):
         tunekit.train(recipe({"type": "reward"}, data=data))
 
 
@@ -409,7 +411,7 @@ def test_a_plan_says_what_these_methods_do(here):
 
 
 def test_kto_needs_a_neighbour_on_every_device(here):
-    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: must be 2 or more with method kto"):
+    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: must be at least 2 with method kto"):
         tunekit.train(recipe({"type": "kto"}, train={"micro_batch_size": 1}))
     plan = verbs.plan(recipe({"type": "kto"}, train={"global_batch_size": 8}), on="8xh100")
     assert (plan.layout.num_processes, plan.micro_batch_size) == (4, 2)

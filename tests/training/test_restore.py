@@ -183,8 +183,8 @@ def test_what_is_reached_is_refused(overrides, words, short):
     ("override", "words"),
     [
         ("train.learning_rate=0.5", "train.learning_rate 0.001 -> 0.5: the schedule of the checkpoint has its own"),
-        ("adapter.rank=4", "adapter.rank 16 -> 4: the tensors of the checkpoint are those of another adapter"),
-        ("model=pico", "model.path .* -> pico: the weights of the checkpoint are those of another model"),
+        ("adapter.rank=4", "adapter.rank 16 -> 4: the checkpoint has the tensors of another adapter"),
+        ("model=pico", "model.path .* -> pico: the checkpoint has the weights of another model"),
         ("data.max_length=32", "data.max_length 64 -> 32: the rows were prepared"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_with_its_place(here):
     rows = (here / "doubles.jsonl").read_text(encoding="utf-8")
     (here / "late.jsonl").write_text(rows * 50 + "{broken\n" + rows * 20, encoding="utf-8")
     long = ["train.max_steps=500", "train.global_batch_size=8"]
-    with pytest.raises(DataError, match=r"late\.jsonl:1501:2: broken JSON"):
+    with pytest.raises(DataError, match=r"late\.jsonl:1501:2: invalid JSON"):
         tunekit.train(recipe("late.jsonl", streaming=True), long)
     run = tunekit.train(
         recipe("late.jsonl", streaming=True, max_bad_rows=1), ["train.max_steps=230", "train.global_batch_size=8"]

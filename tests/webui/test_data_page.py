@@ -263,7 +263,7 @@ def test_a_file_with_odd_columns_is_uploaded_mapped_and_measured_in_a_browser(tm
     server = serve(folder)
     page = open_page(f"{server.url}data")
     page.locator("#data-upload input, input[type=file]").first.set_input_files(given)
-    page.get_by_text("no known format has the columns frage, antwort").wait_for()
+    page.get_by_text("no format matches the columns frage, antwort").wait_for()
 
     def choose(field, option):
         page.locator(f"{field} input").click()
@@ -308,7 +308,7 @@ def test_an_error_does_not_outlast_the_rows_that_it_was_about(tmp_path, serve, o
     right.write_text('{"prompt": "Who are you?", "completion": "pico"}\n')
     field, status = page.locator("input[type=file]").first, page.locator("#data-status")
     field.set_input_files(wrong)
-    expect(status).to_contain_text("no known format has the columns x")
+    expect(status).to_contain_text("no format matches the columns x")
     held = []
     page.route("**/upload", lambda route: held.append(route))
     with page.expect_request("**/upload"):

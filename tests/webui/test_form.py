@@ -180,11 +180,15 @@ def test_fields_that_stand_open_are_fields() -> None:
     ("key", "typed", "message"),
     [
         ("adapter.rank", "0", "must be greater than 0, got 0"),
-        ("adapter.rank", "many", "must be a whole number, got 'many'"),
-        ("adapter.rank", "2.5", "must be a whole number, got 2.5"),
+        ("adapter.rank", "many", "must be an integer, got 'many'"),
+        ("adapter.rank", "2.5", "must be an integer, got 2.5"),
         ("adapter.dropout", "1", "must be less than 1, got 1"),
         ("train.learning_rate", "-1e-4", "must be greater than 0, got -0.0001"),
-        ("output.name", "a b", "may hold letters, digits, '.', '_' and '-', a letter or digit first, got 'a b'"),
+        (
+            "output.name",
+            "a b",
+            "must consist of letters, digits, '.', '_' and '-' and start with a letter or digit, got 'a b'",
+        ),
         ("data.columns", "no mapping", "must be a mapping, got 'no mapping'"),
         ("data.format", "aplaca", "did you mean 'alpaca'?"),
     ],

@@ -437,4 +437,4 @@ def _write_new(path: Path, text: str) -> None:
         raise TunekitError(f"'{path}' already exists", hint="pass another file, or delete it") from error
     except OSError as error:
         problem = f"cannot write '{path}': {error.strerror}"
-        raise TunekitError(problem, hint="use a file in an existing folder") from error
+        raise TunekitError(problem, hint="pass a file in an existing folder") from error

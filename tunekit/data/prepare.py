@@ -121,7 +121,7 @@ def cached(key: str, kind: Kind, source: str, make: Callable[[Path], dict[str, A
         _store(place, kind, source, make)
         entry = _read(place)
     if entry is None:
-        raise DataError(f"the prepared rows cannot be kept in {place}", hint="look at the disk, or set XDG_CACHE_HOME")
+        raise DataError(f"cannot store prepared rows in {place}", hint="check the disk, or set XDG_CACHE_HOME")
     return entry
 
 
@@ -173,8 +173,8 @@ def _store(place: Path, kind: Kind, source: str, make: Callable[[Path], dict[str
                 raise
     except OSError as error:
         raise DataError(
-            f"the prepared rows cannot be kept in {place.parent}: {error.strerror}",
-            hint="free some space (`tunekit data cache` shows what is kept), or set XDG_CACHE_HOME",
+            f"cannot store prepared rows in {place.parent}: {error.strerror}",
+            hint="free some space (`tunekit data cache` lists the cache), or set XDG_CACHE_HOME",
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -215,7 +215,7 @@ class _Answers(AbstractContextManager["_Answers"]):
             raise RunError(problem, hint="move or delete it") from error
         except OSError as error:
             problem = f"cannot write '{out}': {error.strerror}"
-            raise RunError(problem, hint="use a file in an existing folder") from error
+            raise RunError(problem, hint="pass a file in an existing folder") from error
 
     @property
     def num_prompts(self) -> int:

@@ -30,7 +30,7 @@ class Ruling(NamedTuple):
     why: str = ""
     """Why it does not take effect."""
     replans: bool = False
-    """Whether it takes effect by a new plan for this machine, rather than by another schedule at most."""
+    """True if it takes effect by a new plan for this machine, rather than by another schedule at most."""
 
 
 class Edit(NamedTuple):
@@ -96,17 +96,15 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
     """
     name = edit.name
     if name == "train.max_grad_norm" and strategy in ("zero1", "zero2"):
-        return Ruling("saved state", "DeepSpeed keeps it in the checkpoint")
+        return Ruling("saved state", "DeepSpeed stores it in the checkpoint")
     if name == "train.micro_batch_size" and recipe.method.couples_rows:
-        return Ruling(
-            "refused", f"{recipe.method.type} holds answers against others of their micro-batch, which would be others"
-        )
+        return Ruling("refused", f"the loss of {recipe.method.type} depends on the other rows of a micro-batch")
     if name == "data.max_bad_rows" and recipe.data.streaming:
         return _TAKES_EFFECT
     if name == "train.learning_rate" and edit.now in (None, edit.before):
         return _TAKES_EFFECT
     effect = ruling_of(edit.key)
-    assert effect is not None, f"{name}: nobody has said what becomes of an edit"
+    assert effect is not None, f"{name}: no ruling on edits of this field"
     return effect
 
 
@@ -136,7 +134,7 @@ def _edits(before: Section, now: Section, above: tuple[str, ...] = ()) -> Iterat
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "(left out)"
+        return "(not set)"
     text = to_inline_yaml(_plain(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 

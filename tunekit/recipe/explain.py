@@ -5,6 +5,7 @@
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -32,6 +33,7 @@ from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fiel
 _WIDTH = 100
 _FUNCTION = "my_module:my_function"
 _INDENT = "    "
+_BOUNDS = {Gt: "greater than {gt}", Ge: "of at least {ge}", Lt: "less than {lt}", Le: "of at most {le}"}
 
 
 def explain(key: str | None) -> str:
@@ -55,7 +57,7 @@ def explain(key: str | None) -> str:
     name = dotted(parts[: len(path)])
     below = [section for holder in path[-1] for section in holder.sections] if path else [Recipe]
     if not below:
-        raise RecipeError(f"{key}: {name} is a plain value", hint=f"`tunekit explain {name}` documents it")
+        raise RecipeError(f"{key}: {name} is not a section", hint=f"`tunekit explain {name}` documents it")
     what, hint = unknown_key(parts[: len(path) + 1], list(dict.fromkeys(below)))
     raise RecipeError(f"{dotted(parts[: len(path) + 1])}: {what}", hint=hint)
 
@@ -72,7 +74,7 @@ def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
     else:
         lines += _paragraph(field.description or "")
     if expands_env(field):
-        lines += _paragraph("`${NAME}` stands for an environment variable, a leading `~` for the home folder.")
+        lines += _paragraph("`${NAME}` is replaced by an environment variable, a leading `~` by the home folder.")
     for short in _words(below):
         long = ", ".join(f"{name}: {value}" for name, value in (from_word(below, short) or {}).items())
         opening, right = ("", "") if takes_one(field) else ("[", "]")
@@ -118,7 +120,7 @@ def _alike(name: str, holders: list[Holder]) -> Iterator[list[Holder]]:
     """The variants that have a key, those together in which it takes and means the same. A tag chooses among all."""
     groups: list[list[Holder]] = []
     for holder in holders:
-        group = next((group for group in groups if name == TAG or _is_same(group[0].field, holder.field)), None)
+        group = next((group for group in groups if name == TAG or _meaning(group[0]) == _meaning(holder)), None)
         if group is None:
             groups.append([holder])
         else:
@@ -126,8 +128,8 @@ def _alike(name: str, holders: list[Holder]) -> Iterator[list[Holder]]:
     yield from groups
 
 
-def _is_same(one: FieldInfo, other: FieldInfo) -> bool:
-    return (one.annotation, one.description, one.default) == (other.annotation, other.description, other.default)
+def _meaning(holder: Holder) -> tuple[Any, ...]:
+    return holder.field.annotation, holder.field.description, holder.field.default
 
 
 def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
@@ -157,8 +159,9 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
 def takes_words(holders: list[Holder]) -> str:
     """Describe the values that a field takes, with its bounds; the words of all variants for a tag."""
     kinds = [kind for holder in holders for kind in members(holder.field.annotation) if kind is not type(None)]
-    bounds = [_bound(item) for item in constraints_of(holders[0].field)]
-    return " ".join([expected(list(dict.fromkeys(kinds))), " and ".join(filter(None, bounds))]).rstrip()
+    constraints = [item for item in constraints_of(holders[0].field) if type(item) in _BOUNDS]
+    bounds = " and ".join(_BOUNDS[type(item)].format(**asdict(item)) for item in constraints)
+    return f"{expected(list(dict.fromkeys(kinds)))} {bounds}".rstrip()
 
 
 def constraints_of(field: FieldInfo) -> list[Any]:
@@ -174,19 +177,6 @@ def constraints_of(field: FieldInfo) -> list[Any]:
     return [*field.metadata, *inner]
 
 
-def _bound(item: Any) -> str:
-    match item:
-        case Gt():
-            return f"greater than {item.gt}"
-        case Ge():
-            return f"of at least {item.ge}"
-        case Lt():
-            return f"less than {item.lt}"
-        case Le():
-            return f"of at most {item.le}"
-    return ""
-
-
 def _trainer_arg(name: str) -> str:
     """The documentation of one of TRL's own arguments, as far as tunekit knows it."""
     methods = [method for method in CONFIGS if name in config_fields(method)]
@@ -195,7 +185,7 @@ def _trainer_arg(name: str) -> str:
         _, what, hint, _ = check_trainer_args((methods or [*CONFIGS])[0], {name: None})[0]
         raise RecipeError(f"method.trainer_args.{name}: {what}", hint=hint)
     configs = any_of([CONFIGS[method][2] for method in free])
-    lines = _paragraph(f"A field of TRL's {configs}, passed on to it as it is; TRL's documentation has it.")
+    lines = _paragraph(f"A field of TRL's {configs}, passed on unchanged; see TRL's documentation.")
     return "\n".join([f"method.trainer_args.{name}: optional", *lines])
 
 

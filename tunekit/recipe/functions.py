@@ -40,10 +40,10 @@ def find_function(path: str) -> Callable[..., Any]:
     namespace = vars(module)
     if attribute not in namespace:
         candidates = [other for other, value in namespace.items() if callable(value) and not other.startswith("__")]
-        raise RecipeError(f"the module '{name}' has no function '{attribute}'", hint=_meant(attribute, candidates))
+        raise RecipeError(f"module '{name}' has no function '{attribute}'", hint=_meant(attribute, candidates))
     function = namespace[attribute]
     if not callable(function):
-        raise RecipeError(f"'{path}' is no function, but a value of type {type(function).__name__}")
+        raise RecipeError(f"'{path}' is not a function but a {type(function).__name__}")
     return function  # type: ignore[no-any-return]  # callable, as just seen
 
 
@@ -69,8 +69,8 @@ def _check_own(name: str) -> None:
         place.is_relative_to(library) or any(part in _INSTALLED for part in place.parts) for place in places
     ):
         raise RecipeError(
-            f"'{top}' is an installed module, and none of your own, whose functions a recipe may name",
-            hint=f"call it from a function in a module of your own, or export {TRUSTED}={top} if you trust the recipe",
+            f"'{top}' is an installed module; recipes may only use functions of your own modules",
+            hint=f"call it from a function of your own, or export {TRUSTED}={top} if you trust the recipe",
         )
 
 
@@ -81,12 +81,12 @@ def _import(name: str) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise RecipeError(f"importing '{name}' fails: {error}", hint="install what it needs") from error
+                raise RecipeError(f"importing '{name}' failed: {error}", hint="install the missing module") from error
             candidates = _modules_beside(error.name)
-            raise RecipeError(f"there is no module '{error.name}'", hint=_meant(error.name, candidates)) from error
+            raise RecipeError(f"no module '{error.name}'", hint=_meant(error.name, candidates)) from error
         except SyntaxError as error:
             place = f"{error.filename}:{error.lineno}"
-            raise RecipeError(f"importing '{name}' fails: {place}: {error.msg}") from error
+            raise RecipeError(f"importing '{name}' failed: {place}: {error.msg}") from error
         except Exception as error:  # the module is the user's: it may raise anything
             raise RecipeError(f"importing '{name}' raised {type(error).__name__}: {error}") from error
 
@@ -116,4 +116,4 @@ def _meant(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
-    return f"there are {', '.join(known[:8])}" if known else _HINT
+    return f"available: {', '.join(known[:8])}" if known else _HINT

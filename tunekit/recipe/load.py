@@ -66,8 +66,8 @@ _NAME = re.compile(
 )
 """Names of fields that can hold nothing else than a secret. A tokenizer's `eos_token` and its like are words."""
 
-_LOG_IN = "take it out, and give it by an environment variable or the provider's login, such as `hf auth login`"
-_IN_URL = "write ${NAME} in its place, and export NAME"
+_LOG_IN = "remove it, and use an environment variable or the provider's login, such as `hf auth login`"
+_IN_URL = "replace it by ${NAME}, and export NAME"
 
 
 def find_secrets(values: Any, places: Places, commanded: Collection[Key] | None = None) -> list[Problem]:
@@ -85,10 +85,12 @@ def find_secrets(values: Any, places: Places, commanded: Collection[Key] | None 
             continue
         secret = secret_in(value)
         if secret is None and _NAME.search(str(key[-1])) and "trainer_args" in key:
-            secret = "a secret by its name"
+            secret = "a secret, judging by its name"
         if secret is not None:
             hint = _IN_URL if "URL" in secret else _LOG_IN
-            problems.append(Problem(places.of_value(key), f"holds {secret}, which no recipe may", key, hint))
+            problems.append(
+                Problem(places.of_value(key), f"contains {secret}; recipes must not contain secrets", key, hint)
+            )
     return problems
 
 
@@ -112,9 +114,9 @@ _Secrets = Literal["anywhere", "in overrides", "nowhere"]
 """Where a recipe is looked through for secrets."""
 
 _START = Place(0, 1, 1, "recipe")
-_EXAMPLE = "`tunekit recipes copy sft/quickstart` gives one to start from"
+_EXAMPLE = "start from an example: `tunekit recipes copy sft/quickstart`"
 _TOO_LARGE = f"is larger than {MAX_BYTES // 1024} KiB"
-_NO_DATA = "name a recipe, not its data"
+_NO_DATA = "pass a recipe, not its data"
 
 
 def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()) -> Recipe:
@@ -153,8 +155,8 @@ def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     They are not looked up again: where the run is looked at, their module need not be.
     """
     if not path.is_file():
-        what = "is no file" if path.exists() else "file not found"
-        raise RecipeError(f"{path}: {what}", hint="put it back from a copy")
+        what = "is not a file" if path.exists() else "file not found"
+        raise RecipeError(f"{path}: {what}", hint="restore it from a copy")
     return _load(path, overrides, find_functions=False)[0]
 
 
@@ -290,7 +292,7 @@ def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                problems.append(Problem(MAPPING, f"a key must be text, got {name!r}", key, "put it in quotes"))
+                problems.append(Problem(MAPPING, f"a key must be a string, got {name!r}", key, "quote it"))
         return {name: _plain(item, (*key, name), problems) for name, item in value.items() if isinstance(name, str)}
     if isinstance(value, list | tuple):
         return [_plain(item, (*key, position), problems) for position, item in enumerate(value)]
@@ -315,7 +317,7 @@ def _draft(text: str, start: Place, name: str | None) -> _Draft:
         problems = [Problem(start, "the file is empty", hint=_EXAMPLE)]
         return _Draft({}, places, problems, name, is_mapping=False, is_empty=True)
     if not isinstance(values, dict):
-        what = f"a recipe is a mapping of sections (model, data, ...), got {show(values)}"
+        what = f"a recipe must be a mapping of sections (model, data, ...), got {show(values)}"
         bad = Problem(places.of_value(()), what, hint=_EXAMPLE)
         return _Draft({}, places, problems or [bad], name, is_mapping=False)
     return _Draft(spell_out(values), places, problems, name)
@@ -330,22 +332,20 @@ def _find(source: str | Path) -> Path:
         path.stat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise RecipeError(f"{label[:40]}...: {error.strerror}", hint="name a recipe file") from None
+            raise RecipeError(f"{label[:40]}...: {error.strerror}", hint="pass a recipe file") from None
     if path.exists() and not path.is_dir():
         return path
     if isinstance(source, str) and source in [recipe.name for recipe in list_recipes()]:
         return find_recipe(source)
     if path.is_dir():
         inside = sorted(child for child in path.iterdir() if child.suffix in _SUFFIXES)
-        hint = f"name a file in it, such as {inside[0]}" if inside else "name a recipe file"
+        hint = f"pass a file in it, such as {inside[0]}" if inside else "pass a recipe file"
         raise RecipeError(f"{label}: is a folder, not a recipe", hint=hint)
-    raise RecipeError(f"{label}: {_not_found(path)}", hint=_nearby(path))
-
-
-def _not_found(path: Path) -> str:
     if path.suffix not in _SUFFIXES:
-        return "no such file, and no recipe of this name ships with tunekit"
-    return "file not found" if path.parent.is_dir() else f"file not found, there is no folder {path.parent}"
+        what = "no such file, and no shipped recipe has this name"
+    else:
+        what = "file not found" if path.parent.is_dir() else f"file not found, folder {path.parent} does not exist"
+    raise RecipeError(f"{label}: {what}", hint=_nearby(path))
 
 
 def _nearby(path: Path) -> str:
@@ -363,13 +363,13 @@ def _read_text(path: Path, shown: str) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RecipeError(f"{shown}: cannot be read: {error.strerror}") from None
+        raise RecipeError(f"{shown}: cannot read the file: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
         raise RecipeError(f"{shown}: {_TOO_LARGE}", hint=_NO_DATA)
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RecipeError(f"{shown}: is UTF-16 text", hint="save the file as UTF-8")
     if b"\0" in raw:
-        raise RecipeError(f"{shown}: is a binary file, not YAML", hint="name a recipe file")
+        raise RecipeError(f"{shown}: is a binary file, not YAML", hint="pass a recipe file")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -387,13 +387,13 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         problems += to_problems(error.errors(include_url=False), places)
-    if _both_lengths(values):
+    if all(_mapping(values.get("train")).get(name) is not None for name in ONE_LENGTH):
         # The schema says so too, but only of a section that is right otherwise, and not at which of the two keys.
         problems = [bad for bad in problems if bad.key != ("train",)]
         keys = [("train", name) for name in ONE_LENGTH]
         later = max(keys, key=places.of_key)
         other = keys[1 - keys.index(later)]
-        what = f"cannot be given together with {dotted(other)}"
+        what = f"mutually exclusive with {dotted(other)}"
         problems.append(Problem(places.of_key(later), what, later, "keep one of them"))
     return recipe, problems + _trainer_args_problems(values, places)
 
@@ -416,10 +416,6 @@ def _takes_function(key: Key, values: dict[str, Any]) -> bool:
     """Return whether a field takes a function of the user's own, in whichever variant the values choose."""
     path = holders_along(key, values)
     return len(path) == len(key) and all(FunctionPath in members(holder.field.annotation) for holder in path[-1])
-
-
-def _both_lengths(values: dict[str, Any]) -> bool:
-    return all(_mapping(values.get("train")).get(name) is not None for name in ONE_LENGTH)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

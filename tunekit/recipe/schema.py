@@ -49,28 +49,28 @@ def has_choice(key: tuple[str, ...], method: str) -> bool:
 
 
 class Recipe(Section):
-    """What the user wants, with no machine in it."""
+    """Machine-independent description of a training run."""
 
     model: ModelSection
-    """The model to start from."""
+    """Model to start from."""
 
     data: DataSection
-    """The rows, and how they become tokens."""
+    """Data and its tokenization."""
 
     method: Method = SFTMethod()
-    """The training method."""
+    """Training method."""
 
     adapter: Adapter = LoraAdapter()
-    """What is trained: all weights (`full`), or low-rank updates (`lora`, `qlora`)."""
+    """Trained parameters: all of them (`full`), or low-rank adapters (`lora`, `qlora`)."""
 
     train: TrainSection = TrainSection()
-    """The optimization."""
+    """Optimization: duration, batch size, learning rate, checkpoints."""
 
     parallel: ParallelSection = ParallelSection()
-    """How the run is spread over devices."""
+    """Parallelism across devices."""
 
     output: OutputSection = OutputSection()
-    """What is written, and where."""
+    """Run folder, samples and trackers."""
 
     @property
     def learning_rate(self) -> float:
@@ -85,11 +85,11 @@ class Recipe(Section):
         if conflicts or not self.data.streaming:
             return
         if self.train.num_epochs is not None:
-            what = "means nothing with data.streaming: nobody knows how many rows an epoch has"
-            yield Conflict(("train", "num_epochs"), what, "give train.max_steps instead")
+            what = "unsupported with data.streaming: the number of rows per epoch is unknown"
+            yield Conflict(("train", "num_epochs"), what, "set train.max_steps instead")
         elif self.train.max_steps is None:
-            what = "needs train.max_steps: nobody knows how many rows an epoch has"
-            yield Conflict(("data", "streaming"), what, "say how many steps to train")
+            what = "requires train.max_steps: the number of rows per epoch is unknown"
+            yield Conflict(("data", "streaming"), what, "set train.max_steps")
 
 
 def members(annotation: Any) -> Iterator[Any]:

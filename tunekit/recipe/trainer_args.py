@@ -25,13 +25,16 @@ _MOVED = {("transformers", "TrainingArguments"): "training_args.py"}
 
 
 @cache
-def owned_args() -> tuple[dict[str, str], dict[str, str]]:
-    """Arguments that tunekit sets itself, whatever the method, by name and by prefix, and what to use in a recipe."""
+def owned_args(method: str | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """Arguments that tunekit sets itself, by name and by prefix, and what to use in a recipe.
+
+    Args:
+        method: The method's type; None for those of every method.
+    """
     tables = read_table(Path(__file__).parent / "owned_args.yaml")
-    by_name, by_prefix = (
-        {name: hint for hint, names in tables[kind].items() for name in names} for kind in ("names", "prefixes")
-    )
-    return by_name, by_prefix
+    groups = [tables["names"], *(group["names"] for group in tables["methods"] if method in group["of"])]
+    by_name = {name: hint for group in groups for hint, names in group.items() for name in names}
+    return by_name, {prefix: hint for hint, names in tables["prefixes"].items() for prefix in names}
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,11 @@ class ConfigField:
 
 def owner_hint(method: str, name: str) -> str | None:
     """Return the replacement for an argument that tunekit sets itself; None for one that is free to set."""
-    section = METHODS[method]
-    if name in section.model_fields and name in config_fields(method):
+    if name in METHODS[method].model_fields and name in config_fields(method):
         return f"use method.{name}"
-    by_name, by_prefix = owned_args()
+    by_name, by_prefix = owned_args(method)
     by_family = [hint for prefix, hint in by_prefix.items() if name.startswith(prefix)]
-    return section.spec.owned_args.get(name) or by_name.get(name, by_family[0] if by_family else None)
+    return by_name.get(name, by_family[0] if by_family else None)
 
 
 def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str, str | None, bool]]:
@@ -73,9 +75,9 @@ def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str
     for name, value in args.items():
         hint = owner_hint(method, name)
         if hint is not None:
-            faults.append((name, "tunekit sets this itself", hint, False))
+            faults.append((name, "set by tunekit", hint, False))
         elif name not in fields:
-            faults.append((name, f"{config} has no such field", _meant(method, name), False))
+            faults.append((name, f"not a field of {config}", _meant(method, name), False))
         else:
             fault = _value_fault(fields[name], value)
             if fault is not None:
@@ -118,7 +120,7 @@ def _class_fields(file: Path, name: str) -> dict[str, ConfigField]:
     tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
     cls = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if cls is None:
-        raise DependencyError(f"{file} defines no {name}", hint="install the version of TRL that tunekit asks for")
+        raise DependencyError(f"{file} does not define {name}", hint="install the version of TRL that tunekit requires")
     fields: dict[str, ConfigField] = {}
     for base in reversed(cls.bases):
         origin = _imported_from(tree, base.id, file) if isinstance(base, ast.Name) else None

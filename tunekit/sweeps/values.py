@@ -87,7 +87,7 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Axis], list[str]]:
     for word in words:
         key, equals, written = word.partition("=")
         if equals and not written.strip():
-            raise RecipeError(f"{word}: no value after the '='", hint="write key=value,value such as adapter.rank=8,16")
+            raise RecipeError(f"{word}: no value after '='", hint="write key=value,value such as adapter.rank=8,16")
         axis = _axis(word, written.strip())
         if axis is None:
             overrides.append(word)

@@ -67,7 +67,7 @@ def asked_in(entry: object) -> Row:
         messages = _unanswered(turns(entries, "conversations"), "conversations")
         question = with_system(messages, _optional_text(value, "system", findings))
     elif "prompt" in value:
-        question = prompt(value["prompt"], move="leave that turn out, or call the column messages")
+        question = prompt(value["prompt"], move="remove that message, or rename the column to messages")
     elif "instruction" in value:
         question = _instruction(value, findings)
     elif "chosen" in value and "rejected" in value:
@@ -76,7 +76,7 @@ def asked_in(entry: object) -> Row:
         question = text(value["text"], "text")
     else:
         near = misspelt(list(value), ASKING)
-        raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
+        raise BadRow(f"no column {listed(ASKING)}; {near or f'columns: {listed(value)}'}")
     return with_tools({"prompt": question}, value)
 
 
@@ -85,7 +85,7 @@ def _unanswered(messages: list[Row], where: str) -> list[Row]:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise BadRow(f"{where} has no turn that could be answered")
+        raise BadRow(f"{where} has no system, user or tool message")
     return unweighted(messages)
 
 
@@ -112,10 +112,10 @@ def _turn(value: object, where: str, findings: Findings) -> object:
     speaker, content = of_type(entry["from"], str, f"{where}.from must be a string"), entry["value"]
     role = SPEAKERS.get(speaker.lower(), speaker)
     if role not in ROLES:
-        raise BadRow(f"{where}.from: unknown speaker {speaker[:40]!r}; known are {listed([*ROLES, *SPEAKERS])}")
+        raise BadRow(f"{where}.from: unknown speaker {speaker[:40]!r}; known: {listed([*ROLES, *SPEAKERS])}")
     of_type(content, str, f"{where}.value must be a string")
     if {"role", "content"} & entry.keys():
-        raise BadRow(f"{where} has both from and role, or value and content; only one of them can be meant")
+        raise BadRow(f"{where} has both from and role, or both value and content; keep one of each")
     findings.speakers.setdefault(speaker, role)
     extra = {key: item for key, item in entry.items() if key not in ("from", "value")}
     if speaker.lower() == "function_call":
@@ -169,10 +169,11 @@ def _optional_text(row: Row, column: str, findings: Findings) -> str:
     return text(value, column)
 
 
-def prompt_completion(asked: object, completion: object) -> Row:
+def prompt_completion(row: Row) -> Row:
     """Both plain text, or both lists of messages: the two shapes that TRL knows."""
-    check_alike("prompt", asked, "completion", completion)
-    question = prompt(asked, move="move that turn to completion")
+    completion = row["completion"]
+    check_alike("prompt", row["prompt"], "completion", completion)
+    question = prompt(row["prompt"], move="move that message to completion")
     check = conversation if isinstance(completion, list) else text
     return {"prompt": question, "completion": check(completion, "completion")}
 
@@ -182,19 +183,19 @@ def preference(row: Row, findings: Findings) -> Row:
     question, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if row.get("conversations") is not None:
         if question is not None:
-            raise BadRow("the columns prompt and conversations: only one of them can be the prompt")
+            raise BadRow("columns prompt and conversations both hold the prompt; keep one of them")
         findings.columns.add("conversations")
         question = _turns(row["conversations"], "conversations", findings)
         if turns(question, "conversations")[-1]["role"] == "assistant":
-            raise BadRow("conversations ends with an assistant turn; move that turn to chosen and rejected")
+            raise BadRow("conversations ends with an assistant message; move that message to chosen and rejected")
         chosen, rejected = _one_or_more(chosen, "chosen", findings), _one_or_more(rejected, "rejected", findings)
     findings.implicit_prompts |= question is None
     result = pair(question, chosen, rejected)
     system = _optional_text(row, "system", findings)
     if system and isinstance(result["prompt"], str):
         raise BadRow(
-            "the column system beside a prompt that is plain text: put it into the prompt, "
-            "by a function of your own if need be (data.format=module:function)"
+            "column system is unsupported with a plain-text prompt; "
+            "put it into the prompt, for example by a row function (data.format=module:function)"
         )
     return {**result, "prompt": with_system(result["prompt"], system)} if system else result
 
@@ -209,7 +210,7 @@ def prompt_with_references(row: Row) -> Row:
     references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
     for column, value in references.items():
         plain(value, column)
-    question = prompt(row["prompt"], move="the model is to answer it itself, so leave that turn out")
+    question = prompt(row["prompt"], move="remove that message; the model generates it")
     return {"prompt": question, **references}
 
 
@@ -228,11 +229,11 @@ def check_tokens(row: Row) -> Row:
         mask = _bits(row["attention_mask"], "attention_mask", len(ids))
         if 0 in mask:
             raise BadRow(
-                f"attention_mask[{mask.index(0)}] is 0: the row is padded; leave the padding out of every column"
+                f"attention_mask[{mask.index(0)}] is 0: the row is padded; remove the padding from every column"
             )
     present = [column for column in ("labels", *_MASKS) if row.get(column) is not None]
     if len(present) > 1:
-        raise BadRow(f"{listed(present)} each say which tokens count; keep one of them")
+        raise BadRow(f"{listed(present)} are all loss masks; keep one of them")
     if not present:
         return {"input_ids": ids, "labels": list(ids)}
     if present == ["labels"]:
@@ -242,39 +243,33 @@ def check_tokens(row: Row) -> Row:
 
 
 def _labels(value: object, ids: list[int]) -> list[int]:
-    labels = _integers(value, "labels")
-    _check_length(labels, "labels", len(ids))
+    labels = _integers(value, "labels", len(ids))
     for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
         if label not in (token, IGNORED):
             raise BadRow(
-                f"labels[{i}] is {label}, but input_ids[{i}] is {token}: a label is the token at its own place (they "
-                f"are not shifted; the model does that) or {IGNORED} (no other number leaves a token out)"
+                f"labels[{i}] is {label}, but input_ids[{i}] is {token}; a label must equal its input id (unshifted, "
+                f"the model shifts labels) or be {IGNORED} (ignored by the loss)"
             )
     return labels
 
 
 def _bits(value: object, where: str, length: int) -> list[int]:
-    bits = _integers(value, where)
-    _check_length(bits, where, length)
+    bits = _integers(value, where, length)
     other = next((i for i, bit in enumerate(bits) if bit not in (0, 1)), None)
     if other is not None:
         raise BadRow(f"{where}[{other}] must be 0 or 1, got the number {bits[other]}")
     return bits
 
 
-def _check_length(values: list[int], where: str, length: int) -> None:
-    if len(values) != length:
-        raise BadRow(f"{where} must be as long as input_ids ({length:,}), got {len(values):,}")
-
-
-def _integers(value: object, where: str) -> list[int]:
+def _integers(value: object, where: str, length: int | None = None) -> list[int]:
     if isinstance(value, str):
         raise BadRow(
-            f"{where} must be a list of whole numbers, got a string; "
-            "lists belong in .jsonl or .parquet, where a column can hold one"
+            f"{where} must be a list of integers, got a string; use .jsonl or .parquet, where a column can hold lists"
         )
-    numbers = of_type(value, list, f"{where} must be a list of whole numbers")
+    numbers = of_type(value, list, f"{where} must be a list of integers")
     for i, number in enumerate(numbers):
         if type(number) is not int:
-            raise BadRow(f"{where}[{i}] must be a whole number, got {described(number)}")
+            raise BadRow(f"{where}[{i}] must be an integer, got {described(number)}")
+    if length not in (None, len(numbers)):
+        raise BadRow(f"{where} must have the length of input_ids ({length:,}), got {len(numbers):,}")
     return numbers

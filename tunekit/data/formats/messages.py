@@ -44,7 +44,7 @@ from tunekit.data.formats.row_formats import (
 )
 from tunekit.errors import DataError
 
-TEMPLATE_REMEDY = "name a template that writes tool calls in model.chat_template"
+TEMPLATE_REMEDY = "set model.chat_template to a template that renders tool calls"
 
 
 def check_calls_written(
@@ -54,7 +54,7 @@ def check_calls_written(
     render: Callable[[list[Row]], str],
     *,
     said: str = "",
-    remedy: str = "or leave the row out",
+    remedy: str = "or remove the row",
 ) -> None:
     """Check that the calls in some turns of a conversation are in its text.
 
@@ -80,8 +80,8 @@ def check_calls_written(
     if lost is not None:
         turn, name = lost
         raise DataError(
-            f"{place}: messages[{turn}] calls {shortened(name)}, which the chat template does not write, so the turn "
-            "would be learned without its call",
+            f"{place}: messages[{turn}] calls {shortened(name)}, but the chat template does not render tool calls; "
+            "the model would be trained on the message without its call",
             hint=f"{TEMPLATE_REMEDY}, {remedy}",
         )
 
@@ -154,8 +154,8 @@ def weighed(message: Row, where: str) -> Row:
     for key in message:
         if key not in marks and looks_like_weights(key) and _is_mark(message[key]):
             raise BadRow(
-                f"{where}.{shortened(key)} looks like a weight in the loss, which is not read from there; write "
-                "weight 0 for an assistant turn that is not to be learned, or take the key out"
+                f"{where}.{shortened(key)} looks like a loss weight, but is not read; set weight: 0 on assistant "
+                "messages to exclude from the loss, or remove the key"
             )
     if len(set(marks.values())) > 1:
         first, *others = marks
@@ -167,11 +167,6 @@ def weighed(message: Row, where: str) -> Row:
     if message["role"] == "assistant" and not all(marks.values()):
         content["weight"] = 0
     return content
-
-
-def unlearned_mark(message: Mapping[str, object]) -> str:
-    """The mark by which a turn is not learned, in words: `train is false`."""
-    return _said(message, next((mark for mark in _MARKS if message.get(mark) in (False, 0)), "weight"))
 
 
 def _said(message: Mapping[str, object], mark: str) -> str:
@@ -192,8 +187,8 @@ def check_no_mask(columns: Row, known: tuple[str, ...]) -> None:
     for column, content in columns.items():
         if column not in known and looks_like_weights(column) and _is_numbers(content):
             raise BadRow(
-                f"the column {shortened(column)} looks like a mask of the loss, which is not read from there; write "
-                "weight 0 in the turns that are not to be learned, or labels beside input_ids, or take the column out"
+                f"column {shortened(column)} looks like a loss mask, but is not read; set weight: 0 on messages to "
+                "exclude from the loss, add labels to input_ids, or remove the column"
             )
 
 
@@ -202,17 +197,17 @@ def _learned(message: Row, mark: str, where: str) -> bool:
     mark_value = message[mark]
     if mark == "weight":
         if message["role"] != "assistant":
-            raise BadRow(f"{where}.weight: only an assistant turn has a weight, and this is one of {message['role']}")
+            raise BadRow(f"{where}.weight: only assistant messages may have a weight, got role {message['role']}")
         if type(mark_value) is not int or mark_value not in (0, 1):
             raise BadRow(
-                f"{where}.weight must be 0 (the turn does not count) or 1 (it does), got {described(mark_value)}"
+                f"{where}.weight must be 0 (excluded from the loss) or 1 (included), got {described(mark_value)}"
             )
         return mark_value == 1
-    learned = of_type(mark_value, bool, f"{where}.{mark} must be true (the turn counts in the loss) or false")
+    learned = of_type(mark_value, bool, f"{where}.{mark} must be true (included in the loss) or false")
     if learned and message["role"] != "assistant":
         raise BadRow(
-            f"{where}.{mark} is true, but only assistant turns can be learned, and this is one of {message['role']}; "
-            "take it out"
+            f"{where}.{mark} is true, but only assistant messages are included in the loss, got role "
+            f"{message['role']}; remove it"
         )
     return learned
 
@@ -250,13 +245,12 @@ def check_no_media(row: Mapping[str, object]) -> None:
             continue
         if column.lower() in _COLUMNS and _holds_something(content):
             raise _refusal(
-                f"the column {shortened(column)} holds {_PLURALS[kind]}",
-                "take the column out to train on the text alone",
+                f"column {shortened(column)} holds {_PLURALS[kind]}", "remove the column to train on the text alone"
             )
         if any(_says(value, f"<{kind}>") for name, value in row.items() if name != column):
             raise _refusal(
-                f"<{kind}> stands in the text for what the column {shortened(column)} names",
-                "take both out to train on the text alone",
+                f"the text has <{kind}> placeholders for column {shortened(column)}",
+                "remove both to train on the text alone",
             )
 
 
@@ -269,7 +263,7 @@ def check_no_media_keys(message: Row, where: str) -> None:
     for key, content in message.items():
         if key.lower() in _COLUMNS and _holds_something(content):
             kind = _PLURALS[_COLUMNS[key.lower()]]
-            raise _refusal(f"{where}.{shortened(key)} holds {kind}", "take the key out to train on the text alone")
+            raise _refusal(f"{where}.{shortened(key)} holds {kind}", "remove the key to train on the text alone")
 
 
 def check_no_media_parts(parts: list[object], where: str) -> None:
@@ -288,9 +282,7 @@ def check_no_media_parts(parts: list[object], where: str) -> None:
         names = [part["type"]] if isinstance(part.get("type"), str) else list(part)
         kind = next((kind for name in names if isinstance(name, str) and (kind := media_kind(name))), None)
         if kind is not None:
-            raise _refusal(
-                f"{where}[{i}] is of type {kind}", "write the content as a string to train on the text alone"
-            )
+            raise _refusal(f"{where}[{i}] is of type {kind}", "make the content a string to train on the text alone")
 
 
 @lru_cache(maxsize=4096)
@@ -302,7 +294,7 @@ def media_kind(name: str) -> str | None:
 
 
 def _refusal(what: str, remedy: str) -> HoldsMediaError:
-    return HoldsMediaError(f"{what}, and only text is trained on; {remedy}")
+    return HoldsMediaError(f"{what}, but only text is supported; {remedy}")
 
 
 def _holds_something(held: object) -> bool:
@@ -331,7 +323,7 @@ def text(value: object, where: str) -> str:
     if not words.strip():
         raise BadRow(f"{where} is empty")
     if words in ("nan", "NaN"):
-        raise BadRow(f"{where} is '{words}', which is how pandas writes a missing value")
+        raise BadRow(f"{where} is '{words}', a missing value as written by pandas")
     return encodable(words, where)
 
 
@@ -342,7 +334,7 @@ def encodable(value: str, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         half = ascii(value[error.start])[1:-1]
-        raise BadRow(f"{where} holds {half}, one half of a surrogate pair, which is no character") from None
+        raise BadRow(f"{where} holds {half}, an unpaired surrogate") from None
     return value
 
 
@@ -357,7 +349,7 @@ def prompt(value: object, *, move: str) -> str | list[Row]:
         return text(value, "prompt")
     messages = turns(value, "prompt")
     if messages[-1]["role"] == "assistant":
-        raise BadRow(f"prompt ends with an assistant turn; {move}")
+        raise BadRow(f"prompt ends with an assistant message; {move}")
     return unweighted(messages)
 
 
@@ -367,11 +359,12 @@ def answer(value: object, where: str) -> str | list[Row]:
         return text(value, where)
     messages = conversation(value, where)
     if messages[0]["role"] != "assistant":
-        raise BadRow(f"{where} must begin with an assistant turn, got one of {messages[0]['role']}")
+        raise BadRow(f"{where} must begin with an assistant message, got role {messages[0]['role']}")
     unlearned = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
     if unlearned is not None:
-        mark = unlearned_mark(value[unlearned])
-        raise BadRow(f"{where}[{unlearned}].{mark}, but answers are compared as a whole; take it out")
+        marked = value[unlearned]
+        mark = _said(marked, next((mark for mark in _MARKS if marked.get(mark) in (False, 0)), "weight"))
+        raise BadRow(f"{where}[{unlearned}].{mark}, but completions are compared as a whole; remove it")
     return unweighted(messages)
 
 
@@ -380,11 +373,11 @@ def conversation(value: object, where: str) -> list[Row]:
     messages = turns(value, where)
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise BadRow(f"{where} has no assistant turn")
+        raise BadRow(f"{where} has no assistant message")
     if not any(_says_something(message) for message in answers):
-        raise BadRow(f"{where}: every assistant turn is empty")
+        raise BadRow(f"{where}: every assistant message is empty")
     if not any(_says_something(message) for message in answers if message.get("weight") != 0):
-        raise BadRow(f"{where}: every assistant turn that says something has weight 0, so there is nothing to learn")
+        raise BadRow(f"{where}: every non-empty assistant message has weight 0; no token is included in the loss")
     return messages
 
 
@@ -393,7 +386,7 @@ def turns(value: object, where: str) -> list[Row]:
     if isinstance(value, str):
         raise BadRow(
             f"{where} must be a list of {{role, content}}, got a string; "
-            "conversations belong in .jsonl or .parquet, where a column can hold a list"
+            "use .jsonl or .parquet, where a column can hold lists"
         )
     messages = of_type(value, list, f"{where} must be a list of {{role, content}}")
     if not messages:
@@ -411,7 +404,7 @@ def with_system(messages: list[Row], system: str) -> list[Row]:
     if not system:
         return messages
     if messages[0]["role"] == "system":
-        raise BadRow("the column system and a first turn of the system: only one of them can stand there")
+        raise BadRow("column system and a first message with role system; keep one of them")
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -435,11 +428,11 @@ def _message(value: object, where: str) -> Row:
     role, content = of_type(entry["role"], str, f"{where}.role must be a string"), entry["content"]
     if role not in ROLES:
         suggestion = TABLES["roles_elsewhere"].get(role.lower()) or nearest(role.lower()[:40], ROLES)
-        advice = f"did you mean '{suggestion}'?" if suggestion else f"the roles are {listed(ROLES)}"
+        advice = f"did you mean '{suggestion}'?" if suggestion else f"roles: {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
         check_no_media_parts(content, f"{where}.content")
-        raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
+        raise BadRow(f"{where}.content must be a string, got a list; content parts are not supported")
     encodable(of_type(content, str, f"{where}.content must be a string"), f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
     weighed_content = weighed({key: item for key, item in entry.items() if item is not None}, where)
@@ -482,10 +475,10 @@ def function_call(said: str, where: str) -> list[Row]:
     try:
         read = json.loads(said)
     except ValueError:
-        raise BadRow(f"{where} is said by function_call, but is not JSON") from None
+        raise BadRow(f"{where} of a function_call message is not JSON") from None
     calls = read if isinstance(read, list) else [read]
     if not calls:
-        raise BadRow(f"{where} is said by function_call, but calls no function")
+        raise BadRow(f"{where} of a function_call message calls no function")
     for i, call in enumerate(calls):
         if not isinstance(call, dict) or "arguments" not in call:
             what = described(call) if not isinstance(call, dict) else "an object without arguments"
@@ -510,7 +503,7 @@ def tools_of(value: object) -> list[Row]:
     for i, tool in enumerate(tools):
         function = of_type(tool, dict, f"tools[{i}] must be an object").get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(f"tools[{i}] names no function: {{type: function, function: {{name, ...}}}} is expected")
+            raise BadRow(f"tools[{i}] has no function name; expected {{type: function, function: {{name, ...}}}}")
         plain(tool, f"tools[{i}]")
     return tools
 
@@ -523,7 +516,7 @@ def with_tools(row: Row, columns: Row) -> Row:
     """
     tools = tools_of(columns.get("tools"))
     if tools and isinstance(row.get("prompt"), str):
-        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+        raise BadRow("tools are unsupported with a plain-text prompt; make the prompt a list of messages")
     return {**row, "tools": tools} if tools else row
 
 
@@ -533,4 +526,4 @@ def plain(value: object, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError):
-        raise BadRow(f"{where} holds something that is neither text, a number nor made of them") from None
+        raise BadRow(f"{where} holds a value that JSON cannot represent") from None

@@ -44,7 +44,7 @@ def pair(given: object, chosen: object, rejected: object) -> Row:
         start = len(given)
         if chosen[:start] == given == rejected[:start]:  # the answers are whole conversations
             chosen, rejected = chosen[start:], rejected[start:]
-    question = prompt(given, move="move that turn to chosen and rejected")
+    question = prompt(given, move="move that message to chosen and rejected")
     return _explicit(question, chosen, rejected)
 
 
@@ -89,8 +89,8 @@ def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], 
         before = left["role"]
     if end == 0:
         raise BadRow(
-            "chosen and rejected begin with no prompt: where there is no column prompt, both are whole conversations "
-            "that begin with the same turns"
+            "chosen and rejected have no common prompt; without a column prompt, both must be complete conversations "
+            "that begin with the same messages"
         )
     return unweighted(better[:end]), chosen[end:], rejected[end:]
 
@@ -100,8 +100,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     end = chosen.rfind(_SPOKEN, 0, common_prefix_length(chosen, rejected))
     if end == -1:
         raise BadRow(
-            r"chosen and rejected are strings that begin with no prompt (\n\nHuman: ... \n\nAssistant:); name the "
-            "column of the prompt with data.columns={prompt: ...}"
+            r"chosen and rejected are strings without a common prompt (\n\nHuman: ... \n\nAssistant:); set "
+            "data.columns={prompt: ...} to the column of the prompt"
         )
     end += len(_SPOKEN)
     return chosen[:end], chosen[end:], rejected[end:]
@@ -113,8 +113,8 @@ def _repeated(asked: str, chosen: list[Row], rejected: list[Row]) -> Row:
     first = next((message["content"] for message in question if message["role"] == "user"), "")
     if first.strip() != asked.strip():
         raise BadRow(
-            "prompt is a string, and chosen a conversation with another first question; they must be the same, or all "
-            "three strings, or all three lists of messages"
+            "prompt is a string, but chosen is a conversation with another first user message; make them equal, or "
+            "make prompt, chosen and rejected all strings or all lists of messages"
         )
     return _explicit(question, better, worse)
 
@@ -132,7 +132,7 @@ def _explicit(asked: str | list[Row], chosen: object, rejected: object) -> Row:
 
 def _check_different(chosen: object, rejected: object) -> None:
     if chosen == rejected:
-        raise BadRow("chosen and rejected are the same; there is nothing to prefer")
+        raise BadRow("chosen and rejected are identical")
 
 
 def best_and_worst(row: Row) -> Row:
@@ -147,13 +147,13 @@ def best_and_worst(row: Row) -> Row:
     if len(completions) != len(scores):
         raise BadRow(f"{counted(len(completions), 'completion')}, but {counted(len(scores), 'score')}")
     if len(completions) < 2:
-        raise BadRow(f"completions must hold at least two answers to compare, got {len(completions)}")
+        raise BadRow(f"completions must hold at least two completions, got {len(completions)}")
     for i, score in enumerate(scores):
         if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
             raise BadRow(f"scores[{i}] must be a number, got {described(score)}")
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if best == worst:
-        raise BadRow(f"every score is {scores[0]}, so no answer is better than another")
+        raise BadRow(f"every score is {scores[0]}; no completion is better than another")
     if row["prompt"] is None:
         raise BadRow("prompt must be a string or a list of messages, got null")
     return pair(row["prompt"], completions[best], completions[worst])
@@ -164,7 +164,7 @@ def rated(row: Row) -> Row:
     question, completion = row["prompt"], row["completion"]
     check_alike("prompt", question, "completion", completion)
     return {
-        "prompt": prompt(question, move="move that turn to completion"),
+        "prompt": prompt(question, move="move that message to completion"),
         "completion": answer(completion, "completion"),
         "label": _label(row["label"]),
     }
@@ -179,6 +179,6 @@ def _label(value: object) -> bool:
         return value == "true"
     description = f"the string '{value[:40]}'" if isinstance(value, str) else described(value)
     raise BadRow(
-        f"label must be true (a good answer) or false (a bad one), got {description}; "
-        "if it says something else, leave it aside with data.format=prompt_completion"
+        f"label must be true (good completion) or false (bad), got {description}; "
+        "to ignore the column, set data.format=prompt_completion"
     )

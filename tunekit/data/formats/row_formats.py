@@ -77,14 +77,14 @@ def recognise(columns: Iterable[str]) -> SourceFormat:
     names = tuple(columns)
     fitting = _fitting(names)
     if fitting == ["prompts"] and _PARTS & set(names):
-        only = f"data.format=prompts reads the prompt and keeps {listed(sorted(_PARTS & set(names)))} beside it"
-        raise BadRow(f"no known format has the columns {listed(names)}; {_suggestion(names)}; {only}")
+        only = f"data.format=prompts reads the prompt and passes {listed(sorted(_PARTS & set(names)))} to the rewards"
+        raise BadRow(f"no format matches the columns {listed(names)}; {_suggestion(names)}; {only}")
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         choices = " or ".join(f"data.format={format}" for format in fitting)
-        raise BadRow(f"the columns can be read as {_readings(fitting)}; choose one with {choices}")
-    raise BadRow(f"no known format has the columns {listed(names)}; {_suggestion(names)}")
+        raise BadRow(f"the columns match {_readings(fitting)}; set {choices}")
+    raise BadRow(f"no format matches the columns {listed(names)}; {_suggestion(names)}")
 
 
 def _fitting(columns: Collection[str]) -> list[SourceFormat]:
@@ -117,7 +117,7 @@ def check_columns(columns: Sequence[str], format: SourceFormat) -> None:
     near = misspelt(columns, missing)
     fitting = _fitting(columns)
     if near is None and fitting:
-        raise BadRow(f"{what}; the columns are those of {_readings(fitting)}, not of {_readings([format])}")
+        raise BadRow(f"{what}; the columns match {_readings(fitting)}, not {_readings([format])}")
     raise BadRow(f"{what}; {near or _suggestion(columns, missing)}")
 
 
@@ -130,8 +130,8 @@ def check_same_reading(columns: Sequence[str], format: SourceFormat) -> None:
     fitting = _fitting(columns)
     if fitting != [format]:
         raise BadRow(
-            f"the columns are those of {_readings(fitting)}, and the rows before are of {_readings([format])}; "
-            f"a source holds rows of one format (data.format={format} reads all of them as that one)"
+            f"the columns match {_readings(fitting)}, but earlier rows match {_readings([format])}; "
+            f"a source must have one format (data.format={format} reads all rows as that format)"
         )
     recognise(columns)
 
@@ -195,25 +195,22 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
         return near
     for name, other in TABLES["partners"]:
         if name in columns and other not in columns:
-            return f"beside {name}, a column {other} is needed"
+            return f"column {name} requires a column {other}"
     if missing is not None:
-        return f"the columns are {listed(columns)}"
+        return f"columns: {listed(columns)}"
     formats = "; ".join(f"{format}: {listed(needed)}" for format, needed in COLUMNS.items())
     return (
-        f"say with data.columns which of them are those of a format ({formats}), "
-        "or let a function make rows of them (data.format=module:function)"
+        f"map them to the columns of a format with data.columns ({formats}), "
+        "or convert the rows by a function (data.format=module:function)"
     )
 
 
 def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> str | None:
     """The advice to rename a column that is nearly one of a format."""
-    column_names = list(dict.fromkeys(name for needed in COLUMNS.values() for name in needed))
     # `score` and `labels` are names by themselves far more often than they are misspelt.
-    candidates = (
-        [name for name in column_names if name not in ("scores", "label")] if missing is None else list(missing)
-    )
+    candidates = [name for name in NEEDED if name not in ("scores", "label")] if missing is None else list(missing)
     for name in candidates:
-        near = nearest(name, (column for column in columns[:LOOKED_AT] if column not in column_names), cutoff=0.7)
+        near = nearest(name, (column for column in columns[:LOOKED_AT] if column not in NEEDED), cutoff=0.7)
         if near is not None:
             return f"rename {shortened(near)} to {name}"
     return None
@@ -247,7 +244,7 @@ class Learner:
         *most, last = (_FORMATS[format]["spoken"] for format in self.formats)
         takes = f"{', '.join(most)} or {last}" if most else last
         holds = f"{_FORMATS[format]['spoken']} ({listed(COLUMNS[format])})"
-        what = f"holds {holds}, and method {self.method} learns from {takes}"
+        what = f"holds {holds}, but method {self.method} trains on {takes}"
         if "prompt_completion" in self.formats:
             return what, _completions_of(format, columns)
         return what, TABLES["other_method"].get(self.formats[0], {}).get(BECOMES[format])
@@ -264,8 +261,8 @@ def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:
         return str(TABLES["as_completions"][format])
     answers = next((column for column in _ANSWERS if column in columns), None)
     if answers is not None:
-        return f"to imitate what stands in {answers}, set data.columns={{completion: {answers}}}"
-    return misspelt(columns, ["completion"]) or "beside prompt, a column completion is needed"
+        return f"to train on column {answers}, set data.columns={{completion: {answers}}}"
+    return misspelt(columns, ["completion"]) or "column prompt requires a column completion"
 
 
 NEEDED = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in names))
@@ -285,13 +282,13 @@ def check_mapping(columns: Mapping[str, str]) -> None:
         if ours not in KNOWN:
             near = nearest(ours, KNOWN)
             if theirs in KNOWN:
-                hint = f"our name stands first: {{{theirs}: {ours}}}"
+                hint = f"tunekit's name comes first: {{{theirs}: {ours}}}"
             else:
-                hint = f"did you mean '{near}'?" if near else f"the columns are {', '.join(KNOWN)}"
+                hint = f"did you mean '{near}'?" if near else f"columns: {', '.join(KNOWN)}"
             raise DataError(f"data.columns.{ours}: no format has a column '{ours}'", hint=hint)
         same_source = [other for other, column in columns.items() if column == theirs and other != ours]
         if same_source:
-            raise DataError(f"data.columns: {listed([ours, *same_source])} are all read from the column '{theirs}'")
+            raise DataError(f"data.columns: {listed([ours, *same_source])} all map to column '{theirs}'")
 
 
 def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_needed: bool) -> str | None:
@@ -305,8 +302,8 @@ def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_ne
     for ours, theirs in columns.items():
         if theirs not in names and (ours in NEEDED or not only_needed):
             near = nearest(theirs, names)
-            advice = f"did you mean {listed([near])}?" if near else f"the columns are {listed(names)}"
-            return f"no column {listed([theirs])}, which data.columns reads as {ours}; {advice}"
+            advice = f"did you mean {listed([near])}?" if near else f"columns: {listed(names)}"
+            return f"no column {listed([theirs])} (data.columns.{ours}); {advice}"
     return None
 
 

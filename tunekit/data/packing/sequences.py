@@ -297,8 +297,8 @@ def hold_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
         which = "no row" if num_held_out == 0 else "every row"
         raise DataError(
             f"data.eval_size={share:g}: {which} of the {counted(len(rows), 'row')} of '{rows.source}' "
-            "would be held out",
-            hint="choose another share, or name rows to evaluate on in data.eval",
+            "would be held out for evaluation",
+            hint="set another share, or set data.eval",
         )
     train = rows.select(i for i, held_out in enumerate(is_held_out) if not held_out)
     return train, rows.select(i for i, held_out in enumerate(is_held_out) if held_out)

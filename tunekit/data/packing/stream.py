@@ -19,7 +19,7 @@ from tunekit.data.packing.sequences import best_fit
 from tunekit.data.sources.load import stream_rows
 from tunekit.data.sources.rows import Skipped
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.tokenize import Account
+from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.recipe.sections.data import CompleteSource, DataSection
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def stream(
         streams = [_sequences(source, section, tokenizer, learner, notes, skipped) for source in sources]
         weights = [source.weight for source in sources if source.weight is not None]
         sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else chain.from_iterable(streams)
-        yield from _packed(sequences, section.max_length) if section.packing else sequences
+        yield from _packs(sequences, section.max_length) if section.packing else sequences
 
     endless: Any = IterableDataset.from_generator(generate, features=features)
     return endless.shuffle(seed=seed, buffer_size=WINDOW_SEQUENCES) if section.shuffle else endless
@@ -75,7 +75,7 @@ def _sequences(
 ) -> Iterator[_Sequence]:
     """The sequences of one source."""
     encoder = None
-    account = Account()
+    report = TokenReport()
     for rows in stream_rows(source, learner, max_bad_rows=section.max_bad_rows, num_rows=BATCH_ROWS):
         if encoder is None:
             encoder = Encoder(rows, tokenizer)
@@ -85,7 +85,7 @@ def _sequences(
                     found[bad] = None
                     file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
         encoded = encoder.encode(rows, range(len(rows)))
-        batch, _ = account.cut(encoded, section.max_length, splits=rows.format == "text")
+        batch, _ = report.cut(encoded, section.max_length, splits=rows.format == "text")
         labels, start = batch.labels, 0
         for length in batch.lengths.tolist():
             part = slice(start, start + length)
@@ -115,22 +115,17 @@ def _taking_turns(streams: list[Iterator[_Sequence]], weights: list[float]) -> I
         yield sequence
 
 
-def _packed(sequences: Iterator[_Sequence], max_length: int) -> Iterator[_Sequence]:
+def _packs(sequences: Iterator[_Sequence], max_length: int) -> Iterator[_Sequence]:
     """Packs of sequences, a window after the other."""
-    while window := list(islice(sequences, WINDOW_SEQUENCES)):
-        yield from _packs(window, max_length)
-
-
-def _packs(window: list[_Sequence], max_length: int) -> Iterator[_Sequence]:
     import numpy as np
 
-    order, sizes = best_fit(np.array([len(sequence["input_ids"]) for sequence in window]), max_length)
-    places = iter(order.tolist())
-    for size in sizes.tolist():
-        pack: _Sequence = {"input_ids": [], "labels": [], "seq_lengths": []}
-        for _ in range(size):
-            sequence = window[next(places)]
-            pack["input_ids"] += sequence["input_ids"]
-            pack["labels"] += sequence["labels"]
-            pack["seq_lengths"].append(len(sequence["input_ids"]))
-        yield pack
+    while window := list(islice(sequences, WINDOW_SEQUENCES)):
+        order, sizes = best_fit(np.array([len(sequence["input_ids"]) for sequence in window]), max_length)
+        places = iter(order.tolist())
+        for size in sizes.tolist():
+            pack = [window[next(places)] for _ in range(size)]
+            yield {
+                "input_ids": [token for sequence in pack for token in sequence["input_ids"]],
+                "labels": [label for sequence in pack for label in sequence["labels"]],
+                "seq_lengths": [len(sequence["input_ids"]) for sequence in pack],
+            }

@@ -23,10 +23,10 @@ from tunekit.errors import DataError, TunekitError
 from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 
 LOOK_RECORDS = 1000
-"""So many records are read at least, for what is wrong with them."""
+"""Minimum number of records to check."""
 
 LOOK_BYTES = 64 * 2**20
-"""So much of a text is read; a JSON list, which can only be read whole, may have no more."""
+"""Bytes of a text that are read; the limit of a JSON list, which is read whole."""
 
 LINE_BYTES = 8 * 2**20
 """Longest line of a text, but for a JSON list."""
@@ -266,13 +266,10 @@ class _Lines(io.BufferedReader):
         self._number += 1
         self._left -= len(line)
         if self._gate is None and self._left < 0:
-            raise DataError(
-                f"{self._name}: a .json file is read whole, and this one has more than {LOOK_BYTES // 2**20} MiB: too "
-                "much to look at",
-                hint="write one object per line into a .jsonl file",
-            )
+            problem = f"{self._name}: .json file larger than {LOOK_BYTES // 2**20} MiB, too large to preview"
+            raise DataError(problem, hint="save it as .jsonl, one object per line")
         if len(line) > most:
             raise DataError(
-                f"{self._name}:{self._number}: the line has more than {LINE_BYTES // 2**20} MiB: too much to look at"
+                f"{self._name}:{self._number}: line longer than {LINE_BYTES // 2**20} MiB, too long to preview"
             )
         return line

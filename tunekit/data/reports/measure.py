@@ -240,11 +240,8 @@ def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") 
     import numpy as np
 
     roles: dict[int, list[str]] = {}
-    for role, token_id in zip(
-        ROLES,
-        (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id),
-        strict=True,
-    ):
+    own = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    for role, token_id in zip(ROLES, own, strict=True):
         if token_id is not None:
             roles.setdefault(token_id, []).append(role)
     token_ids = list(dict.fromkeys([*roles, *_special_ids(tokenizer)]))

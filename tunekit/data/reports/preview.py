@@ -17,14 +17,14 @@ from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, RowStore, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, prompt_tokens, tokens_of
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.tokenize import Account
+from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_TOKENS, TAIL_TOKENS, CUT_TOKENS = 600, 200, 60
-"""So many tokens of a sequence are shown from its beginning, from its end, and of what is cut off it."""
+"""Tokens shown of the start of a sequence, of its end, and of its truncated part."""
 
 ROW_BYTES = 2**20
 """Largest row that becomes tokens here, as JSON; of a longer text its beginning does."""
@@ -161,14 +161,12 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
-        extra = {name: value for name, value in row.items() if name not in _ANSWERED}
+        columns = row.items() if rows.format == "prompts" else ()
         yield RowPreview(
             place=rows.place(index),
             sequences=sequences,
             num_more=num_more,
-            fields={name: briefly(value, _FIELD_LENGTH) for name, value in extra.items()}
-            if rows.format == "prompts"
-            else {},
+            fields={name: briefly(value, _FIELD_LENGTH) for name, value in columns if name not in _ANSWERED},
             label=row.get("label") if rows.format == "unpaired_preference" else None,
             left_out=left_out,
             source=_as_json(row),
@@ -192,13 +190,13 @@ def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_leng
         else:
             _check_size(rows, index)
         encoded = encoder.encode(row, range(1))
-        batch, _ = Account().cut(encoded, max_length, splits=rows.format == "text")
+        batch, _ = TokenReport().cut(encoded, max_length, splits=rows.format == "text")
         ids, labels = batch.ids.tolist(), batch.labels.tolist()
         if not len(batch.lengths):
             whole = encoded.ids.tolist()
             visible, cut = whole[:max_length], whole[max_length:]
             sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer)
-            return (sequence,), 0, "no token of it counts in the loss"
+            return (sequence,), 0, "no token is included in the loss"
         cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0
         for length in batch.lengths.tolist()[:_SEQUENCES]:
@@ -223,7 +221,7 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
-            raise DataError(f"the row does not fit the chat template: {error}") from error
+            raise DataError(f"the chat template cannot render the row: {error}") from error
         left_out = None if room.has(num_given, [len(answer) for answer in answered]) else room.too_long
         sequences = [
             _shown(
@@ -268,7 +266,7 @@ def _shown(
 def _check_size(rows: Rows, index: int) -> None:
     size = int(rows.rows.sizes_bytes[index])
     if size > ROW_BYTES:
-        raise DataError(f"the row has {size:,} bytes, too many to show as tokens here")
+        raise DataError(f"the row has {size:,} bytes, too large to show as tokens")
 
 
 def _as_json(row: Row) -> str:

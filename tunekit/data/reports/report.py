@@ -60,10 +60,10 @@ class Packing:
 
     def facts(self, max_length: int, *, is_packed: bool, is_alone: bool) -> list[tuple[str, str]]:
         """Both ways to lay out sequences, as pairs of a name and words."""
-        so = " (as in this recipe)"
+        so = " (this recipe)"
         here, not_here = so if is_packed and is_alone else "", "" if is_packed else so
-        packed = f"{self.packed_share:.1%} of the places hold tokens, in {counted(self.num_packed, 'sequence')}"
-        padded = f"{self.padded_share:.1%} of the places hold tokens, in batches of {self.batch_size}"
+        packed = f"{self.packed_share:.1%} of positions hold tokens, in {counted(self.num_packed, 'sequence')}"
+        padded = f"{self.padded_share:.1%} of positions hold tokens, in batches of {self.batch_size}"
         return [
             ("packed", f"{packed} of {max_length:,}{here}"),
             ("not packed", f"{padded} padded to their longest sequence{not_here}"),
@@ -193,22 +193,19 @@ class SourceReport:
         changed = [
             f"{number:,} {what}"
             for number, what in (
-                (self.num_dropped, "left out without a token that counts"),
-                (self.num_truncated, f"cut at {max_length:,} tokens"),
-                (self.num_split, "texts go on in further sequences"),
+                (self.num_dropped, "skipped without a token in the loss"),
+                (self.num_truncated, f"truncated at {max_length:,} tokens"),
+                (self.num_split, "texts split into several sequences"),
             )
             if number
         ]
-        counts = f"{self.num_rows:,} in, {self.num_rows - self.num_dropped:,} out"
+        counts = f"{self.num_rows:,} read, {self.num_rows - self.num_dropped:,} used"
         facts = [
             ("source", f"{self.source} ({self.format})"),
             ("rows", "; ".join([counts, *changed])),
             ("sequences", f"{self.num_sequences:,}"),
             ("tokens", self._tokens_words),
-            (
-                "row length",
-                "min {min:,}, median {median:,}, 95% up to {p95:,}, max {max:,}".format(**asdict(self.lengths)),
-            ),
+            ("row length", "min {min:,}, median {median:,}, p95 {p95:,}, max {max:,}".format(**asdict(self.lengths))),
         ]
         if packing is not None:
             facts += packing.facts(max_length, is_packed=is_packed, is_alone=self.is_alone)
@@ -219,17 +216,17 @@ class SourceReport:
     @property
     def _tokens_words(self) -> str:
         if self.num_trained == 0:
-            return f"{self.num_tokens:,}, of prompts"
-        return f"{self.num_tokens:,}, of which {self.num_trained:,} count in the loss ({self.trained_share:.1%})"
+            return f"{self.num_tokens:,} in prompts"
+        return f"{self.num_tokens:,}, {self.num_trained:,} in the loss ({self.trained_share:.1%})"
 
     @property
     def end_token_words(self) -> str:
-        """Sentence about the end-of-turn token: `<|im_end|> (id 2) is trained in 30 of 30 sequences`."""
+        """Sentence about the end-of-turn token: `<|im_end|> (id 2) trained in 30 of 30 sequences`."""
         end = self.end_token
         if end is None:
-            return "none is trained"
+            return "none trained"
         where = f"in {end.num_sequences_trained:,} of {counted(self.num_sequences, 'sequence')}"
-        return f"{end.text} (id {end.id}) is trained {where}"
+        return f"{end.text} (id {end.id}) trained {where}"
 
     @property
     def trained_share(self) -> float:
@@ -284,34 +281,34 @@ class DataReport:
 
     @property
     def mixture_words(self) -> str:
-        """Sentence about an epoch of the mixture: `48 packed sequences an epoch, 98.7% of their places hold tokens`."""
+        """Sentence about an epoch of the mixture: `48 packed sequences per epoch, 98.7% of positions hold tokens`."""
         if not self.is_packed:
-            return f"{counted(self.num_train, 'sequence')} an epoch"
+            return f"{counted(self.num_train, 'sequence')} per epoch"
         filled = sum(part.num_tokens for part in self.mixture) / (self.num_train * self.max_length)
-        return f"{counted(self.num_train, 'packed sequence')} an epoch, {filled:.1%} of their places hold tokens"
+        return f"{counted(self.num_train, 'packed sequence')} per epoch, {filled:.1%} of positions hold tokens"
 
     def warnings(self) -> list[str]:
         """Return warnings to look at before training, a sentence each."""
         messages = []
         if self.leaked.num_rows:
             messages.append(
-                f"{counted(self.leaked.num_rows, 'row')} of eval also in train{_equal(self.leaked)}: the eval loss "
-                "will look better than the model is"
+                f"{counted(self.leaked.num_rows, 'row')} of eval also in train{_equal(self.leaked)}; "
+                "the eval loss will be too low"
             )
         for split in self.sources:
             if split.split == "train" and split.packing is not None and split.end_token is None:
-                messages.append("no special token is trained: the model does not learn where its answers end")
+                messages.append("no special token is trained; the model does not learn to stop")
             if split.num_truncated:
                 share = split.num_truncated / split.num_rows
                 messages.append(
-                    f"{split.title}: {share:.1%} of the rows are cut at data.max_length={self.max_length}, and their "
-                    "ends are never trained"
+                    f"{split.title}: {share:.1%} of rows truncated at data.max_length={self.max_length}; "
+                    "their ends are not trained on"
                 )
             if split.duplicates.num_rows:
                 messages.append(f"{split.title}: {counted(split.duplicates.num_rows, 'row')} repeated exactly")
             messages += (
-                f"{split.title}: {token.text} stands in {counted(token.num_tokens, 'place')} for what the "
-                "tokenizer does not know"
+                f"{split.title}: {counted(token.num_tokens, 'unknown token')} ({token.text}), "
+                "text outside the tokenizer's vocabulary"
                 for token in split.special_tokens
                 if token.roles == ("unk",) and token.num_tokens
             )
@@ -352,6 +349,5 @@ def visible(text: str) -> str:
 
 
 def _equal(repeats: Repeats) -> str:
-    return (
-        "" if repeats.first is None else " ({} = {}{})".format(*repeats.first, ", ..." if repeats.num_rows > 1 else "")
-    )
+    more = ", ..." if repeats.num_rows > 1 else ""
+    return "" if repeats.first is None else " ({} = {}{})".format(*repeats.first, more)

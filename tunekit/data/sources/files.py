@@ -106,11 +106,8 @@ def open_jsonl(file: File) -> Table:
                 continue
             value = _parse(line.removesuffix("\n"))
             if isinstance(value, Fault) and line.strip() in ("[", "{"):
-                raise DataError(
-                    f"{file.name}:{number}: one JSON value spreads over several lines, "
-                    "but a .jsonl file holds one object per line",
-                    hint="put each object on one line, or make it a JSON list in a .json file",
-                )
+                problem = f"{file.name}:{number}: a JSON value spans several lines; .jsonl needs one object per line"
+                raise DataError(problem, hint="put each object on one line, or save a JSON list as a .json file")
             yield Record(number, value)
 
     return Table(columns=None, read=read)
@@ -136,20 +133,19 @@ def open_cells(file: File, delimiter: str, spoken: str) -> Table:
     """Values separated by commas or tabs, with a header; cells in quotes may hold such marks and line breaks."""
     header = next(_csv_records(file, delimiter), None)
     if header is None:
-        raise DataError(f"{file.name}: there are no rows in it")
+        raise DataError(f"{file.name}: no rows")
     names = header.value
     if isinstance(names, Fault):
         raise DataError(f"{file.name}:{header.number}: {names.what}")
     assert isinstance(names, list)
     doubled = sorted(column for column, times in Counter(names).items() if column and times > 1)
     if doubled:
-        raise DataError(
-            f"{file.name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them"
-        )
-    separators = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "give the file the suffix .tsv"))
+        problem = f"{file.name}:{header.number}: duplicate columns {listed(doubled)} in the header"
+        raise DataError(problem, hint="rename one of them")
+    separators = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "rename the file to .tsv"))
     for mark, meaning, advice in separators:
         if len(names) == 1 and mark in names[0]:
-            raise DataError(f"{file.name}:{header.number}: the columns are separated by {meaning}", hint=advice)
+            raise DataError(f"{file.name}:{header.number}: columns separated by {meaning}", hint=advice)
 
     def read(_: Sequence[str]) -> Iterator[Record]:
         records = _csv_records(file, delimiter)
@@ -157,7 +153,7 @@ def open_cells(file: File, delimiter: str, spoken: str) -> Table:
         for record in records:
             cells = record.value
             if isinstance(cells, list) and len(cells) != len(names):
-                advice = f"; a cell that holds a {spoken} must stand in quotes" if len(cells) > len(names) else ""
+                advice = f"; quote cells that contain a {spoken}" if len(cells) > len(names) else ""
                 what = f"{counted(len(cells), 'cell')}, but the header has {len(names)}{advice}"
                 yield Record(record.number, Fault(what))
             elif isinstance(cells, list):
@@ -178,13 +174,13 @@ def open_parquet(file: File) -> Table:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{file.name}: not a Parquet file ({_first_line(error)})") from error
     except OSError as error:
-        raise DataError(f"{file.name}: the file cannot be read ({_first_line(error)})") from error
+        raise DataError(f"{file.name}: cannot read the file ({_first_line(error)})") from error
 
     def batches(wanted: list[str]) -> Iterator[Any]:
         parquet = pq.ParquetFile(file.open())
         yield from parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, wanted), columns=wanted)
 
-    return _open_batches(file, columns, batches, "Parquet file cannot be read to its end")
+    return _open_batches(file, columns, batches, "Parquet file is truncated or damaged")
 
 
 def _open_batches(
@@ -236,7 +232,7 @@ def open_arrow(file: File) -> Table:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file.name}: not an Arrow file ({_first_line(error)})") from error
     except StopIteration:
-        raise DataError(f"{file.name}: there are no rows in it") from None
+        raise DataError(f"{file.name}: no rows") from None
 
     def batches(wanted: list[str]) -> Iterator[Any]:
         for batch in _arrow_batches(file):
@@ -319,7 +315,7 @@ MAX_LINE_BYTES = 2**27
 """Longest line that is read, in bytes: a row of a few hundred million letters is none to train on."""
 
 FREE_BYTES, MAX_RATIO = 2**28, 200
-"""So many bytes any file may unpack to, and a larger one to so many times its size; text is packed 3 to 20 times."""
+"""Bytes that any file may decompress to, and the largest ratio beyond that; text compresses 3 to 20 times."""
 
 BATCH_BYTES = 2**29
 """Most bytes that rows of a Parquet file take which are read together."""
@@ -348,12 +344,12 @@ def suffix_of(name: str) -> str:
 
 
 _BINARY_STARTS = {
-    b"\x1f\x8b": ("compressed with gzip", "let its name end in .gz"),
-    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "let its name end in .zst"),
-    b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
-    b"PAR1": ("a Parquet file", "give it the suffix .parquet"),
-    b"ARROW1": ("an Arrow file", "give it the suffix .arrow"),
-    b"SQLite format 3": ("a SQLite database", "export it as CSV or JSON lines"),
+    b"\x1f\x8b": ("compressed with gzip", "rename it to end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "rename it to end in .zst"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "extract it, or export it as CSV"),
+    b"PAR1": ("a Parquet file", "rename it to .parquet"),
+    b"ARROW1": ("an Arrow file", "rename it to .arrow"),
+    b"SQLite format 3": ("a SQLite database", "export it as CSV or JSON Lines"),
     codecs.BOM_UTF16_LE: ("encoded as UTF-16", "save it as UTF-8"),
     codecs.BOM_UTF16_BE: ("encoded as UTF-16", "save it as UTF-8"),
 }
@@ -375,17 +371,15 @@ def _lines(file: File) -> Iterator[tuple[int, str]]:
                         raise DataError(f"{file.name}: the file is {kind}, not UTF-8 text", hint=advice)
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if b"\0" in raw:
-                raise DataError(
-                    f"{file.name}:{number}:{raw.index(0) + 1}: a NUL byte, which no text holds",
-                    hint="is this a binary file, or text in another encoding than UTF-8?",
-                )
+                problem = f"{file.name}:{number}:{raw.index(0) + 1}: NUL byte in a text file"
+                raise DataError(problem, hint="check whether it is a binary file, or save it as UTF-8")
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{file.name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})",
-                    hint="save the file as UTF-8",
-                ) from error
+                problem = (
+                    f"{file.name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})"
+                )
+                raise DataError(problem, hint="save the file as UTF-8") from error
             yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
@@ -424,28 +418,20 @@ class _Unpacked(ByteStream):
 
     def __init__(self, stream: Any, file: File) -> None:
         self._stream, self._name = stream, file.name
-        self._left = max(FREE_BYTES, MAX_RATIO * _size_of(file))
+        size = file.path.stat().st_size if isinstance(file, LocalFile) else vars(file).get("size_bytes")
+        self._left = max(FREE_BYTES, MAX_RATIO * int(size or 0))
 
     def part(self, num_bytes: int) -> bytes:
         part: bytes = self._stream.read(num_bytes)
         self._left -= len(part)
         if self._left < 0:
-            raise DataError(
-                f"{self._name}: the file unpacks to more than {MAX_RATIO} times its size",
-                hint="unpack it yourself, and name what comes out, if that is right",
-            )
+            problem = f"{self._name}: the file decompresses to more than {MAX_RATIO} times its size"
+            raise DataError(problem, hint="if this is expected, decompress it and use the result")
         return part
 
     def close(self) -> None:
         self._stream.close()
         super().close()
-
-
-def _size_of(file: File) -> int:
-    """The size of a file as it lies there; 0 where nobody says it."""
-    if isinstance(file, LocalFile):
-        return file.path.stat().st_size
-    return int(vars(file).get("size_bytes") or 0)
 
 
 def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
@@ -454,18 +440,17 @@ def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"{name}:{number}: the line is longer than {MAX_LINE_BYTES:,} bytes", hint="write one row a line"
-                )
+                problem = f"{name}:{number}: line longer than {MAX_LINE_BYTES:,} bytes"
+                raise DataError(problem, hint="write one row per line")
             yield line
     except OSError as error:
-        raise DataError(f"{name}: the file cannot be read to its end ({_first_line(error)})") from error
+        raise DataError(f"{name}: cannot read the whole file ({_first_line(error)})") from error
 
 
 def _parse(text: str) -> object:
     """One JSON value, or a Fault."""
     if text.startswith("\ufeff"):
-        return Fault("a byte-order mark (U+FEFF), which may stand only at the start of a file", column=1)
+        return Fault("byte-order mark (U+FEFF) not at the start of the file", column=1)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -479,16 +464,16 @@ def _broken_json(error: ValueError | RecursionError) -> tuple[str, int | None]:
     From 3.13 on Python names a trailing comma; until then it names what it expected behind it.
     """
     if isinstance(error, RecursionError):
-        return "JSON nested too deeply", None
+        return "JSON is nested too deeply", None
     if not isinstance(error, json.JSONDecodeError):  # a number of more than 4300 digits
-        return f"broken JSON: {_lowered(_first_line(error))}", None
+        return f"invalid JSON: {_lowered(_first_line(error))}", None
     text, position = error.doc, error.pos
     comma = position if error.msg.startswith("Illegal trailing comma") else len(text[:position].rstrip()) - 1
     if error.msg.startswith(("Illegal trailing comma", "Expecting value", "Expecting property name")):
         behind = _skip_space(text, comma + 1)
         if text[comma : comma + 1] == "," and text[behind : behind + 1] in ("]", "}"):
-            return f"broken JSON: a comma before the closing {text[behind]}", comma
-    return f"broken JSON: {_lowered(error.msg)}", position
+            return f"invalid JSON: trailing comma before {text[behind]}", comma
+    return f"invalid JSON: {_lowered(error.msg)}", position
 
 
 def _list_items(text: str, start: int) -> Iterator[Record]:
@@ -515,13 +500,13 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         closed = text[position : position + 1] == "]"
         if not closed and text[position : position + 1] != ",":
             what = "the list is not closed" if position >= len(text) else "expecting ',' or ']'"
-            yield _end_of_list(text, position, f"broken JSON: {what}")
+            yield _end_of_list(text, position, f"invalid JSON: {what}")
             return
         if not closed:
             position = _skip_space(text, position + 1)
     behind = _skip_space(text, position + 1)
     if behind < len(text):
-        yield _end_of_list(text, behind, "broken JSON: text after the end of the list", has_column=False)
+        yield _end_of_list(text, behind, "invalid JSON: text after the end of the list", has_column=False)
 
 
 def _end_of_list(text: str, position: int, what: str, *, has_column: bool = True) -> Record:
@@ -536,7 +521,7 @@ def _refuse_single_object(text: str, name: str) -> None:
     if not isinstance(value, dict):
         return
     lists = [key for key, item in value.items() if isinstance(item, list)]
-    hint = f"save the list under its key '{lists[0]}' as a file of its own" if lists else "write [{...}, {...}]"
+    hint = f"save the list under key '{lists[0]}' as a separate file" if lists else "write [{...}, {...}]"
     raise DataError(f"{name}:1: the file holds one object, not a list of objects", hint=hint)
 
 
@@ -552,7 +537,7 @@ def _csv_records(file: File, delimiter: str) -> Iterator[Record]:
             return
         except csv.Error as error:
             unclosed = "unexpected end of data" in str(error)
-            what = "a quote that opens in this row is never closed" if unclosed else f"broken CSV: {error}"
+            what = "unclosed quote" if unclosed else f"invalid CSV: {error}"
             yield Record(start, Fault(what, ends=unclosed))
             continue
         if cells:

@@ -45,8 +45,8 @@ def open_hub(
 
     if streaming and source.split is not None and "[" in source.split:
         raise DataError(
-            f"{key}.split: '{source.split}' is a part of a split, and a stream cannot be cut before it has come",
-            hint=f"name the whole split, '{source.split.partition('[')[0]}', or do not stream it",
+            f"{key}.split: slicing a split ('{source.split}') is unsupported with streaming",
+            hint=f"use the whole split '{source.split.partition('[')[0]}', or unset data.streaming",
         )
     _ask_hub(source, key)
     try:
@@ -58,7 +58,7 @@ def open_hub(
         # `datasets` tells of a wrong configuration or split by a ValueError, of a dataset script by a RuntimeError
         # and of files that are neither in the cache nor to be had by an OSError.
         message = " ".join(str(error).split())
-        raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {message}") from error
+        raise DataError(f"{key}: cannot load the Hub dataset '{source.path}': {message}") from error
     return open_stream(dataset, source.path) if streaming else open_dataset(dataset, source.path)
 
 
@@ -89,14 +89,14 @@ def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
                 yield Record(number, without_nested_nulls(row))
         except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{name} row {number + 1}: the rows cannot be read to their end ({message})") from error
+            raise DataError(f"{name} row {number + 1}: cannot read the next row ({message})") from error
 
     # Only some datasets say their columns before the first row has come.
     columns: Sequence[str] | None = dataset.column_names
     if columns is None:
         first = next(rows(None), None)
         if first is None:
-            raise DataError(f"{name}: there are no rows in it")
+            raise DataError(f"{name}: no rows")
         assert isinstance(first.value, dict)
         columns = list(first.value)
     return Table(columns=tuple(columns), read=rows, unit="row")
@@ -111,29 +111,24 @@ def _ask_hub(source: DataSource, key: str) -> None:
         HfApi().dataset_info(source.path, revision=source.revision, timeout=_TIMEOUT_SECONDS)
     except errors.OfflineModeIsEnabled:
         return
-    except errors.GatedRepoError as error:
-        raise DataError(
-            f"{key}.path: access to the hub dataset '{source.path}' is restricted",
-            hint=f"ask for it at {constants.ENDPOINT}/datasets/{source.path} and log in with `hf auth login`",
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise DataError(
-            f"{key}.path: no file and no hub dataset '{source.path}'",
-            hint="check the name; a private dataset needs `hf auth login`",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise DataError(
-            f"{key}.revision: the hub dataset '{source.path}' has no revision '{source.revision}'"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        raise DataError(f"{key}.path: the hub answers {status} for the dataset '{source.path}'") from error
-    except (httpx2.HTTPError, OSError) as error:
-        raise DataError(
-            f"{key}.path: no file '{source.path}', and the hub cannot be reached at {constants.ENDPOINT} "
-            f"to look for a dataset of that name",
-            hint="check the name and the network; with HF_HUB_OFFLINE=1 a copy downloaded earlier is used",
-        ) from error
+    except (errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        part, hint = "path", None
+        match error:
+            case errors.GatedRepoError():
+                what = f"the Hub dataset '{source.path}' is gated"
+                page = f"{constants.ENDPOINT}/datasets/{source.path}"
+                hint = f"request access at {page}, then log in with `hf auth login`"
+            case errors.RepositoryNotFoundError():
+                what = f"no file and no Hub dataset '{source.path}'"
+                hint = "check the name; for a private dataset log in with `hf auth login`"
+            case errors.RevisionNotFoundError():
+                part, what = "revision", f"the Hub dataset '{source.path}' has no revision '{source.revision}'"
+            case errors.HfHubHTTPError():
+                what = f"the Hub returned HTTP {error.response.status_code} for the dataset '{source.path}'"
+            case _:
+                what = f"no file '{source.path}', and the Hub is unreachable at {constants.ENDPOINT}"
+                hint = "check the name and the network; to use a cached copy, set HF_HUB_OFFLINE=1"
+        raise DataError(f"{key}.{part}: {what}", hint=hint) from error
 
 
 def _eval_split(source: DataSource, key: str) -> str:
@@ -146,7 +141,7 @@ def _eval_split(source: DataSource, key: str) -> str:
         why = (
             f"has several evaluation splits ({listed(available)})"
             if available
-            else f"has only the splits {listed(splits)}"
+            else f"has no evaluation split, only {listed(splits)}"
         )
-        raise DataError(f"{key}.split: the hub dataset '{source.path}' {why}", hint="name the split to evaluate on")
+        raise DataError(f"{key}.split: the Hub dataset '{source.path}' {why}", hint="set the split to evaluate on")
     return available[0]

@@ -8,7 +8,7 @@ on.
 
 import glob
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -28,7 +28,7 @@ from tunekit.recipe.sections.data import CompleteSource, DataSection, DataSource
 __all__ = ["Files", "LoadedData", "Rows", "find_files", "is_hub_dataset", "load_data", "load_rows", "stream_rows"]
 
 HEAD_ROWS = 1000
-"""So many rows of a stream are looked at before training."""
+"""Rows of a stream that are read before training."""
 
 
 @dataclass(frozen=True)
@@ -65,44 +65,36 @@ def load_data(section: DataSection, learner: Learner | None = None) -> LoadedDat
     if section.streaming:
         train = tuple(_head(source, learner, section.max_bad_rows) for source in section.sources)
     else:
-        train = _load(section.sources, learner, max_bad_rows=section.max_bad_rows, default_split="train")
+        train = tuple(
+            load_rows(source, learner, default_split="train", max_bad_rows=section.max_bad_rows)
+            for source in section.sources
+        )
     notes = [note for rows in train for note in rows.notes]
     if section.eval_size is not None:
         parted = [hold_out(rows, section.eval_size) for rows in train]
         notes += (
             f"{train_rows.source}: {len(held_out):,} of {counted(len(train_rows) + len(held_out), 'row')} "
-            "held out for evaluation, "
-            f"chosen by their content (data.eval_size={section.eval_size:g}); {len(train_rows):,} left to train on"
+            f"held out for evaluation by content hash (data.eval_size={section.eval_size:g}); "
+            f"{len(train_rows):,} to train on"
             for train_rows, held_out in parted
         )
         return LoadedData(
             tuple(train_rows for train_rows, _ in parted), tuple(held_out for _, held_out in parted), notes
         )
-    evaluated = _load(section.eval_sources, learner, max_bad_rows=section.max_bad_rows, default_split="eval")
+    evaluated = tuple(
+        load_rows(source, learner, default_split="eval", max_bad_rows=section.max_bad_rows)
+        for source in section.eval_sources
+    )
     notes += (note for rows in evaluated for note in rows.notes)
     return LoadedData(train, evaluated, notes)
-
-
-def _load(
-    sources: Sequence[CompleteSource],
-    learner: Learner | None,
-    *,
-    max_bad_rows: int,
-    default_split: Literal["train", "eval"],
-) -> tuple[Rows, ...]:
-    loaded = []
-    for source in sources:
-        check_mapping(source.columns)
-        loaded.append(load_rows(source, learner, max_bad_rows=max_bad_rows, default_split=default_split))
-    return tuple(loaded)
 
 
 def _head(source: CompleteSource, learner: Learner | None, max_bad_rows: int) -> Rows:
     """The first rows of a stream."""
     head = next(stream_rows(source, learner, max_bad_rows=max_bad_rows, num_rows=HEAD_ROWS), None)
     if head is None:
-        raise DataError(f"{source.key}: '{shown(source.path)}' has no row to train on")
-    note = f"{head.source}: a stream, of which these are the first rows; the others are read while training"
+        raise DataError(f"{source.key}: '{shown(source.path)}' has no rows to train on")
+    note = f"{head.source}: streamed; only the first rows are shown, the others are read during training"
     return replace(head, notes=(*head.notes, note))
 
 
@@ -125,6 +117,7 @@ def load_rows(
         DataError: The source cannot be found or read, or rows are not valid; the message names the first of them.
         RecipeError: There is no such function.
     """
+    check_mapping(source.columns)
     files = find_files(source, key=source.key)
     reader = Reader(source, max_bad_rows, learner)
     for name, table in _tables(source, files, default_split):
@@ -201,13 +194,13 @@ def find_files(source: DataSource, *, key: str, streaming: bool = False) -> File
     if path is None:
         _refuse_hub_parts(source, key, f"'{shown(name)}' is a URL")
         return _remote(name, shown(name), key, streaming=streaming)
-    what = f"'{name}' fits"
+    what = f"'{name}' matches"
     notes: tuple[str, ...] = ()
     if name.startswith(EXAMPLE_PREFIX):
         files = [LocalFile(find_example(name.removeprefix(EXAMPLE_PREFIX)), name)]
     elif path.is_dir():
         files, notes = _in_folder(path, name, key)
-        what = f"the folder '{name}' holds"
+        what = f"folder '{name}' has"
     elif not path.exists() and any(sign in name for sign in "*?["):
         files = _fitting(path, name, key)
     elif not _looks_like_file(name) and not path.exists():
@@ -227,7 +220,7 @@ def is_hub_dataset(name: str) -> bool:
 def _refuse_hub_parts(source: DataSource, key: str, why: str) -> None:
     for part, setting in (("name", source.name), ("split", source.split), ("revision", source.revision)):
         if setting is not None:
-            raise DataError(f"{key}.{part}: only a hub dataset has one, and {why}", hint="leave it out")
+            raise DataError(f"{key}.{part}: only for Hub datasets, but {why}", hint="remove it")
 
 
 def _local_path(name: str, key: str) -> Path | None:
@@ -238,33 +231,31 @@ def _local_path(name: str, key: str) -> Path | None:
     if protocol != "file":
         return None
     if not rest_of_url.startswith("/"):
-        raise DataError(
-            f"{key}.path: '{name}' names no file from the root on", hint="write file:///..., or the path alone"
-        )
+        problem = f"{key}.path: '{name}' is not an absolute file URL"
+        raise DataError(problem, hint="write file:///..., or the path alone")
     return Path(unquote(rest_of_url))
 
 
 def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
     """The files that a URL names; what can be told from the URL alone is checked before any server is asked."""
     if "::" in name:
-        raise DataError(f"{key}.path: '{name}': a file inside another one (::) is not read", hint="unpack it first")
+        problem = f"{key}.path: '{name}': files inside archives (::) are unsupported"
+        raise DataError(problem, hint="extract the archive first")
     if not any(sign in name for sign in "*?["):
         if not PurePosixPath(name).suffix:
             raise DataError(
-                f"{key}.path: '{name}': the URL does not end in the suffix of a file",
-                hint=f"known are {_KINDS}; where they can be listed, the files of a folder are named by a pattern: "
+                f"{key}.path: '{name}': the URL has no file suffix",
+                hint=f"supported: {_KINDS}; for a folder that can be listed, use a pattern: "
                 f"'{name.rstrip('/')}/*.jsonl'",
             )
         _known_kind(name, name, key)
     hub_file = find_remote(url, key=key)
-    kind = _one_kind({file.name: _known_kind(file.name, file.name, key) for file in hub_file}, f"'{name}' fits", key)
+    kind = _one_kind({file.name: _known_kind(file.name, file.name, key) for file in hub_file}, f"'{name}' matches", key)
     if not streaming:
         return Files(tuple(LocalFile(fetch(file, key=key), file.name) for file in hub_file), kind)
     if kind not in STREAMED:
-        raise DataError(
-            f"{key}.path: '{name}': a {kind} file can only be read whole",
-            hint="convert it to .jsonl or .parquet, or do not stream it",
-        )
+        problem = f"{key}.path: '{name}': {kind} files cannot be streamed"
+        raise DataError(problem, hint="convert it to .jsonl or .parquet, or unset data.streaming")
     return Files(tuple(hub_file), kind)
 
 
@@ -273,9 +264,9 @@ def _in_folder(folder: Path, name: str, key: str) -> tuple[list[LocalFile], tupl
     inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     readable = [path for path in inside if kind_of(path.name) is not None]
     if not readable:
-        raise DataError(f"{key}.path: there is no file to read in the folder '{name}'", hint=f"read are {_KINDS}")
+        raise DataError(f"{key}.path: no supported files in folder '{name}'", hint=f"supported: {_KINDS}")
     unreadable = [path.name for path in inside if path not in readable]
-    notes = (f"{name}: left aside, as no files of rows: {listed(unreadable)}",) if unreadable else ()
+    notes = (f"{name}: files of unsupported formats ignored: {listed(unreadable)}",) if unreadable else ()
     return [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable], notes
 
 
@@ -285,7 +276,7 @@ def _fitting(pattern: Path, name: str, key: str) -> list[LocalFile]:
     matches = glob.glob(str(pattern), recursive=True)  # noqa: PTH207
     paths = sorted(path for path in map(Path, matches) if not path.is_dir())
     if not paths:
-        raise DataError(f"{key}.path: no file fits '{name}'")
+        raise DataError(f"{key}.path: no file matches '{name}'")
     return [LocalFile(path, str(path)) for path in paths]
 
 
@@ -295,10 +286,8 @@ def _one_kind(kind_by_name: Mapping[str, str], what: str, key: str) -> str:
     for name, kind in kind_by_name.items():
         examples.setdefault(kind, name.rpartition("/")[2])
     if len(examples) > 1:
-        raise DataError(
-            f"{key}.path: {what} files of several kinds: {listed(examples.values())}",
-            hint=f"choose one kind with a pattern: '*{next(iter(examples))}'",
-        )
+        problem = f"{key}.path: {what} files of several formats: {listed(examples.values())}"
+        raise DataError(problem, hint=f"select one format with a pattern: '*{next(iter(examples))}'")
     return next(iter(examples))
 
 
@@ -310,7 +299,7 @@ def _looks_like_file(name: str) -> bool:
     return "/" not in name and "." in name
 
 
-_KINDS = f"{listed(OPENERS)}; text also as .gz or .zst"
+_KINDS = f"{listed(OPENERS)}; text formats also as .gz or .zst"
 
 
 def _check_file(path: Path, name: str, key: str) -> str:
@@ -319,11 +308,10 @@ def _check_file(path: Path, name: str, key: str) -> str:
         there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest(path.name, there)
         if not path.parent.is_dir():
-            raise DataError(f"{key}.path: no file '{name}'", hint=f"there is no folder '{path.parent}'")
+            raise DataError(f"{key}.path: no file '{name}'", hint=f"folder '{path.parent}' does not exist")
         where = "the working directory" if path.parent == Path() else str(path.parent)
-        raise DataError(
-            f"{key}.path: no file '{name}' in {where}", hint=f"did you mean '{path.with_name(near)}'?" if near else None
-        )
+        problem = f"{key}.path: no file '{name}' in {where}"
+        raise DataError(problem, hint=f"did you mean '{path.with_name(near)}'?" if near else None)
     kind = _known_kind(path.name, name, key)
     if not path.is_file():
         raise DataError(f"{key}.path: '{name}' is not a regular file")
@@ -343,7 +331,7 @@ def _known_kind(file: str, name: str, key: str) -> str:
     if file_kind is not None:
         return file_kind
     suffix = PurePosixPath(file).suffix
-    kind = f"the suffix '{suffix}' is not known" if suffix else "the file has no suffix"
+    kind = f"unsupported suffix '{suffix}'" if suffix else "the file has no suffix"
     if suffix.lower() in (".gz", ".zst"):
-        kind = f"only text is read compressed, and the name does not end in .jsonl{suffix} or the like"
-    raise DataError(f"{key}.path: '{name}': {kind}", hint=f"known are {_KINDS}")
+        kind = f"only text formats may be compressed, with a name ending in .jsonl{suffix} or similar"
+    raise DataError(f"{key}.path: '{name}': {kind}", hint=f"supported: {_KINDS}")

@@ -5,8 +5,8 @@ its place. What was found on the way is gathered into one sentence.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Literal, assert_never, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, cast
 
 from tunekit.data.formats import convert, preferences
 from tunekit.data.formats.convert import Findings
@@ -75,31 +75,28 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     return row
 
 
+_PLAIN: dict[SourceFormat, Callable[[Row], Row]] = {
+    "prompt_completion": convert.prompt_completion,
+    "tokens": convert.check_tokens,
+    "ranking": preferences.best_and_worst,
+    "unpaired_preference": preferences.rated,
+    "prompts": convert.prompt_with_references,
+}
+_NOTED: dict[SourceFormat, Callable[[Row, Findings], Row]] = {
+    "sharegpt": convert.sharegpt,
+    "alpaca": convert.alpaca,
+    "preference": convert.preference,
+}
+"""Converters of rows by format, those with something to note apart."""
+
+
 def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
     """Convert a row, without its tools."""
-    match format:
-        case "messages":
-            return {"messages": conversation(row["messages"], "messages")}
-        case "sharegpt":
-            return convert.sharegpt(row, findings)
-        case "alpaca":
-            return convert.alpaca(row, findings)
-        case "prompt_completion":
-            return convert.prompt_completion(row["prompt"], row["completion"])
-        case "text":
-            return {"text": text(row["text"], "text")}
-        case "tokens":
-            return convert.check_tokens(row)
-        case "preference":
-            return convert.preference(row, findings)
-        case "ranking":
-            return preferences.best_and_worst(row)
-        case "unpaired_preference":
-            return preferences.rated(row)
-        case "prompts":
-            return convert.prompt_with_references(row)
-        case _:
-            assert_never(format)
+    if format == "messages":
+        return {"messages": conversation(row["messages"], "messages")}
+    if format == "text":
+        return {"text": text(row["text"], "text")}
+    return _NOTED[format](row, findings) if format in _NOTED else _PLAIN[format](row)
 
 
 def conversion(format: SourceFormat, findings: Findings) -> str:
@@ -111,13 +108,11 @@ def conversion(format: SourceFormat, findings: Findings) -> str:
     elif format == "alpaca":
         sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
         sentence += ", output -> assistant"
-        sentence += ", history -> earlier turns" if "history" in findings.columns else ""
+        sentence += ", history -> earlier messages" if "history" in findings.columns else ""
     elif format == "preference" and findings.implicit_prompts:
-        sentence = "what chosen and rejected begin with -> prompt"
+        sentence = "common prefix of chosen and rejected -> prompt"
     elif format == "ranking":
-        sentence = (
-            "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
-        )
+        sentence = "completion with the highest score -> chosen, with the lowest -> rejected (ties: the first)"
     else:
         return ""
     return sentence + (", system -> system" if "system" in findings.columns else "")
@@ -199,7 +194,7 @@ class Reader:
                 self._num_weightless += message.get("weight") == 0
             yield
         if num_records == 0:
-            raise DataError(f"{name}: there are no rows in it")
+            raise DataError(f"{name}: no rows")
 
     @property
     def num_held(self) -> int:
@@ -232,10 +227,10 @@ class Reader:
         if self._num_bad > self._max_bad_rows or self._cut_short or (self._num_bad and not self._store):
             raise self._refusal()
         if not self._store:
-            raise DataError(f"{self._source}: {self._function} leaves out every row ({self._num_left_out:,})")
+            raise DataError(f"{self._source}: {self._function} skips every row ({self._num_left_out:,})")
         unread = [theirs for theirs in self._columns.values() if theirs not in self._seen]
         if unread:
-            raise DataError(f"data.columns: '{self._source}' has no column {listed(unread)} in any row")
+            raise DataError(f"data.columns: '{self._source}' has no row with a column {listed(unread)}")
         notes = [self._note(len(self._parts), is_text=is_text)]
         if self._bad:
             notes.append(self._note_of_bad_rows())
@@ -295,7 +290,7 @@ class Reader:
         if isinstance(value, dict):
             for ours in COLUMNS[format]:
                 if ours in self._columns and self._columns[ours] not in value:
-                    raise BadRow(f"no column {listed([self._columns[ours]])}, which data.columns reads as {ours}")
+                    raise BadRow(f"no column {listed([self._columns[ours]])} (data.columns.{ours})")
             value = renamed(value, self._columns)
             self._check_reading(tuple(value), format)
         row = convert_row(value, format, self._findings)
@@ -310,7 +305,7 @@ class Reader:
             self._prompts_are_chats = is_chat
         if is_chat != self._prompts_are_chats:
             here, there = ("a list of messages", "a string") if is_chat else ("a string", "a list of messages")
-            raise BadRow(f"the prompt is {here}, but in the first row it is {there}")
+            raise BadRow(f"prompt is {here}, but {there} in the first row")
 
     def _note_columns(self, columns: tuple[str, ...], format: SourceFormat) -> list[str]:
         """Those of the columns that are read, by their names in the file; the others are noted."""
@@ -330,15 +325,15 @@ class Reader:
         """The error that names the first bad rows."""
         faults = [f"{bad.place}: {bad.reason}" for bad in self._bad[:_FAULTS_SHOWN]]
         if self._num_bad > len(faults):
-            faults.append(f"{self._source}: and {counted(self._num_bad - len(faults), 'more bad row')}")
+            faults.append(f"{self._source}: and {counted(self._num_bad - len(faults), 'more invalid row')}")
         if self._max_bad_rows == 0:
             return DataError("\n".join(faults))
         if self._num_bad > self._max_bad_rows:
-            why = f"{counted(self._num_bad, 'bad row')}, and data.max_bad_rows={self._max_bad_rows} allows no more"
+            why = f"{counted(self._num_bad, 'invalid row')}, more than data.max_bad_rows={self._max_bad_rows}"
         elif self._cut_short:
-            why = "what stands behind a fault like this cannot be read, so data.max_bad_rows does not apply"
+            why = "rows after such an error cannot be read; data.max_bad_rows does not apply"
         else:
-            why = "no good row is left"
+            why = "no valid rows left"
         return DataError("\n".join([*faults, f"{self._source}: {why}"]))
 
     def _note(self, num_files: int, *, is_text: bool) -> str:
@@ -347,11 +342,11 @@ class Reader:
         of_files = "" if num_files == 1 else f" in {num_files:,} files"
         if is_text:
             documents = counted(len(self._store), "document")
-            return f"{self._source}: {documents} of plain text{of_files} (two blank lines begin a new one)"
+            return f"{self._source}: {documents} of plain text{of_files} (separated by two blank lines)"
         note = f"{self._source}: {counted(len(self._store), 'row')}{of_files} of {format}"
         if self._function is not None:
-            left_out = f", which leaves out {self._num_left_out:,}" if self._num_left_out else ""
-            note += f", made by {self._function}{left_out}"
+            left_out = f", {self._num_left_out:,} skipped" if self._num_left_out else ""
+            note += f", converted by {self._function}{left_out}"
         sentence = conversion(format, self._findings)
         columns = [self._columns.get(column, column) for column in COLUMNS[format]]
         if sentence:
@@ -359,27 +354,24 @@ class Reader:
         elif self._recognised:
             *most, last = columns
             named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
-            aside = "; data.format=prompt_completion leaves label aside" if format == "unpaired_preference" else ""
-            note += f" (recognised from the {named}{aside})"
+            aside = "; data.format=prompt_completion ignores label" if format == "unpaired_preference" else ""
+            note += f" (recognized from the {named}{aside})"
         if self._references:
-            note += f"; kept for rewards: {listed(self._references)}"
+            note += f"; passed to rewards: {listed(self._references)}"
         if self._columns:
             note += "; data.columns: " + ", ".join(f"{theirs} -> {ours}" for ours, theirs in self._columns.items())
         if self._ignored:
             note += f"; ignored: {listed(sorted(self._ignored))}"
-        also = (["the tools"] if "tools" in self._findings.columns else []) + (
-            [f"{listed(sorted(keys))} of the messages"]
-            if (keys := self._passed_on - {"role", "content", "weight"})
-            else []
-        )
+        keys = self._passed_on - {"role", "content", "weight"}
+        also = ["tools"] * ("tools" in self._findings.columns) + [f"{listed(sorted(keys))} of messages"] * bool(keys)
         if self._num_weightless:
-            note += f"; {counted(self._num_weightless, 'assistant turn')} of weight 0 left out of the loss"
-        return note + (f"; the chat template also gets {' and '.join(also)}" if also else "")
+            note += f"; {counted(self._num_weightless, 'assistant message')} with weight 0 excluded from the loss"
+        return note + (f"; also passed to the chat template: {' and '.join(also)}" if also else "")
 
     def _note_of_bad_rows(self) -> str:
         examples = "; ".join(f"{bad.place}: {bad.reason}" for bad in self._bad[:_SKIPPED_SHOWN])
         more = f"; and {self._num_bad - _SKIPPED_SHOWN:,} more" if self._num_bad > _SKIPPED_SHOWN else ""
-        left_out = f"{counted(self._num_bad, 'bad row')} left out (data.max_bad_rows={self._max_bad_rows})"
+        left_out = f"{counted(self._num_bad, 'invalid row')} skipped (data.max_bad_rows={self._max_bad_rows})"
         return f"{self._source}: {left_out}: {examples}{more}"
 
 

@@ -160,10 +160,10 @@ def fetch(file: RemoteFile, *, key: str) -> Path:
         file.save(draft)
         num_bytes = draft.stat().st_size
         if file.size_bytes is not None and num_bytes != file.size_bytes:
-            raise OSError(f"{num_bytes:,} of {file.size_bytes:,} bytes came")
+            raise OSError(f"{num_bytes:,} of {file.size_bytes:,} bytes received")
         draft.replace(copy)
     except OSError as error:
-        raise DataError(f"{key}.path: '{file.name}' cannot be fetched to {root}: {_said(error)}") from error
+        raise DataError(f"{key}.path: cannot download '{file.name}' to {root}: {_said(error)}") from error
     finally:
         draft.unlink(missing_ok=True)
     return copy
@@ -174,19 +174,15 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
 
     name = shown(url)
     if "*" in name:
-        raise DataError(
-            f"{key}.path: '{name}': what lies behind {protocol_of(url)}:// cannot be listed, so no pattern is read "
-            "there",
-            hint="name one file; a * in its name is written %2A",
-        )
+        problem = f"{key}.path: '{name}': patterns are unsupported with {protocol_of(url)}://, which cannot list files"
+        raise DataError(problem, hint="use the URL of one file; write a * in its name as %2A")
     try:
         with _client(url) as client, client.stream("GET", without_user(url)) as answer:
             return _web_file(answer, url, key)
     except httpx2.InvalidURL:
         # Neither the URL nor what is said of it is shown: what makes it invalid may well be a password.
-        raise DataError(
-            f"{key}.path: the URL is not valid", hint="in a user or password, write : / @ as %3A %2F %40"
-        ) from None
+        problem = f"{key}.path: invalid URL"
+        raise DataError(problem, hint="in a user name or password, write : / @ as %3A %2F %40") from None
     except (httpx2.HTTPError, OSError) as error:
         raise _unreachable(url, error, key) from error
 
@@ -195,15 +191,15 @@ def _web_file(answer: "httpx2.Response", url: str, key: str) -> WebFile:
     """A file as the head of an answer tells of it."""
     name, status = shown(url), answer.status_code
     if status in (404, 410):
-        raise DataError(f"{key}.path: there is no '{name}' (the server answers {status})", hint="check the URL")
+        raise DataError(f"{key}.path: '{name}' not found (HTTP {status})", hint="check the URL")
     if status in (401, 403):
-        raise DataError(f"{key}.path: '{name}' may not be read (the server answers {status})", hint=_login(url))
+        raise DataError(f"{key}.path: access to '{name}' denied (HTTP {status})", hint=_login(url))
     if status != 200:
-        raise DataError(f"{key}.path: the server answers {status} for '{name}'", hint="try again later")
+        raise DataError(f"{key}.path: HTTP {status} for '{name}'", hint="retry later")
     if answer.headers.get("content-type", "").startswith("text/html"):
         raise DataError(
             f"{key}.path: '{name}' is a web page, not a file of rows",
-            hint="give the URL of the file itself: on GitHub that of its raw form, on the hub with resolve for blob",
+            hint="use the URL of the file: on GitHub its raw URL, on the Hub with resolve instead of blob",
         )
     length = answer.headers.get("content-length", "")
     size_bytes = int(length) if length.isdecimal() and "content-encoding" not in answer.headers else None
@@ -252,7 +248,7 @@ class _WebReader(ByteStream):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if self._file.size_bytes is None:
-            raise io.UnsupportedOperation("the server does not say how long the file is")
+            raise io.UnsupportedOperation("the server does not report the size of the file")
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
         if position != self._position:
             self._answer.close()
@@ -296,11 +292,11 @@ class _WebReader(ByteStream):
 
     def _check(self, answer: "httpx2.Response", status: int) -> None:
         if answer.status_code == 200 != status:
-            raise OSError("the server sends no parts of files")
+            raise OSError("the server does not support range requests")
         if answer.status_code != status:
-            raise OSError(f"the server answers {answer.status_code}")
+            raise OSError(f"HTTP {answer.status_code}")
         if _version(answer.headers) != self._file.version:
-            raise OSError("the file changed while it was read")
+            raise OSError("the file changed during reading")
 
 
 def _find_in_store(url: str, key: str) -> list[RemoteFile]:
@@ -310,13 +306,13 @@ def _find_in_store(url: str, key: str) -> list[RemoteFile]:
         with _as_os_errors(kind):
             files = _look_into_store(url, key)
     except FileNotFoundError as error:
-        raise DataError(f"{key}.path: there is no '{name}'", hint="check the URL") from error
+        raise DataError(f"{key}.path: '{name}' not found", hint="check the URL") from error
     except PermissionError as error:
-        raise DataError(f"{key}.path: '{name}' may not be read", hint=_login(url)) from error
+        raise DataError(f"{key}.path: access to '{name}' denied", hint=_login(url)) from error
     except (OSError, ValueError) as error:
         raise _unreachable(url, error, key) from error
     if not files:
-        raise DataError(f"{key}.path: no file fits '{name}'")
+        raise DataError(f"{key}.path: no file matches '{name}'")
     empty = next((file for file in files if file.size_bytes == 0), None)
     if empty is not None:
         raise DataError(f"{key}.path: '{empty.name}' is empty")
@@ -342,7 +338,7 @@ def _look_into_store(url: str, key: str) -> list[RemoteFile]:
     info = filesystem.info(path, **limit)
     if info["type"] == "directory":
         name = shown(url).rstrip("/")
-        raise DataError(f"{key}.path: '{name}' is a folder", hint=f"name its files by a pattern: '{name}/*.jsonl'")
+        raise DataError(f"{key}.path: '{name}' is a folder", hint=f"match its files with a pattern: '{name}/*.jsonl'")
     return [StoreFile(url, shown(url), info["size"], filesystem.ukey(path), filesystem, path)]
 
 
@@ -356,13 +352,12 @@ def _filesystem_class(url: str, key: str) -> type:
     except ImportError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         hint = f"pip install {missing}" if missing else str(error)
-        raise DependencyError(f"{key}.path: {protocol}:// needs {missing or 'another package'}", hint=hint) from error
+        problem = f"{key}.path: {protocol}:// requires {missing or 'another package'}"
+        raise DependencyError(problem, hint=hint) from error
     except ValueError as error:
         near = nearest(protocol, available_protocols())
-        raise DataError(
-            f"{key}.path: '{shown(url)}': the protocol {protocol}:// is not known",
-            hint=f"did you mean {near}://?" if near else f"known are {', '.join(_COMMON)} and what fsspec knows",
-        ) from error
+        hint = f"did you mean {near}://?" if near else f"supported: {', '.join(_COMMON)} and other protocols of fsspec"
+        raise DataError(f"{key}.path: '{shown(url)}': unknown protocol {protocol}://", hint=hint) from error
     return filesystem_class
 
 
@@ -414,7 +409,7 @@ def _unreachable(url: str, error: BaseException, key: str) -> DataError:
     if copies:
         newest = max(copies, key=lambda copy: copy.stat().st_mtime)
         hint += f"; to use the copy of {datetime.fromtimestamp(newest.stat().st_mtime):%Y-%m-%d}, set {key}={newest}"
-    return DataError(f"{key}.path: '{shown(url)}' cannot be reached ({_said(error)})", hint=hint)
+    return DataError(f"{key}.path: '{shown(url)}' is unreachable ({_said(error)})", hint=hint)
 
 
 def _login(url: str) -> str | None:

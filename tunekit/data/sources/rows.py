@@ -71,7 +71,7 @@ def shown(url: str) -> str:
 
 
 IN_MEMORY_BYTES = 32 * 2**20
-"""So much of a row store is kept in memory; what is more goes to a file."""
+"""Bytes of a row store kept in memory; the rest goes to a file."""
 
 
 def cache_folder() -> Path:
@@ -180,9 +180,8 @@ class RowStore(Sequence[Row]):
                 while written < len(view):
                     written += self._file.write(view[written:])
         except OSError as error:
-            raise DataError(
-                f"cannot keep the rows in {folder}: {error.strerror}", hint="free some space, or set XDG_CACHE_HOME"
-            ) from error
+            problem = f"cannot store the rows in {folder}: {error.strerror}"
+            raise DataError(problem, hint="free some space, or set XDG_CACHE_HOME") from error
         self._num_filed += len(self._held)
         self._held.clear()
 
@@ -366,4 +365,4 @@ def _called(function: Callable[[Any], Any], row: dict[str, Any]) -> object:
     try:
         return json.loads(json.dumps(result))  # its own objects, and lists where it has tuples
     except (TypeError, ValueError) as error:
-        return Fault(f"the row function returned what JSON cannot hold: {error}")
+        return Fault(f"the row function returned a value that JSON cannot represent: {error}")

@@ -58,17 +58,17 @@ class Room:
     def nothing_fits(self, num_rows: int) -> str:
         """Return the error message for a source of which no row is kept."""
         if self.cuts:
-            reason, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
-            return f"{reason}: they may have {limit:,} tokens"
-        reason, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
-        return f"{reason}: an answer with its prompt may have {limit:,} tokens"
+            reason = f"none of {counted(num_rows, 'prompt')} leaves room for a completion"
+            return f"{reason}: limit {self.max_prompt_length:,} tokens"
+        reason = f"none of {counted(num_rows, 'pair')} is short enough"
+        return f"{reason}: limit {self.max_length:,} tokens for a prompt with its completion"
 
     @property
     def too_long(self) -> str:
         """Description of rows that are left out."""
         if self.cuts:
-            return f"the prompt has more than {self.max_prompt_length:,} tokens"
-        return f"an answer with its prompt has more than {self.max_length:,} tokens"
+            return f"prompt longer than {self.max_prompt_length:,} tokens"
+        return f"prompt with completion longer than {self.max_length:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,10 @@ class Measured:
             num_rows=len(self.rows),
             num_sequences=len(self.kept),
             num_truncated=self.num_truncated,
-            num_split=0,
             num_dropped=self.num_dropped,
             num_tokens=int(self.num_tokens.sum()),
             num_trainable_tokens=self.num_trainable_tokens,
             longest_tokens=self.longest_tokens,
-            notes=(),
         )
 
     @property
@@ -218,10 +216,8 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
-            raise DataError(
-                f"{rows.place(index)}: the row does not fit the chat template: {error}",
-                hint="name another template in model.chat_template, or write prompts as text",
-            ) from error
+            problem = f"{rows.place(index)}: the chat template cannot render the row: {error}"
+            raise DataError(problem, hint="set another model.chat_template, or write prompts as text") from error
         sequences = [len(sequence) for sequence in answered]
         longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
         if room.has(prompt_tokens, sequences):
@@ -234,10 +230,8 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
         if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
             on_progress(rows.source, index + 1, len(rows))
     if not indices:
-        raise DataError(
-            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {max(longest):,}",
-            hint="raise data.max_length",
-        )
+        problem = f"{rows.source}: {room.nothing_fits(len(rows))}, longest row {max(longest):,}"
+        raise DataError(problem, hint="raise data.max_length")
     num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)
     return Measured(rows, tuple(indices), num_tokens, is_good, num_trainable, num_truncated, lengths)
@@ -249,8 +243,7 @@ ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_prefere
 
 
 BARE_PROMPTS = (
-    "prompts are given to the model as plain text, without its chat template; for a chat model, write each prompt as a "
-    "list of messages"
+    "prompts are plain text and bypass the chat template; for a chat model, write each prompt as a list of messages"
 )
 """Note for rows for which `are_bare` holds."""
 

@@ -56,10 +56,8 @@ def template_in_time(place: str) -> Iterator[None]:
         with _by_signal() if is_free else _by_thread():
             yield
     except _TimeIsUp:
-        raise DataError(
-            f"{place}: the chat template takes more than {ROW_SECONDS:.0f} s",
-            hint="see whether it ends at all, or set model.chat_template",
-        ) from None
+        problem = f"{place}: rendering the chat template timed out after {ROW_SECONDS:.0f} s"
+        raise DataError(problem, hint="check it for endless loops, or set model.chat_template") from None
 
 
 @contextmanager
@@ -102,8 +100,8 @@ def _by_thread() -> Iterator[None]:
 def without_template() -> DataError:
     """The error of conversations whose tokenizer has no chat template."""
     return DataError(
-        "the tokenizer has no chat template, so messages cannot become text",
-        hint="name a Jinja file in model.chat_template, start from a chat model, or use rows of prompt and completion",
+        "the tokenizer has no chat template to render messages",
+        hint="set model.chat_template to a Jinja file, use a chat model, or use rows of prompt and completion",
     )
 
 
@@ -112,10 +110,9 @@ def refusal(error: Exception, place: str) -> DataError:
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):
-        return DataError(f"the chat template has an error in line {error.lineno}: {error.message}")
-    return DataError(
-        f"{place}: the chat template refuses the row: {error}", hint="change the row or model.chat_template"
-    )
+        return DataError(f"chat template syntax error in line {error.lineno}: {error.message}")
+    problem = f"{place}: the chat template rejects the row: {error}"
+    return DataError(problem, hint="change the row or model.chat_template")
 
 
 _MARKER = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")

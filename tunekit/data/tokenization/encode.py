@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_LOOKED_AT = 100
-"""So many conversations are searched for what the chat template left out."""
+"""Number of conversations that are searched for content dropped by the chat template."""
 
 
 @dataclass
@@ -59,13 +59,12 @@ class Observed:
         notes = []
         if self.num_straddling:
             notes.append(
-                f"{source}: in {counted(self.num_straddling, 'row')} the end of the prompt and the start "
-                "of the completion fall into one token, which counts in the loss; end prompts on a line break or a "
-                "full stop"
+                f"{source}: in {counted(self.num_straddling, 'row')} one token spans the end of the prompt and the "
+                "start of the completion and is included in the loss; end prompts with a line break or a period"
             )
         notes += (
-            f"{source}: in {number:,} of {counted(self.num_looked_at, 'row')} looked at, the chat "
-            f"template leaves out {kind}, which the model never reads"
+            f"{source}: in {number:,} of {counted(self.num_looked_at, 'row')} checked, the chat template drops {kind}; "
+            "the model does not see them"
             for kind, number in sorted(self.left_out.items())
         )
         return notes
@@ -139,23 +138,18 @@ class Encoder:
         if self._all:
             return
         if not self._tokenizer.is_fast:
-            raise DataError(
-                "the tokenizer does not tell which characters a token stands for, so the assistant's words cannot "
-                "be found among the tokens",
-                hint="use a model with a tokenizer.json, or set data.loss_on=all",
-            )
+            problem = "the tokenizer reports no character offsets, needed to find the assistant's tokens"
+            raise DataError(problem, hint="use a model with a tokenizer.json, or set data.loss_on=all")
         self.notes += self._chat.prepare(_conversation(first), place, tools=first.get("tools"))
 
     def _prepare_plain(self, source: str) -> None:
         if self._tokenizer.eos_token_id is None:
-            raise DataError(
-                "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends",
-                hint="set eos_token in the model's tokenizer_config.json",
-            )
+            problem = "the tokenizer has no end-of-sequence token, needed to learn where a text ends"
+            raise DataError(problem, hint="set eos_token in the model's tokenizer_config.json")
         if self._format == "prompt_completion":
-            note = f"{source}: prompt and completion are joined as plain text"
+            note = f"{source}: prompt and completion concatenated as plain text"
             if self._tokenizer.chat_template is not None:
-                note += ", without the model's chat template; for a chat model, write rows of messages"
+                note += ", without the chat template; for a chat model, use rows of messages"
             self.notes.append(note)
         self._affixes = _affixes(self._tokenizer)
 
@@ -232,10 +226,8 @@ class Encoder:
         """The tokens that a row brings along."""
         largest = max(row["input_ids"])
         if largest >= len(self._tokenizer):
-            raise DataError(
-                f"{place}: input_ids hold {largest}, but the tokenizer knows {len(self._tokenizer):,} tokens",
-                hint="were the rows made with another tokenizer?",
-            )
+            problem = f"{place}: input_ids contain {largest}, but the tokenizer has {len(self._tokenizer):,} tokens"
+            raise DataError(problem, hint="tokenize the rows with the tokenizer of the model")
         return _array(row["input_ids"]), None if self._all else _array(row["labels"]) != IGNORED
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:

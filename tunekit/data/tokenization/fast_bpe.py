@@ -27,7 +27,10 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from tunekit.files import read_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,80 +44,23 @@ _MOST_REMEMBERED = 2**17
 _LONGEST_REMEMBERED = 40
 """Longer texts hardly come twice. In characters."""
 
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
-_LETTERS = (
-    r" ?\p{L}+",
-    rf"{_BEFORE}\p{{L}}+",
-    rf"{_BEFORE}+\p{{L}}+",
-    rf"{_BEFORE}[\p{{L}}\p{{M}}]+",
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*",
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT_FORMS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT_FORMS}?",
-)
-_NUMBERS = (r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r" ?\p{N}+")
-_SYMBOLS = (
-    r" ?[^\s\p{L}\p{N}]+",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-)
+_TABLES = read_table(Path(__file__).with_name("fast_bpe.yaml"))
+_LETTERS, _NUMBERS, _SYMBOLS = _TABLES["letters"], _TABLES["numbers"], _TABLES["symbols"]
 _SPACES = r"\s+"
 """With this alternative, a word begins at every space, if not before."""
-_KNOWN = (
-    *_LETTERS,
-    *_NUMBERS,
-    *_SYMBOLS,
-    _SPACES,
-    r"\s+(?!\S)",
-    r"\s*[\r\n]+",
-    r"\s*[\r\n]",
-    r"[\r\n]",
-    "'s|'t|'re|'ve|'m|'ll|'d",
-    _SHORT_FORMS,
-    "'(?i:[sdmt]|ll|ve|re)",
-    r"\d",
-    r"\d{1,3}(?=(?:\d{3})*\b)",
-    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    r" ?[\p{P}\p{S}]+",
-    r" ?[\p{P}\p{S}]+[\r\n]*",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-)
+_KNOWN = (*_LETTERS, *_NUMBERS, *_SYMBOLS, _SPACES, *_TABLES["others"])
 """The alternatives that the patterns of well-known models are made of."""
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern that the `ByteLevel` pre-tokenizer brings with it."""
 
-_ASCII_MEMBERS = {
-    "L": "A-Za-z",
-    "Lu": "A-Z",
-    "Ll": "a-z",
-    **dict.fromkeys(("Lt", "Lm", "Lo", "M"), ""),
-    "N": "0-9",
-    "P": r"!-#%-*,-/:;?@\[-\]_{}",
-    "S": r"$+<=>\^`|~",
-}
+_ASCII_MEMBERS: dict[str, str] = _TABLES["ascii"]
 
 _ASCII_SYMBOLS = {byte: 256 + i for i, byte in enumerate((*range(33), 127))}
 """Symbols of these bytes in the alphabet of byte-level models; other ASCII stands for itself."""
 
 _AFTER_A_WORD = re.compile(r" (?<=\S )")
 """A space that text may be cut before. Python takes a few more characters for white space than tokenizers do."""
-
-_TRICKY = (
-    "",
-    " ",
-    "I'm sure they'll say it's OK, DON'T you? We'VE 'seen' 'it'.",
-    "  two  spaces,   three    and a tail  ",
-    "a \n b\n\n\n  c\r\n\r\n\td \t e\n",
-    "1 12 123 1234 12345 x1y22z333 3.14 1,000,000 2024-01-31",
-    "def f(x):\n    return {'a': x[0] != y, \"b\": `z`}  # $5 + 5% ~ <tag/> a@b.c\n\n\n",
-    "HTTPServer CamelCase iPhone McDONALD ALLCAPS under_score \x00\x0b \x0c\x1c \x7f",
-    "Zoë’s naïve café — «да», 12½ … 你好，世界。 안녕 😀👍🏽 \u00a0x\u2003 y\u3000z",
-)
 
 
 class WordEncoder:
@@ -262,7 +208,7 @@ def word_encoder(tokenizer: "PreTrainedTokenizerBase") -> WordEncoder | None:
         return None
     encoder = WordEncoder(tokenizer, pipeline)
     some = list(pipeline.added)[:8]
-    for text in (*_TRICKY, *(f"a{token}{token} b {token}\n{token} c" for token in some)):
+    for text in (*_TABLES["tricky"], *(f"a{token}{token} b {token}\n{token} c" for token in some)):
         if encoder.encode(text) != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
             return None
     return encoder

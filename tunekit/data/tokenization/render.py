@@ -35,6 +35,9 @@ from tunekit.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Messages = Sequence[Row]
+Tools = list[Row] | None
+"""Functions that the assistant may call, as JSON schemas."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -57,11 +60,11 @@ _PROBES: tuple[tuple[Row, ...], ...] = (
 """Conversations that show what a template writes before the assistant speaks, behind a question and behind a tool."""
 
 _FEW_TURNS = 2
-"""So many turns cost less with all that came before them than behind a lead."""
+"""Number of turns up to which rendering whole prefixes is cheaper than rendering behind a lead."""
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-_REMEDY = "name a template with {% generation %} markers in model.chat_template, or set data.loss_on=all"
+_REMEDY = "set model.chat_template to a template with {% generation %} markers, or set data.loss_on=all"
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class ChatRenderer:
         self._lead_text: str | None = None
         self._given_heads: tuple[str, ...] | None = None
 
-    def prepare(self, messages: Sequence[Row], place: str, *, tools: list[Row] | None = None) -> list[str]:
+    def prepare(self, messages: Messages, place: str, *, tools: Tools = None) -> list[str]:
         """Decide, once for all rows, how the assistant's words are found, and check the decision on one row.
 
         Returns:
@@ -109,22 +112,15 @@ class ChatRenderer:
             if version is not None:
                 self._template, self._marked = version, True
                 notes.append(
-                    "the model's chat template does not mark the assistant's turns; TRL's version of it for training "
-                    "does and is used here, and the model keeps its own"
+                    "the chat template has no {% generation %} markers; TRL's training version of it is used to mask "
+                    "the loss, the model keeps its own"
                 )
         messages = unweighted(messages)
         self.text(messages, place, tools=tools)
         unended = self._check_end_of_turn(messages, place, tools)
         return notes if unended is None else [*notes, unended]
 
-    def text(
-        self,
-        messages: Sequence[Row],
-        place: str,
-        *,
-        tools: list[Row] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def text(self, messages: Messages, place: str, *, tools: Tools = None, add_generation_prompt: bool = False) -> str:
         """The conversation as text, as `apply_chat_template` writes it.
 
         Raises:
@@ -133,8 +129,8 @@ class ChatRenderer:
         weightless = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
         if weightless is not None:
             raise DataError(
-                f"{place}: messages[{weightless}] has weight 0, but data.loss_on=all counts every token",
-                hint="set data.loss_on=assistant, or take the weights out of the rows",
+                f"{place}: messages[{weightless}] has weight 0, but data.loss_on=all includes every token in the loss",
+                hint="set data.loss_on=assistant, or remove the weights from the rows",
             )
         with _rendering(place):
             rendered = self._tokenizer.apply_chat_template(
@@ -146,9 +142,7 @@ class ChatRenderer:
             )
         return cast(str, rendered)
 
-    def render(
-        self, messages: Sequence[Row], place: str, *, num_prompt: int = 0, tools: list[Row] | None = None
-    ) -> Rendered:
+    def render(self, messages: Messages, place: str, *, num_prompt: int = 0, tools: Tools = None) -> Rendered:
         """The conversation with the ranges of its assistant turns.
 
         Args:
@@ -166,10 +160,8 @@ class ChatRenderer:
         if self._last_only:
             num_prompt = max(num_prompt, spoken[-1])
             if spoken[-1] in weightless:
-                raise DataError(
-                    f"{place}: messages[{spoken[-1]}] has weight 0, and no other turn counts with data.loss_on=last",
-                    hint="set data.loss_on=assistant, or leave the row out",
-                )
+                problem = f"{place}: messages[{spoken[-1]}] has weight 0, but data.loss_on=last includes no other turn"
+                raise DataError(problem, hint="set data.loss_on=assistant, or remove the row")
         turns = [i for i in spoken if i >= num_prompt and i not in weightless]
         messages = unweighted(messages)
         if self._marked:
@@ -184,7 +176,7 @@ class ChatRenderer:
         return Rendered(text, tuple(spans))
 
     def check_calls(
-        self, messages: Sequence[Row], place: str, rendered: Rendered, *, num_prompt: int = 0, tools: list[Row] | None
+        self, messages: Messages, place: str, rendered: Rendered, *, num_prompt: int = 0, tools: Tools
     ) -> None:
         """Check that the calls of the turns that count are in a conversation's text.
 
@@ -206,10 +198,10 @@ class ChatRenderer:
             place,
             lambda renamed: self.text(unweighted(renamed), place, tools=tools),
             said="".join(rendered.text[start:end] for start, end in rendered.spans),
-            remedy="or give the turn weight 0" if rendered.spans else "or leave the row out",
+            remedy="or set weight: 0 on the message" if rendered.spans else "or remove the row",
         )
 
-    def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
+    def left_out(self, messages: Messages, place: str, tools: Tools, text: str) -> set[str]:
         """Return the kinds of content of a conversation that its text lacks: `system messages`, `reasoning`, `tools`.
 
         A word that the template writes elsewhere hides a lost one, so this can miss a loss, but invents none of what
@@ -234,7 +226,7 @@ class ChatRenderer:
             return False
         return all(rendered.text[:end].rstrip().endswith(self._added_tokens) for _, end in rendered.spans)
 
-    def _check_end_of_turn(self, messages: Sequence[Row], place: str, tools: list[Row] | None) -> str | None:
+    def _check_end_of_turn(self, messages: Messages, place: str, tools: Tools) -> str | None:
         """Check that the end-of-turn token of an assistant turn is in the loss; return an error, a note or nothing."""
         rendered = self.render(messages[: _spoken(messages)[-1] + 1], place, tools=tools)
         end = rendered.spans[-1][1] if rendered.spans else 0
@@ -244,26 +236,23 @@ class ChatRenderer:
         token = max((t for t in self._added_tokens if behind.startswith(t)), key=len, default=None)
         if token is not None:
             raise DataError(
-                f"the chat template's {{% generation %}} block leaves out '{token}', which ends an assistant turn: "
+                f"the chat template's {{% generation %}} block excludes '{token}', the end of an assistant turn; "
                 "the model would not learn to stop",
-                hint=f"move {{% endgeneration %}} behind '{token}' (model.chat_template), or set data.loss_on=all",
+                hint=f"move {{% endgeneration %}} after '{token}' (model.chat_template), or set data.loss_on=all",
             )
-        return (
-            "the chat template ends an assistant turn with no special token; "
-            "the model learns no sign of its own to stop"
-        )
+        return "the chat template ends assistant turns without a special token; the model learns no end-of-turn token"
 
     def _by_markers(
-        self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None, weightless: set[int]
+        self, messages: Messages, place: str, num_prompt: int, tools: Tools, weightless: set[int]
     ) -> Rendered:
         text, spans = self._marked_spans(messages, place, tools)
         if weightless:
             turns = _spoken(messages)
             if len(spans) != len(turns):
                 raise DataError(
-                    f"{place}: the chat template marks {len(spans)} passages for {len(turns)} assistant turns, so "
-                    "those of weight 0 cannot be told from the others",
-                    hint="take the weights out of the row, or name another template in model.chat_template",
+                    f"{place}: the chat template marks {len(spans)} spans for {len(turns)} assistant turns, so "
+                    "turns with weight 0 cannot be located",
+                    hint="remove the weights from the row, or set another model.chat_template",
                 )
             spans = [span for i, span in zip(turns, spans, strict=True) if i not in weightless]
         spans = [(self._without_head(text, start, end), end) for start, end in spans]
@@ -283,7 +272,7 @@ class ChatRenderer:
         head_length = max((len(head) for head in self._given_heads if text.startswith(head, start, end)), default=0)
         return start + head_length
 
-    def _heads_in(self, messages: Sequence[Row]) -> Iterator[str]:
+    def _heads_in(self, messages: Messages) -> Iterator[str]:
         """The special tokens at the start of marked passages that a generation prompt ends in.
 
         TRL's template for DeepSeek marks `<｜Assistant｜>` and `<｜tool▁outputs▁end｜>` with the answer; both stand
@@ -302,7 +291,7 @@ class ChatRenderer:
                     yield head
 
     def _marked_spans(
-        self, messages: Sequence[Row], place: str, tools: list[Row] | None, *, add_generation_prompt: bool = False
+        self, messages: Messages, place: str, tools: Tools, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         # apply_chat_template gives the marked tokens, not the marked characters, and goes wrong where a range begins
         # or ends on white space that belongs to no token; its renderer gives the characters.
@@ -320,7 +309,7 @@ class ChatRenderer:
         return texts[0], ranges[0]
 
     def _by_windows(
-        self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
+        self, messages: Messages, place: str, turns: Sequence[int], tools: Tools, text: str
     ) -> list[tuple[int, int]] | None:
         """The ranges of turns from short renderings; None where their pieces are not proved to make up the text."""
         spans = []
@@ -339,9 +328,7 @@ class ChatRenderer:
         tail = self._rest(messages, place, begin)
         return spans if tail is not None and text[length:] == tail else None
 
-    def _pieces(
-        self, messages: Sequence[Row], place: str, begin: int, turn: int, tools: list[Row] | None
-    ) -> tuple[str, str] | None:
+    def _pieces(self, messages: Messages, place: str, begin: int, turn: int, tools: Tools) -> tuple[str, str] | None:
         """Return what `messages[begin:turn + 1]` add to a conversation: the text up to the assistant's turn, and the
         turn.
         """
@@ -356,7 +343,7 @@ class ChatRenderer:
             return None
         return prompt_text[len(before) :], answered[len(prompt_text) :]
 
-    def _rest(self, messages: Sequence[Row], place: str, begin: int) -> str | None:
+    def _rest(self, messages: Messages, place: str, begin: int) -> str | None:
         """Return what the messages behind the last assistant turn add to a conversation."""
         if begin == len(messages):
             return ""
@@ -374,16 +361,14 @@ class ChatRenderer:
         return self._lead_text
 
     def _by_prefixes(
-        self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
+        self, messages: Messages, place: str, turns: Sequence[int], tools: Tools, text: str
     ) -> list[tuple[int, int]]:
         """The ranges from the renderings of all that came before each of the turns."""
         spans = []
         for i in turns:
             if i == 0:
-                raise DataError(
-                    f"{place}: the row begins with an assistant turn, whose start the chat template does not show",
-                    hint=_REMEDY,
-                )
+                problem = f"{place}: the row begins with an assistant turn whose start the rendered text does not show"
+                raise DataError(problem, hint=_REMEDY)
             prompt_text = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
             answered = text if i == len(messages) - 1 else self.text(messages[: i + 1], place, tools=tools)
             if not answered.startswith(prompt_text) or not text.startswith(answered):
@@ -409,7 +394,7 @@ def _rendering(place: str) -> Iterator[None]:
         raise refusal(error, place) from error
 
 
-def _spoken(messages: Sequence[Row]) -> list[int]:
+def _spoken(messages: Messages) -> list[int]:
     """The turns of the assistant."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
@@ -436,7 +421,7 @@ def _parts(message: Row) -> Iterator[tuple[str, str]]:
         yield "tool calls", name
 
 
-def _lead(messages: Sequence[Row], begin: int) -> list[Row]:
+def _lead(messages: Messages, begin: int) -> list[Row]:
     """Return the messages to put before `messages[begin]`, which follows an assistant turn, to render it alone."""
     if begin == 0:
         return []
@@ -477,7 +462,7 @@ def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 def _rewritten(place: str, index: int) -> DataError:
     return DataError(
-        f"{place}: the chat template writes earlier turns differently once messages[{index}] or a later "
-        "message follows, so the assistant's words cannot be told from the rest",
+        f"{place}: the chat template renders earlier turns differently once messages[{index}] or a later message "
+        "follows, so the assistant's tokens cannot be located",
         hint=_REMEDY,
     )

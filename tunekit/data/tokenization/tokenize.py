@@ -37,15 +37,15 @@ BATCH_BYTES = 4 * 2**20
 """A batch has so many rows at most, and so many bytes of JSON unless it is one row."""
 
 FEW_ROWS = 2000
-"""So many rows are done before other processes would have started."""
+"""Number of rows that are tokenized before worker processes would have started."""
 
 Progress = Callable[[int, int], None]
 """Called with how many rows are done, and how many there are."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenReport:
-    """Outcome of tokenizing the rows of one source.
+    """Outcome of tokenizing the rows of one source, counted batch by batch.
 
     Attributes:
         num_rows: Rows read.
@@ -59,105 +59,6 @@ class TokenReport:
         notes: What the user should know about how the rows were read, a sentence each.
     """
 
-    num_rows: int
-    num_sequences: int
-    num_truncated: int
-    num_split: int
-    num_dropped: int
-    num_tokens: int
-    num_trainable_tokens: int
-    longest_tokens: int
-    notes: tuple[str, ...]
-
-
-def tokenize(
-    rows: Rows,
-    tokenizer: "PreTrainedTokenizerBase",
-    folder: Path,
-    *,
-    max_length: int,
-    on_progress: Progress | None = None,
-) -> TokenReport:
-    """Turn rows into token ids and loss marks.
-
-    Args:
-        rows: Valid rows of one source, with what counts in them.
-        tokenizer: Tokenizer of the model, with its chat template for rows of messages.
-        folder: Where the sequences are written; it exists.
-        max_length: Longest sequence, in tokens.
-        on_progress: Told after every batch.
-
-    Raises:
-        DataError: A row cannot go through the chat template, the tokenizer lacks what the format needs, or no token
-            at all would count in the loss.
-    """
-    encoder = Encoder(rows, tokenizer)
-    account = Account()
-    observed = Observed()
-    batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
-    with SequenceWriter(folder) as writer:
-        for encoded in _encode_all(encoder, rows, batches):
-            num_before = account.num_rows
-            batch, made_of = account.cut(encoded, max_length, splits=rows.format == "text")
-            observed.add(encoded.observed)
-            writer.add(batch, encoded.lengths, made_of + num_before)
-            if on_progress is not None:
-                on_progress(account.num_rows, len(rows))
-    if account.num_trainable_tokens == 0:
-        raise _nothing_to_learn(rows, account, max_length)
-    return account.report((*encoder.notes, *observed.notes(rows.source)))
-
-
-def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Iterator[Encoded]:
-    """The batches in their order, encoded in this process or, where that is worth it, in one process a core."""
-    # Elsewhere a process that is forked is not safe, and a new one would need a guard in the user's script. One that
-    # is to end with its parent may have no children.
-    may_fork = sys.platform == "linux" and not current_process().daemon
-    num_processes = len(os.sched_getaffinity(0)) if may_fork else 1
-    if num_processes == 1 or len(rows) <= FEW_ROWS:
-        yield from (encoder.encode(rows, batch) for batch in batches)
-        return
-    # Forked processes have the rows and the tokenizer at once.
-    pool = ProcessPoolExecutor(num_processes, get_context("fork"), initializer=_begin, initargs=(encoder, rows))
-    under_way: deque[Future[Encoded]] = deque()
-    try:
-        for batch in batches:
-            under_way.append(pool.submit(_encode, batch))
-            if len(under_way) > 2 * num_processes:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a process that prepared the rows was killed from outside", hint="is the machine out of memory?"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class _Given:
-    """Inputs of a worker process that tokenizes rows."""
-
-    encoder: Encoder
-    rows: Rows
-
-
-def _begin(encoder: Encoder, rows: Rows) -> None:
-    # Every core has such a process: threads of the tokenizer's own would only stand in their way. An interrupt from
-    # the keyboard reaches them all, and it is for the process that waits for them to end them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Given.encoder, _Given.rows = encoder, rows
-
-
-def _encode(batch: range) -> Encoded:
-    return _Given.encoder.encode(_Given.rows, batch)
-
-
-@dataclass
-class Account:
-    """Counts what happens to the rows."""
-
     num_rows: int = 0
     num_sequences: int = 0
     num_truncated: int = 0
@@ -166,6 +67,7 @@ class Account:
     num_tokens: int = 0
     num_trainable_tokens: int = 0
     longest_tokens: int = 0
+    notes: tuple[str, ...] = ()
 
     def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
         """Cut or split rows, and keep the sequences that something can be learned from.
@@ -204,9 +106,89 @@ class Account:
         self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
         return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
-    def report(self, notes: tuple[str, ...]) -> TokenReport:
-        """The account of all rows."""
-        return TokenReport(**vars(self), notes=notes)
+
+def tokenize(
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    *,
+    max_length: int,
+    on_progress: Progress | None = None,
+) -> TokenReport:
+    """Turn rows into token ids and loss marks.
+
+    Args:
+        rows: Valid rows of one source, with what counts in them.
+        tokenizer: Tokenizer of the model, with its chat template for rows of messages.
+        folder: Where the sequences are written; it exists.
+        max_length: Longest sequence, in tokens.
+        on_progress: Told after every batch.
+
+    Raises:
+        DataError: A row cannot go through the chat template, the tokenizer lacks what the format needs, or no token
+            at all would count in the loss.
+    """
+    encoder = Encoder(rows, tokenizer)
+    report = TokenReport()
+    observed = Observed()
+    batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
+    with SequenceWriter(folder) as writer:
+        for encoded in _encode_all(encoder, rows, batches):
+            num_before = report.num_rows
+            batch, made_of = report.cut(encoded, max_length, splits=rows.format == "text")
+            observed.add(encoded.observed)
+            writer.add(batch, encoded.lengths, made_of + num_before)
+            if on_progress is not None:
+                on_progress(report.num_rows, len(rows))
+    if report.num_trainable_tokens == 0:
+        raise _nothing_to_learn(rows, report, max_length)
+    report.notes = (*encoder.notes, *observed.notes(rows.source))
+    return report
+
+
+def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Iterator[Encoded]:
+    """The batches in their order, encoded in this process or, where that is worth it, in one process a core."""
+    # Elsewhere a process that is forked is not safe, and a new one would need a guard in the user's script. One that
+    # is to end with its parent may have no children.
+    may_fork = sys.platform == "linux" and not current_process().daemon
+    num_processes = len(os.sched_getaffinity(0)) if may_fork else 1
+    if num_processes == 1 or len(rows) <= FEW_ROWS:
+        yield from (encoder.encode(rows, batch) for batch in batches)
+        return
+    # Forked processes have the rows and the tokenizer at once.
+    pool = ProcessPoolExecutor(num_processes, get_context("fork"), initializer=_begin, initargs=(encoder, rows))
+    under_way: deque[Future[Encoded]] = deque()
+    try:
+        for batch in batches:
+            under_way.append(pool.submit(_encode, batch))
+            if len(under_way) > 2 * num_processes:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool as error:
+        problem = "a data preparation worker was killed"
+        raise DataError(problem, hint="check whether the machine is out of memory") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Given:
+    """Inputs of a worker process that tokenizes rows."""
+
+    encoder: Encoder
+    rows: Rows
+
+
+def _begin(encoder: Encoder, rows: Rows) -> None:
+    # Every core has such a process: threads of the tokenizer's own would only stand in their way. An interrupt from
+    # the keyboard reaches them all, and it is for the process that waits for them to end them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _Given.encoder, _Given.rows = encoder, rows
+
+
+def _encode(batch: range) -> Encoded:
+    return _Given.encoder.encode(_Given.rows, batch)
 
 
 def _split(
@@ -224,15 +206,15 @@ def _split(
     return split[:, 0], split[:, 1], split[:, 2]
 
 
-def _nothing_to_learn(rows: Rows, account: Account, max_length: int) -> DataError:
+def _nothing_to_learn(rows: Rows, report: TokenReport, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
-    if account.num_truncated:
+    if report.num_truncated:
         return DataError(
-            f"{problem}: the part that counts lies beyond data.max_length={max_length} "
-            f"(the longest row has {account.longest_tokens:,} tokens)",
+            f"{problem}: all tokens in the loss lie beyond data.max_length={max_length} "
+            f"(longest row: {report.longest_tokens:,} tokens)",
             hint="raise data.max_length",
         )
     return DataError(
-        f"{problem}: the chat template marks nothing as the assistant's",
-        hint="put {% generation %} around the assistant's words (model.chat_template), or set data.loss_on=all",
+        f"{problem}: the chat template marks no assistant tokens",
+        hint="put {% generation %} around the assistant's content (model.chat_template), or set data.loss_on=all",
     )

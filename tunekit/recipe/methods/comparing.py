@@ -10,18 +10,7 @@ PAIR_METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
 """Metrics that TRL's trainers log of better and worse answers."""
 
 PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
-MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
-
-PRECOMPUTED_ARGS = {"precompute_ref_batch_size": "use train.global_batch_size and train.micro_batch_size"}
-"""Arguments of TRL's config about log-probabilities that are computed before training, and their owners."""
-
-TOKENISED_ARGS = {
-    "dataset_num_proc": "tunekit prepares the rows: use the data section",
-    "generate_during_eval": "use output.sample_prompts",
-    "is_encoder_decoder": "tunekit loads the model: use the model section",
-    "max_completion_length": "use data.max_length",
-}
-"""Arguments of TRL's experimental trainers of pairs, which get rows as token ids, and their owners."""
+MEAN_OVER_TOKENS = "the {} is averaged over the tokens of a micro-batch, so it depends slightly on the micro-batch size"
 
 
 class ReferenceMethod(MethodSection):
@@ -50,8 +39,8 @@ class ReferenceMethod(MethodSection):
         """Yield conflicts with the rest of the recipe."""
         yield from super().conflicts(others)
         if self.precompute_ref_log_probs and others.data.streaming:
-            what = "cannot be true with data.streaming: the rows of a stream are not known before training"
-            yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
+            what = "unsupported with data.streaming: the rows are not known before training"
+            yield Conflict(("method", "precompute_ref_log_probs"), what, "unset it")
 
 
 class MarginMethod(MethodSection):

@@ -5,13 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.comparing import (
-    MEAN_OVER_TOKENS,
-    PAIR_METRICS,
-    PAIR_WITHOUT_REFERENCE,
-    TOKENISED_ARGS,
-    MarginMethod,
-)
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PAIR_WITHOUT_REFERENCE, MarginMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec, OtherSections
 from tunekit.recipe.sections.section import Conflict
 
@@ -27,8 +21,7 @@ class CPOMethod(MarginMethod):
         metrics=("loss", "nll_loss", "log_odds_chosen", *PAIR_METRICS[1:]),
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
         loss_description="Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose "
-        "better answer is the likelier one.",
-        owned_args=TOKENISED_ARGS,
+        "chosen answer is more likely than the rejected one.",
         is_experimental=True,
         stores_metrics=True,
     )
@@ -73,23 +66,23 @@ class CPOMethod(MarginMethod):
         if self.likelihood_weight:
             why += f"; {MEAN_OVER_TOKENS.format('likelihood')}"
         choice = f"cpo, loss {self.loss_type}, beta {self.beta:g}"
-        return f"{choice}, likelihood by {self.likelihood_weight:g}", why
+        return f"{choice}, likelihood weight {self.likelihood_weight:g}", why
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
         yield from super().conflicts(others)
         loss, has_margin = self.loss_type, self.loss_type in ("simpo", "alphapo")
         if self.label_smoothing and loss in ("hinge", "ipo"):
-            yield Conflict(("method", "label_smoothing"), f"means nothing with {loss}", "leave it out")
+            yield Conflict(("method", "label_smoothing"), f"has no effect with {loss}", "unset it")
         # A recipe that was written out states the defaults too.
         if self.simpo_gamma != type(self).model_fields["simpo_gamma"].default and not has_margin:
-            what = f"means nothing with {loss}"
-            yield Conflict(("method", "simpo_gamma"), what, "leave it out, or set method.loss_type=simpo")
+            what = f"has no effect with {loss}"
+            yield Conflict(("method", "simpo_gamma"), what, "unset it, or set method.loss_type=simpo")
         if loss != "alphapo":
             return
         if self.cpo_alpha:
-            what = "must be 0 with alphapo: TRL leaves the likelihood out"
-            yield Conflict(("method", "cpo_alpha"), what, "leave it out, or set method.loss_type=simpo")
+            what = "must be 0 with alphapo: TRL drops the likelihood term"
+            yield Conflict(("method", "cpo_alpha"), what, "unset it, or set method.loss_type=simpo")
         if not self.trainer_args.get("alpha"):
-            what = "alphapo without an alpha is simpo"
+            what = "alphapo without alpha equals simpo"
             yield Conflict(("method", "loss_type"), what, "set method.trainer_args.alpha, or use simpo")

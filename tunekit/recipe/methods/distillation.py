@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GENERATED_ARGS, GenerationSection, TeacherMethod
+from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GenerationSection, TeacherMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 from tunekit.recipe.sections.model import ModelSection
 
@@ -19,12 +19,7 @@ class DistillationMethod(TeacherMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's DistillationConfig"),
         metrics=("loss",),
         health_checks=ANSWER_CHECKS,
-        loss_description="Losses are the divergence from the teacher, in nats per token of the model's own answers.",
-        owned_args={
-            **GENERATED_ARGS,
-            **dict.fromkeys(("teacher_model_init_kwargs", "teacher_model_name_or_path"), "use method.teacher"),
-            "teacher_model_revision": "use method.teacher.revision",
-        },
+        loss_description="Losses are the divergence from the teacher, in nats per token of the model's completions.",
         uses_tiled_head=False,
     )
 

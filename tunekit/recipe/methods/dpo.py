@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, ReferenceMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
 from tunekit.recipe.sections.section import Conflict, alone_in_list
 
@@ -43,9 +43,8 @@ class DPOMethod(ReferenceMethod):
         learning_rate=LearningRate(5e-7, 5e-6, "Zephyr, arXiv 2310.16944"),
         metrics=PAIR_METRICS,
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
-        loss_description="Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies "
-        "are the share of pairs whose better answer gained more than the worse, margins how much more.",
-        owned_args={**PRECOMPUTED_ARGS, "truncation_mode": "answers are cut at their end"},
+        loss_description="Losses are those of DPO: ln 2 where the preference equals the reference's. Accuracies are "
+        "the share of pairs with a higher reward for the chosen answer, margins the difference of the rewards.",
         upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
     )
@@ -81,7 +80,7 @@ class DPOMethod(ReferenceMethod):
     @property
     def likelihood_hint(self) -> str:
         """How to keep better answers likely, besides a lower rate and a higher beta."""
-        return ", or mix in their likelihood: method.loss_type: [sigmoid, sft]"
+        return ", or add their likelihood: method.loss_type: [sigmoid, sft]"
 
     @property
     def has_plain_loss(self) -> bool:
@@ -121,7 +120,7 @@ class DPOMethod(ReferenceMethod):
         if "sft" in self.loss_type:
             yield MEAN_OVER_TOKENS.format("sft loss")
         if {"aot", "aot_unpaired"} & set(self.loss_type):
-            yield "aot sorts the pairs of a micro-batch: it depends on which share one"
+            yield "aot sorts the pairs of a micro-batch, so it depends on their grouping"
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
@@ -129,11 +128,11 @@ class DPOMethod(ReferenceMethod):
         losses = ", ".join(self.loss_type)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             what = f"has {len(self.loss_weights)} weights for {len(self.loss_type)} losses ({losses})"
-            yield Conflict(("method", "loss_weights"), what, "give one for each loss, in their order")
+            yield Conflict(("method", "loss_weights"), what, "give one weight per loss, in their order")
         if self.label_smoothing and not set(self.loss_type) & set(SMOOTHED_LOSSES):
             *most, last = SMOOTHED_LOSSES
-            hint = f"leave it out, or use {', '.join(most)} or {last}"
-            yield Conflict(("method", "label_smoothing"), f"means nothing with {losses}", hint)
+            hint = f"unset it, or use {', '.join(most)} or {last}"
+            yield Conflict(("method", "label_smoothing"), f"has no effect with {losses}", hint)
         if "exo_pair" in self.loss_type and not self.label_smoothing:
-            what = "must be more than 0 with the loss exo_pair"
-            yield Conflict(("method", "label_smoothing"), what, "its paper recommends 1e-3")
+            what = "must be greater than 0 with loss exo_pair"
+            yield Conflict(("method", "label_smoothing"), what, "set it to 1e-3, as in the paper")

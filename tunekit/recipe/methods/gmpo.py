@@ -4,36 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import (
-    REWARD_CHECKS,
-    REWARD_METRICS,
-    REWARDED_ARGS,
-    GenerationSection,
-    RewardedMethod,
-)
+from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
-
-UNREAD = (
-    "delta",
-    "entropy_coef",
-    "entropy_coef_delta",
-    "entropy_coef_max",
-    "entropy_coef_min",
-    "entropy_target",
-    "importance_sampling_level",
-    "loss_type",
-    "off_policy_mask_threshold",
-    "router_aux_loss_coef",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "use_adaptive_entropy",
-    "use_bias_correction_kl",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-)
-"""Fields that GMPOConfig has from GRPOConfig, and that the loss of GMPO does not read (trl 1.16)."""
 
 
 class GMPOMethod(RewardedMethod):
@@ -46,12 +18,7 @@ class GMPOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's GMPOConfig"),
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
-        loss_description="The loss of GMPO (experimental in TRL) is near zero whatever is learned; the reward tells.",
-        owned_args={
-            "log_completions_hub_repo": "tunekit does not upload while it trains",
-            **dict.fromkeys(UNREAD, "the loss of GMPO does not read it"),
-            **REWARDED_ARGS,
-        },
+        loss_description="The loss of GMPO (experimental in TRL) stays near zero; progress shows in the reward.",
         is_experimental=True,
         settings_scale_loss=False,
     )
@@ -81,5 +48,5 @@ class GMPOMethod(RewardedMethod):
 
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy."""
-        why = "the loss of GMPO is not corrected for what vLLM draws with probabilities of its own"
-        return why, "use method.type=grpo, or leave use_vllm out"
+        why = "GMPO's loss has no importance-sampling correction for vLLM"
+        return why, "use method.type=grpo, or unset use_vllm"

@@ -5,13 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import (
-    REWARD_CHECKS,
-    REWARD_METRICS,
-    REWARDED_ARGS,
-    GenerationSection,
-    RewardedMethod,
-)
+from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 from tunekit.recipe.sections.section import Conflict
 
@@ -35,8 +29,7 @@ class GRPOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "DeepSeekMath, arXiv 2402.03300"),
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
-        loss_description="The loss of GRPO is near zero whatever is learned; the reward tells.",
-        owned_args={"log_completions_hub_repo": "tunekit does not upload while it trains", **REWARDED_ARGS},
+        loss_description="The loss of GRPO stays near zero; progress shows in the reward.",
         upstream_names=("_entropy_bonus_enabled",),
         adds_router_loss=True,
         settings_scale_loss=False,
@@ -76,8 +69,8 @@ class GRPOMethod(RewardedMethod):
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         if self.loss_type != "vespo":
             return None
-        why = "vespo needs another correction for what vLLM draws than the one that TRL makes by default"
-        return why, "use another method.loss_type, or leave use_vllm out"
+        why = "vespo needs another importance-sampling correction for vLLM than TRL's default"
+        return why, "use another method.loss_type, or unset use_vllm"
 
     def conflicts_of_loss(self) -> Iterator[Conflict]:
         """Yield the fields that a loss of GRPO does not support."""
@@ -87,15 +80,15 @@ class GRPOMethod(RewardedMethod):
             yield Conflict(key, "must be sequence for loss_type luspo", "set method.importance_sampling_level=sequence")
         if loss == "vespo" and level != "token":
             what = "must be token for loss_type vespo, which compares whole answers itself"
-            yield Conflict(key, what, "leave it out")
+            yield Conflict(key, what, "unset it")
         if loss in UNLIKE_ANSWERS and level == "sequence":
-            what = f"cannot be sequence for loss_type {loss}, a sum over tokens: long answers would count for more"
+            what = f"cannot be sequence for loss_type {loss}, a sum over tokens: long answers would weigh more"
             yield Conflict(key, what, "set method.loss_type=grpo, as in GSPO")
         if loss in WITHOUT_EPSILON and self.epsilon != type(self).model_fields["epsilon"].default:
-            yield Conflict(("method", "epsilon"), f"means nothing for loss_type {loss}", "leave it out")
+            yield Conflict(("method", "epsilon"), f"has no effect for loss_type {loss}", "unset it")
         high = self.epsilon_high
         if loss in ("sapo", "vespo") and high is not None:
-            yield Conflict(("method", "epsilon_high"), f"means nothing for loss_type {loss}", "leave it out")
+            yield Conflict(("method", "epsilon_high"), f"has no effect for loss_type {loss}", "unset it")
         if loss == "cispo" and (high is None or high < 1):
-            what = "is for loss_type cispo the ratio itself at which tokens count no more, and so 1 at least"
+            what = "must be at least 1 for loss_type cispo, where it is the maximum policy ratio itself"
             yield Conflict(("method", "epsilon_high"), what, "set method.epsilon_high=5.0, as in ScaleRL")

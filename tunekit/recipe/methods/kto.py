@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.comparing import PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
+from tunekit.recipe.methods.comparing import PAIR_METRICS, ReferenceMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
 from tunekit.recipe.sections.section import Conflict
 
@@ -23,13 +23,9 @@ class KTOMethod(ReferenceMethod):
         learning_rate=LearningRate(5e-7, 5e-6, "KTO, arXiv 2402.01306"),
         metrics=PAIR_METRICS,
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
-        loss_description="Losses are those of KTO: half of the mean weight of an answer where the model is what it was "
-        "before. The rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they "
-        "became, times beta.",
-        owned_args={
-            **PRECOMPUTED_ARGS,
-            "dataset_num_proc": "one process goes through the rows, so that they keep their neighbours",
-        },
+        loss_description="Losses are those of KTO: half of the mean weight of an answer where the model equals the "
+        "reference. Rewards of chosen are those of good answers, of rejected those of bad ones: the log ratio to the "
+        "reference, times beta.",
         upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
     )
@@ -80,9 +76,9 @@ class KTOMethod(ReferenceMethod):
         words = [reference]
         if self.couples_rows:
             words = [
-                "the divergence is estimated from the answers of a micro-batch to each other's prompts, over all "
-                "devices: how a batch is cut shows in it",
-                "rows are put into one order before training, and keep it in every epoch",
+                "the KL divergence is estimated from mismatched prompts and completions of a micro-batch, over all "
+                "devices, so it depends on the micro-batch size",
+                "rows are shuffled once before training; every epoch has the same order",
                 reference,
             ]
         return f"kto, loss {self.loss_type}, beta {self.beta:g}", "; ".join(words)
@@ -95,23 +91,23 @@ class KTOMethod(ReferenceMethod):
         weighed = f"{self.desirable_weight:g} x {num_good:,} to {self.undesirable_weight:g} x {num_bad:,}"
         least, most = GOOD_TO_BAD
         if least * bad <= good <= most * bad:
-            return choice, f"{weighed} is within 1:1 and 4:3, as its paper advises"
+            return choice, f"{weighed} is between 1:1 and 4:3, as the paper recommends"
         weights = [share * self.undesirable_weight * num_bad / num_good for share in GOOD_TO_BAD]
         suggested_weights = [self.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
         field, (low, high) = (
             ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", suggested_weights)
         )
-        advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
+        advice = f"the paper recommends 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g}"
         return choice, f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
         yield from super().conflicts(others)
         if self.desirable_weight == self.undesirable_weight == 0:
-            what = "is 0, and so is undesirable_weight: nothing would be learned"
-            yield Conflict(("method", "desirable_weight"), what, "give one of them a weight")
+            what = "is 0 like undesirable_weight, so the loss is always 0"
+            yield Conflict(("method", "desirable_weight"), what, "set one of them above 0")
         for name in ("global_batch_size", "micro_batch_size"):
             if self.couples_rows and dict(others.train)[name] == 1:
-                what = "must be 2 or more with method kto, which holds an answer against others of its micro-batch"
-                hint = "raise it, or use method.loss_type=apo_zero_unpaired, which compares none"
+                what = "must be at least 2 with method kto, which compares an answer with others of its micro-batch"
+                hint = "raise it, or use method.loss_type=apo_zero_unpaired, which does not compare them"
                 yield Conflict(("train", name), what, hint)

@@ -31,40 +31,13 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 ANSWER_CHECKS = (*COMMON_CHECKS, "answers_run_away")
 """Health checks of methods that generate; their loss tells little."""
 
-REWARD_CHECKS = (
-    *ANSWER_CHECKS,
-    "reward_is_constant",
-    "reward_falls",
-    "no_signal",
-    "kl_explodes",
-    "entropy_collapses",
-)
+REWARD_CHECKS = (*ANSWER_CHECKS, "reward_is_constant", "reward_falls", "no_signal", "kl_explodes", "entropy_collapses")
 """Health checks of methods whose answers are rewarded."""
 
 REWARD_METRICS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
 """Metrics by which runs may be ranked whose answers are rewarded."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_ENGINE = "use method.generation.use_vllm"
-_ONE_STEP = "answers are generated for one optimizer step at a time"
-
-GENERATED_ARGS = {
-    "ds3_gather_for_generation": "the plan decides this for the devices at hand",
-    **dict.fromkeys(_SAMPLING, "use method.generation"),
-    "use_vllm": _ENGINE,
-}
-"""Arguments of TRL's config about generation, and their owners."""
-
-REWARDED_ARGS = {
-    **GENERATED_ARGS,
-    "generation_batch_size": _ONE_STEP,
-    "steps_per_generation": _ONE_STEP,
-    "transformers_continuous_batching_config": _ENGINE,
-    "use_transformers_continuous_batching": _ENGINE,
-    "use_transformers_paged": _ENGINE,
-    "reward_weights": "give each of method.rewards a weight",
-}
-"""Arguments of TRL's config about rewarded answers, and their owners."""
 
 
 class GenerationSection(Section):
@@ -144,7 +117,7 @@ class OnPolicyMethod(MethodSection):
         yield from super().conflicts(others)
         if self.max_completion_length >= others.data.max_length:
             room = f"data.max_length {others.data.max_length}"
-            what = f"{self.max_completion_length} leaves no place for a prompt in {room}"
+            what = f"{self.max_completion_length} leaves no room for a prompt in {room}"
             yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
         yield from _conflicts_of_generation(self)
 
@@ -208,8 +181,8 @@ class RewardedMethod(OnPolicyMethod):
 
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""
-        choice = f"{self.type}, {self.num_generations} answers of up to {self.max_completion_length} tokens"
-        used = "" if self.num_iterations == 1 else f"; they are used for {self.num_iterations} steps"
+        choice = f"{self.type}, {self.num_generations} completions of up to {self.max_completion_length} tokens"
+        used = "" if self.num_iterations == 1 else f"; used for {self.num_iterations} optimizer steps"
         return choice, (f"beta {self.beta:g}: {reference}" if self.beta else "beta 0: no reference") + used
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
@@ -218,16 +191,20 @@ class RewardedMethod(OnPolicyMethod):
         train = others.train
         if train.global_batch_size % self.num_generations:
             what = f"{self.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
-            yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
+            yield Conflict(
+                ("method", "num_generations"), what, "set a divisor: a step uses all completions of a prompt"
+            )
         if train.save_steps is not None and train.save_steps % self.num_iterations:
-            what = f"{train.save_steps} is no multiple of method.num_iterations {self.num_iterations}"
-            hint = "a checkpoint holds no answers, so it is made where new ones are due"
+            what = f"{train.save_steps} is not a multiple of method.num_iterations {self.num_iterations}"
+            hint = "save where new completions are due; checkpoints do not store them"
             yield Conflict(("train", "save_steps"), what, hint)
         yield from _conflicts_of_trainer_args(self, full=isinstance(others.adapter, FullAdapter))
         yield from self.conflicts_of_loss()
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
             what = f"{self.epsilon_high:g} is less than method.epsilon {self.epsilon:g}"
-            yield Conflict(("method", "epsilon_high"), what, "steps upwards go as far as those downwards at least")
+            yield Conflict(
+                ("method", "epsilon_high"), what, "raise it: the upper clip range must not be below the lower"
+            )
 
     def conflicts_of_loss(self) -> Iterator[Conflict]:
         """Yield the fields that the loss does not support."""
@@ -243,19 +220,21 @@ def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
         unread, why = [*of_mode.values()], "use_vllm false"
     for name in unread:
         if dict(generation)[name] is not None:
-            yield Conflict((*section, name), f"means nothing with {why}", "leave one of them out")
+            yield Conflict((*section, name), f"has no effect with {why}", "unset one of them")
     if generation.vllm_mode == "server":
         if generation.use_vllm is not True:
-            what = "means nothing without use_vllm: true: a server is not looked for"
+            what = "has no effect unless use_vllm is true"
             yield Conflict((*section, "vllm_mode"), what, "set method.generation.use_vllm=true")
         elif generation.vllm_server_base_url is None:
-            what = "is missing, and vllm_mode is server"
-            yield Conflict((*section, "vllm_server_base_url"), what, "name its address, such as http://host:8000")
+            what = "missing, but vllm_mode is server"
+            yield Conflict(
+                (*section, "vllm_server_base_url"), what, "set the URL of the server, such as http://host:8000"
+            )
     kwargs = method.trainer_args.get("generation_kwargs")
     for name in kwargs if isinstance(kwargs, dict) else {}:
         if name in _OWNERS:
             key = ("method", "trainer_args", "generation_kwargs")
-            yield Conflict(key, f"cannot hold {name}, which tunekit sets itself", f"use {_OWNERS[name]}")
+            yield Conflict(key, f"must not contain {name}, which tunekit sets", f"use {_OWNERS[name]}")
 
 
 _OWNERS = {
@@ -275,16 +254,16 @@ def _conflicts_of_trainer_args(method: RewardedMethod, *, full: bool) -> Iterato
         return Conflict(("method", "trainer_args", name), what, hint)
 
     if arguments.get("sync_ref_model") and not method.beta:
-        yield conflict("sync_ref_model", "means nothing with method.beta 0: there is no reference", "leave it out")
+        yield conflict("sync_ref_model", "has no effect with method.beta 0: no reference model", "unset it")
     elif arguments.get("sync_ref_model") and not full:
-        what = "cannot be true with an adapter: the reference is the model without it, which stays"
-        yield conflict("sync_ref_model", what, "leave it out")
+        what = "unsupported with an adapter: the reference is the frozen base model"
+        yield conflict("sync_ref_model", what, "unset it")
     num_eval = arguments.get("num_generations_eval")
     if isinstance(num_eval, int) and num_eval < 1:
-        yield conflict("num_generations_eval", f"must be 1 at least, got {num_eval}", "leave it out")
+        yield conflict("num_generations_eval", f"must be at least 1, got {num_eval}", "unset it")
     how = arguments.get("multi_objective_aggregation", AGGREGATIONS[0])
     if isinstance(how, str) and how not in AGGREGATIONS:
-        yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "leave it out")
+        yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "unset it")
 
 
 AS_THE_MODEL = ("dtype", "attn_implementation", "kernels")
@@ -299,22 +278,18 @@ class TeacherMethod(OnPolicyMethod):
 
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""
-        choice = f"{self.type}, an answer of up to {self.max_completion_length} tokens"
-        return choice, f"{self.teacher.path} says how likely each of its tokens is; the teacher is a second model"
+        choice = f"{self.type}, a completion of up to {self.max_completion_length} tokens"
+        return choice, f"teacher {self.teacher.path} is loaded as a second model and scores each token"
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and settings of the teacher that are the model's."""
         yield from super().conflicts(others)
-        for name, value in zip(AS_THE_MODEL, _as_the_model(self.teacher), strict=True):
-            if value != "auto":
-                what = "cannot be given: the teacher is computed like the model"
+        for name in AS_THE_MODEL:
+            if dict(self.teacher)[name] != "auto":
+                what = "not configurable: the teacher uses the setting of the model"
                 yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 
     @classmethod
     def offers(cls, key: tuple[str, ...]) -> bool:
         """Return whether a field of the recipe may differ from its default with the method."""
         return super().offers(key) and not (key[:2] == ("method", "teacher") and key[-1] in AS_THE_MODEL)
-
-
-def _as_the_model(teacher: ModelSection) -> tuple[str, ...]:
-    return teacher.dtype, teacher.attn_implementation, teacher.kernels

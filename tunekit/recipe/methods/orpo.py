@@ -4,13 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.comparing import (
-    MEAN_OVER_TOKENS,
-    PAIR_METRICS,
-    PAIR_WITHOUT_REFERENCE,
-    TOKENISED_ARGS,
-    MarginMethod,
-)
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PAIR_WITHOUT_REFERENCE, MarginMethod
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
 
 
@@ -24,9 +18,8 @@ class ORPOMethod(MarginMethod):
         learning_rate=LearningRate(5e-6, 5e-5, "ORPO, arXiv 2403.07691"),
         metrics=("loss", "nll_loss", "log_odds_chosen", *PAIR_METRICS[1:]),
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
-        loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better "
-        "answers with their prompts, and the odds ratio by its weight.",
-        owned_args={"padding_value": "the tokenizer of the model has it", **TOKENISED_ARGS},
+        loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihood of prompts with "
+        "chosen answers, plus the weighted odds-ratio term.",
         is_experimental=True,
         stores_metrics=True,
     )

@@ -16,9 +16,9 @@ class RewardMethod(MethodSection):
         trains_on="pairs",
         learning_rate=LearningRate(1e-5, 1e-4, "Llama 2, arXiv 2307.09288"),
         metrics=("loss", "accuracy", "margin"),
-        loss_description="This model judges: it gives a text a score, and does not answer. Losses are those of Bradley "
-        "and Terry: ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores "
-        "higher, the margin by how much. Scores compare answers to one prompt; their height means nothing by itself. "
+        loss_description="This is a reward model: it scores texts and does not generate. Losses are Bradley-Terry: "
+        "ln 2 where both answers have the same score. Accuracy is the share of pairs whose chosen answer scores "
+        "higher, the margin the difference. Scores are comparable between answers to one prompt only. "
         "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches "
         "need `config.pad_token_id`.",
         classifies=True,
@@ -40,4 +40,4 @@ class RewardMethod(MethodSection):
 
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""
-        return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
+        return "reward", "each row is two sequences; a score head replaces the LM head, so the model does not generate"

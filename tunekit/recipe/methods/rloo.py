@@ -4,13 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import (
-    REWARD_CHECKS,
-    REWARD_METRICS,
-    REWARDED_ARGS,
-    GenerationSection,
-    RewardedMethod,
-)
+from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 
 
@@ -24,8 +18,7 @@ class RLOOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's RLOOConfig"),
         metrics=REWARD_METRICS,
         health_checks=REWARD_CHECKS,
-        loss_description="The loss of RLOO is near zero whatever is learned; the reward tells.",
-        owned_args=REWARDED_ARGS,
+        loss_description="The loss of RLOO stays near zero; progress shows in the reward.",
         adds_router_loss=True,
         settings_scale_loss=False,
     )

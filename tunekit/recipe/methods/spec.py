@@ -25,9 +25,8 @@ Distillation (trl/trainer/distillation_trainer.py) generates one answer to each 
 through a teacher between the forward and the backward pass, as DPO does through its reference.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
@@ -151,8 +150,6 @@ class MethodSpec:
     """Meaning of the losses, for the model card."""
     health_checks: tuple[str, ...] = LOSS_CHECKS
     """Names of the functions in `tunekit.training.health_warnings` that watch a run."""
-    owned_args: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Arguments of TRL's config that tunekit sets itself for this method, and what to use in a recipe."""
     upstream_names: tuple[str, ...] = ()
     """Private names of TRL's trainer that tunekit needs for this method alone."""
     is_experimental: bool = False
@@ -233,32 +230,32 @@ class MethodSection(Section):
         if self.spec.trains_on in ("pairs", "answers"):
             yield from self._conflicts_of_dropout(others.adapter)
         if self.spec.classifies and others.output.sample_prompts:
-            what = f"means nothing with method {self.type}, whose model judges and does not answer"
-            yield Conflict(("output", "sample_prompts"), what, "leave it out")
+            what = f"has no effect with method {self.type}, whose model does not generate"
+            yield Conflict(("output", "sample_prompts"), what, "unset it")
 
     def _conflicts_of_rows(self, data: DataSection) -> Iterator[Conflict]:
         """Yield settings of rows that TRL's trainer would not follow, as it lays them out itself."""
         with_it = f"with method {self.type}"
         if data.packing:
-            yield Conflict(("data", "packing"), f"cannot be true {with_it}", "leave it out")
+            yield Conflict(("data", "packing"), f"unsupported {with_it}", "unset it")
         if data.padding_free is True:
-            yield Conflict(("data", "padding_free"), f"cannot be true {with_it}: TRL pads its batches", "leave it out")
+            yield Conflict(("data", "padding_free"), f"unsupported {with_it}: TRL pads its batches", "unset it")
         sources = [*each_source("train", data.train), *each_source("eval", data.eval)]
         settings = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
         for key, loss_on in settings:
             if loss_on not in (None, "assistant"):
-                what = f"cannot be {loss_on} {with_it}, which learns from whole answers and from nothing else"
-                yield Conflict(("data", *key), what, "leave it out")
+                what = f"cannot be {loss_on} {with_it}, whose loss is on complete answers"
+                yield Conflict(("data", *key), what, "unset it")
 
     def _conflicts_of_dropout(self, adapter: Adapter) -> Iterator[Conflict]:
         """Yield the dropout of an adapter, which TRL switches off for methods that compare answers."""
         if not isinstance(adapter, LoraAdapter) or not adapter.dropout:
             return
         if self.trainer_args.get("disable_dropout", True):
-            what = f"means nothing with method {self.type}, for which TRL switches dropout off"
+            what = f"has no effect with method {self.type}: TRL disables dropout"
             if self.reference_use != "none":
-                what += ": it would move the model from itself"
-            hint = "leave it out, or set method.trainer_args.disable_dropout=false"
+                what += ", so that the model starts equal to the reference"
+            hint = "unset it, or set method.trainer_args.disable_dropout=false"
             yield Conflict(("adapter", "dropout"), what, hint)
 
     @classmethod

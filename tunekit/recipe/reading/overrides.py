@@ -110,7 +110,7 @@ class Overrides:
         if not fields or not self._fits_lists(key, fields):
             return
         if not written.strip():
-            self._refuse(key, "no value after the '='", "write null for the default, '\"\"' for an empty text")
+            self._refuse(key, "no value after '='", "write null for the default, '\"\"' for an empty string")
             return
         try:
             value, _, problems = read_yaml(written, COMMAND_LINE)
@@ -137,14 +137,14 @@ class Overrides:
             self._refuse(key, f"{whole} is not a list of sections", f"write {whole}=...")
         elif path and takes_list(fields[-1]) and _POSITION.fullmatch(beyond[0]):
             path_meant = (*key[: len(path)], int(beyond[0]), *beyond[1:])
-            self._refuse(key, "a position in a list stands in brackets", f"write {dotted(path_meant)}=...")
+            self._refuse(key, "list positions need brackets", f"write {dotted(path_meant)}=...")
         elif sections:
             unknown = key[: len(path) + 1]
             what, hint = unknown_key(unknown, sections)
             self._refuse(unknown, what, hint)
         else:
             plain = dotted(key[: len(path)])
-            self._refuse(key, f"{plain} is a plain value", f"write {plain}=...")
+            self._refuse(key, f"{plain} is not a section", f"write {plain}=...")
         return []
 
     def _fits_lists(self, key: Key, fields: list[FieldInfo]) -> bool:
@@ -159,10 +159,10 @@ class Overrides:
                 what, hint = f"{name} is not a list", f"write {dotted((*above, *key[depth + 1 :]))}=..."
             elif isinstance(part, int) and part >= len(there):
                 what = f"{name} has {len(there)} item{'s' if len(there) != 1 else ''}"
-                hint = f"the last is {name}[{len(there) - 1}]" if there else f"write {name}=[...]"
+                hint = f"the last item is {name}[{len(there) - 1}]" if there else f"write {name}=[...]"
             elif isinstance(there, list) and not isinstance(part, int):
                 what = f"{name} is a list"
-                hint = f"write {dotted((*above, 0, *key[depth:]))}=... for its first item, or {name}=... in its place"
+                hint = f"write {dotted((*above, 0, *key[depth:]))}=... for its first item, or replace it: {name}=..."
             else:
                 continue
             self._refuse(key, what, hint)
@@ -224,7 +224,7 @@ class Overrides:
             return
         for first, other in (ONE_LENGTH, ONE_LENGTH[::-1]):
             if ("train", first) in self.commanded and train.get(first) is not None and train.get(other) is not None:
-                self._leave_out(("train", other), f"train.{first}={to_inline_yaml(train[first])} takes its place")
+                self._leave_out(("train", other), f"train.{first}={to_inline_yaml(train[first])} replaces it")
 
     def _leave_out_mixing(self) -> None:
         """Leave out how the file mixes sources where an override of `data.train` leaves nothing to mix."""
@@ -236,7 +236,7 @@ class Overrides:
         unread = () if weighted else NEED_WEIGHTS if several else (*NEED_WEIGHTS, *NEED_SEVERAL)
         for name in unread:
             if self._value(("data", name)) not in (None, DataSection.model_fields[name].default):
-                why = "data.train has no weights now" if several else "data.train is a single source now"
+                why = "data.train has no weights" if several else "data.train is a single source"
                 self._leave_out(("data", name), why)
 
     def _leave_out(self, key: Key, why: str) -> None:
@@ -244,7 +244,7 @@ class Overrides:
         if any(other[: len(key)] == key for other in self.commanded):
             return
         section = self.values[str(key[0])]
-        self.notes.append(f"{dotted(key)}={to_inline_yaml(section.pop(key[-1]))} is left out: {why}")
+        self.notes.append(f"{dotted(key)}={to_inline_yaml(section.pop(key[-1]))} ignored: {why}")
 
     def _tag(self, name: str) -> Any:
         """The tag that a section has now; None where it has none."""
@@ -340,13 +340,17 @@ class _Expansion:
             if name is None:
                 return "${"
             if not _NAME.match(name) or not reference[0].endswith("}"):
-                self.refuse(key, f"{reference[0]} cannot be expanded", "write ${NAME} with a variable's name")
+                self.refuse(
+                    key, f"invalid reference {reference[0]}", "write ${NAME} with the name of an environment variable"
+                )
             elif name not in os.environ:
-                self.refuse(key, f"the environment variable {name} is not set", f"export {name}=..., or write the path")
+                self.refuse(key, f"environment variable {name} is not set", f"export {name}=..., or write the path")
             elif is_secret(name) and not (key[0] == "data" and _MAY_BE_SECRET.match(text[: reference.start()])):
-                self.refuse(key, f"{reference[0]} holds a secret by its name, and a run writes this down", "rename it")
+                self.refuse(
+                    key, f"{reference[0]} looks like a secret, and runs store this value", "rename the variable"
+                )
             elif key[0] == "data" and (host := _sent_to(text, name)) is not None:
-                hint = f"if {host} is yours, export {TRUSTED_HOSTS}={host}; else take ${{{name}}} out"
+                hint = f"if you trust {host}, export {TRUSTED_HOSTS}={host}; otherwise remove ${{{name}}}"
                 self.refuse(key, f"{reference[0]} would be sent to {host}", hint)
             return os.environ.get(name, reference[0])
 
@@ -357,8 +361,8 @@ class _Expansion:
 
         def refuse(reference: re.Match[str]) -> str:
             if reference[1] is not None:
-                hint = "write the value itself, or $${ for a literal ${"
-                self.refuse(key, f"{reference[0]} is not expanded here", hint)
+                hint = "write the value, or $${ for a literal ${"
+                self.refuse(key, f"{reference[0]} is not expanded in this field", hint)
             return "${"
 
         return _REFERENCE.sub(refuse, text)

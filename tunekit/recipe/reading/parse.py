@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -35,6 +36,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from tunekit.errors import RecipeError
+from tunekit.files import read_table
 from tunekit.redact import redacted
 
 Key = tuple[str | int, ...]
@@ -216,14 +218,6 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\
 _SPECIAL_FLOAT = re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")
 _MAX_DIGITS = 100
 
-_COLON_HINT = (
-    "put a value that contains ': ' in quotes; else look just above for wrong indentation, "
-    "or for a ':' that is missing or has no space after it"
-)
-_CLOSE_HINT = "close it, with commas between the items"
-_UNTIL = "<until>"
-_INDENT_HINT = "indent keys of one section alike, and close quotes and brackets above"
-
 
 class YAMLProblem(Exception):
     """The text cannot be read on: it carries the one problem that says why."""
@@ -285,7 +279,7 @@ class _Reading:
         self.places.values[key] = self.at(node.start_mark)
         if node.tag not in (_PLAIN, _QUOTED, ""):
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            self.refuse(node, f"tags such as {tag} are refused", key, "write the plain value")
+            self.refuse(node, f"tags such as {tag} are unsupported", key, "write the plain value")
             return None
         if isinstance(node, ScalarNode):
             return self.scalar(node, key)
@@ -298,14 +292,14 @@ class _Reading:
         """Count a value that is read, and stop when aliases unfold into too many."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            what = f"more than {MAX_VALUES:,} values once aliases are followed"
+            what = f"more than {MAX_VALUES:,} values after expanding aliases"
             raise YAMLProblem(Problem(self.at(node.start_mark), what))
 
     def scalar(self, node: ScalarNode, key: Key) -> Any:
         if node.tag == _QUOTED:
             return node.value
         if len(node.value) > _MAX_DIGITS and (_INT.match(node.value) or _BASED_INT.match(node.value)):
-            self.refuse(node, "a number of too many digits", key)
+            self.refuse(node, "the number has too many digits", key)
             return None
         return plain_scalar(node.value)
 
@@ -327,7 +321,7 @@ class _Reading:
                 continue
             if key_name in own:
                 first = own[key_name][0].start_mark
-                what = f"given twice, first at line {first.line + 1}, column {first.column + 1}"
+                what = f"duplicate key, first at line {first.line + 1}, column {first.column + 1}"
                 self.refuse(name_node, what, (*key, key_name), "keep one of them")
                 continue
             own[key_name] = (name_node, value_node)
@@ -343,10 +337,10 @@ class _Reading:
             name = node.value if node.tag == _QUOTED else plain_scalar(node.value)
             if isinstance(name, str):
                 return name
-            what = f"a key must be text, got {node.value or 'nothing'}"
-            hint = "put it in quotes" if node.value else "write the key before the ':'"
+            what = f"a key must be a string, got {node.value or 'nothing'}"
+            hint = "quote it" if node.value else "write the key before ':'"
         else:
-            what, hint = "a key must be text, got a mapping, a list or a tag", "write a plain name before the ':'"
+            what, hint = "a key must be a string, got a mapping, a list or a tag", "write a plain name before ':'"
         self.refuse(node, what, key, hint)
         return None
 
@@ -356,8 +350,8 @@ class _Reading:
         pairs: dict[str, tuple[Node, Node]] = {}
         for source in sources:
             if not isinstance(source, MappingNode):
-                hint = "write `<<: *name`, where &name stands before a mapping"
-                self.refuse(source, "'<<' merges mappings only", key, hint)
+                hint = "write `<<: *name`, with &name on a mapping"
+                self.refuse(source, "'<<' merges only mappings", key, hint)
                 continue
             if id(source) in self.open_nodes:
                 raise YAMLProblem(Problem(self.at(source.start_mark), "an anchor contains an alias to itself", key))
@@ -391,7 +385,7 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         at = _at(place, before.count("\n"), len(before) - before.rfind("\n") - 1)
-        what = f"the character U+{ord(text[error.position]):04X} is not allowed in YAML"
+        what = f"character U+{ord(text[error.position]):04X} is not allowed in YAML"
         raise YAMLProblem(Problem(at, what, hint="remove it")) from error
     except yaml.MarkedYAMLError as error:
         raise YAMLProblem(_syntax_problem(error, place)) from error
@@ -434,30 +428,6 @@ def _at(start: Place, line: int, column: int) -> Place:
     return Place(start.rank, line + 1, column + 1, start.source) if start.line else start
 
 
-_SYNTAX = [
-    (r"found character '\\t'", "a tab cannot stand here", "use spaces"),
-    (r"mapping values are not allowed", "a ':' that cannot stand here", _COLON_HINT),
-    (r"could not find expected ':'", "a ':' is missing", "write `key: value`, with a space after the ':'"),
-    (r"expected <block end>", "does not line up with what is above it", _INDENT_HINT),
-    (r"sequence entries are not allowed", "a '-' that cannot stand here", "begin the list on a line of its own"),
-    (r"found unexpected end of stream", "a quote is opened here and never closed", "close it"),
-    (r"expected ',' or '\]'", f"a '[' is opened here and not closed{_UNTIL}", _CLOSE_HINT),
-    (r"expected ',' or '}'", f"a '{{' is opened here and not closed{_UNTIL}", _CLOSE_HINT),
-    (
-        r"found undefined alias '(.*)'",
-        r"the alias *\1 has no anchor &\1 before it",
-        "quote a value that begins with '*'",
-    ),
-    (r"found duplicate anchor '(.*)';", r"the anchor &\1 is set twice", "give each its own name"),
-    (r"found character '(.)'", r"a value cannot begin with '\1'", "put it in quotes"),
-    (r"found unknown escape character '(.*)'", r"unknown escape '\\\1' in double quotes", "use single quotes"),
-    (r"but found another document", "a second document begins here", "keep one recipe a file, without '---'"),
-    (r"found undefined tag handle", "tags are refused", "write the plain value, in quotes if it begins with '!'"),
-    (r"nested too deep", f"nested deeper than {MAX_DEPTH} levels", "close what is open further up"),
-]
-"""PyYAML's complaints, what they mean, and what helps."""
-
-
 def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
     """PyYAML's complaint in words that help, at the place to look at."""
     complaint = f"{error.context or ''} {error.problem or ''}".strip()
@@ -466,12 +436,13 @@ def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
     if error.context_mark is not None and any(words in complaint for words in opened_at_context):
         mark = error.context_mark
     at = place if mark is None else _at(place, mark.line, mark.column)
-    for pattern, what, hint in _SYNTAX:
+    until = f" before line {end.line + 1}, column {end.column + 1}" if end is not None and place.line else ""
+    for pattern, what, hint in read_table(Path(__file__).with_name("syntax.yaml")):
         match = re.search(pattern, complaint)
         if match is not None:
-            until = "" if end is None else f" before line {end.line + 1}, column {end.column + 1}"
-            return Problem(at, match.expand(what).replace(_UNTIL, until if place.line else ""), hint=hint)
-    return Problem(at, f"not YAML: {complaint}", hint="put a value with special characters in quotes")
+            what = match.expand(what).replace("<until>", until).replace("<depth>", str(MAX_DEPTH))
+            return Problem(at, what, hint=hint)
+    return Problem(at, f"invalid YAML: {complaint}", hint="quote values with special characters")
 
 
 class _Dumper(yaml.SafeDumper):

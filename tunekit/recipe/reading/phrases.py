@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,9 +12,9 @@ from tunekit.recipe.sections.section import FunctionPath
 
 KINDS: dict[Any, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "text",
+    str: "a string",
     dict: "a mapping",
     FunctionPath: "module:function",
 }
@@ -42,7 +43,7 @@ def plain_word(word: str) -> str:
 
 
 def expected(kinds: list[Any]) -> str:
-    """The types that a field takes, in words: `a whole number`, `auto, true or false`."""
+    """The types that a field takes, in words: `an integer`, `auto, true or false`."""
     words = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if len(words) == len(kinds) and len(words) == 1:
         return words[0]
@@ -50,7 +51,8 @@ def expected(kinds: list[Any]) -> str:
         return f"one of {', '.join(words)}"
     for kind in kinds:
         if get_origin(kind) is list:
-            words.append(f"a list of {expected(list(members(get_args(kind)[0])))}")
+            items = expected(list(members(get_args(kind)[0])))
+            words.append("a list of " + re.sub(r"^an? (\w+)$", r"\1s", items))
         elif kind is bool:
             words += ["true", "false"]
         elif kind in KINDS or get_origin(kind) in KINDS:
@@ -75,7 +77,7 @@ def spelling_hint(types: frozenset[str], value: Any) -> str | None:
     if isinstance(value, float) and "int" in types and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
     if "str" in types and isinstance(value, bool | int | float):
-        return "put it in quotes"
+        return "quote it"
     if isinstance(value, str) and "list" in types:
         return f"write [{value}]"
     return None

@@ -91,7 +91,7 @@ def _with(values: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     path = holders_along(key, values) if key else []
     is_free = bool(path) and is_free_mapping(path[-1][0].field)
     if not key or not path or (len(path) < len(key) and not is_free):
-        raise RecipeError(f"{name}: there is no such key", hint="`tunekit explain` lists them")
+        raise RecipeError(f"{name}: unknown key", hint="`tunekit explain` lists them")
     changed = copy.deepcopy(values)
     if value is UNSET:
         _take_out(changed, key)
@@ -115,7 +115,7 @@ def _opened(values: dict[str, Any], key: Key) -> Any:
         there = at.get(part) if isinstance(at, dict) else there
         if isinstance(there, list) and kind is dict:
             name = dotted(key[: depth + 1])
-            raise RecipeError(f"{name} is a list", hint=f"its first is {name}[0]")
+            raise RecipeError(f"{name} is a list", hint=f"the first item is {name}[0]")
         if not isinstance(there, kind) or not (there or kind is list):
             # A section that stood by itself becomes the first of the list.
             there = [there] * bool(there) if kind is list else _beginning(key[: depth + 1])
@@ -125,7 +125,7 @@ def _opened(values: dict[str, Any], key: Key) -> Any:
                 at[part] = there
         at = there
     if isinstance(at, list) and int(key[-1]) > len(at):
-        hint = f"the next is {dotted((*key[:-1], len(at)))}"
+        hint = f"the next item is {dotted((*key[:-1], len(at)))}"
         raise RecipeError(f"{dotted(key)}: the list has {len(at)} items", hint=hint)
     return at
 

@@ -61,19 +61,17 @@ def unknown_key(
     with_it = [other for other in others if name in other.model_fields]
     if with_it and len(sections) == 1:
         owners = any_of([str(tag_of(other)) for other in with_it])
-        return (
-            f"{dotted(above)}.type={tag_of(sections[0])} has no '{name}'",
-            f"it goes with {dotted(above)}.type={owners}",
-        )
+        tag = f"{dotted(above)}.type"
+        return f"{tag}={tag_of(sections[0])} has no '{name}'", f"available with {tag}={owners}"
     here = [field_name for section in sections for field_name in section.model_fields]
     elsewhere = _elsewhere(name)
     if len(elsewhere) == 1:
-        return "unknown key", f"it belongs in {elsewhere[0].rpartition('.')[0]}: {elsewhere[0]}"
+        return "unknown key", f"use {elsewhere[0]}"
     if elsewhere:
-        return "unknown key", f"it belongs in another section: {any_of(elsewhere)}"
+        return "unknown key", f"use {any_of(elsewhere)}"
     familiar = familiar_names().get(plain_word(name))
     if familiar is not None:
-        return "unknown key", familiar if " " in familiar else f"it is called {familiar} here"
+        return "unknown key", familiar if " " in familiar else f"use {familiar}"
     likely = near(name, here)
     if likely is not None:
         return "unknown key", f"did you mean '{likely}'?"
@@ -82,8 +80,8 @@ def unknown_key(
     if likely is not None:
         return "unknown key", f"did you mean '{anywhere[likely]}'?"
     if any(name in config_fields(method) and owner_hint(method, name) is None for method in CONFIGS):
-        return "unknown key", f"it belongs in method.trainer_args: method.trainer_args.{name}"
-    return "unknown key", f"{dotted(above) or 'a recipe'} has {', '.join(dict.fromkeys(here))}"
+        return "unknown key", f"use method.trainer_args.{name}"
+    return "unknown key", f"keys of {dotted(above) or 'a recipe'}: {', '.join(dict.fromkeys(here))}"
 
 
 def _elsewhere(name: str) -> list[str]:
@@ -102,14 +100,17 @@ def _goes_with_a_variant(key: Key) -> bool:
     return len(key) > 2 and len(holders_along(key[:1])[0][0].sections) > 1
 
 
-_BOUNDS = {
-    "greater_than": "greater than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "finite_number": "a finite number",
+_COMPLAINTS = {
+    "greater_than": "must be greater than {gt:g}, {actual}",
+    "greater_than_equal": "must be at least {ge:g}, {actual}",
+    "less_than": "must be less than {lt:g}, {actual}",
+    "less_than_equal": "must be at most {le:g}, {actual}",
+    "finite_number": "must be a finite number, {actual}",
+    "too_short": "must not be an empty list",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must be at most {max_length} characters long, got {length}",
 }
-"""Bounds that a number breaks, by pydantic's names for that."""
+"""What is wrong with a value, by pydantic's names for that."""
 
 _FUNCTION = "must be module:function, such as my_module:my_function"
 _MANY = 8
@@ -166,23 +167,19 @@ def _problem(
     """One of pydantic's errors as a problem."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden" and section is not None:
-        what, hint = unknown_key(key, [section], _variants_beside(key, section))
+        holders = (holders_along(key[:-1]) or [[]])[-1]
+        variants = list(dict.fromkeys(kind for holder in holders for kind in holder.sections))
+        others = [other for other in variants if other is not section] if section in variants else []
+        what, hint = unknown_key(key, [section], others)
         return Problem(places.of_key(key), what, key, hint)
     if kind == "missing":
         names = tuple(part for part in key if isinstance(part, str))
-        hint = f"`tunekit explain {dotted(names)}` says what it takes"
-        return Problem(places.of_key(key), "is required, but missing", key, hint)
+        hint = f"`tunekit explain {dotted(names)}` documents it"
+        return Problem(places.of_key(key), "missing required key", key, hint)
     if kind in ("union_tag_not_found", "union_tag_invalid") and field is not None:
         return _tag_problem(kind, value, key, field, places)
     what, hint = _complaint(kind, value, context, error["msg"], key, field)
     return Problem(places.of_value(key), what, key, hint)
-
-
-def _variants_beside(key: Key, section: type[Section]) -> list[type[Section]]:
-    """The other variants of the section in which a key stands."""
-    above = holders_along(key[:-1])
-    variants = list(dict.fromkeys(kind for holder in above[-1] for kind in holder.sections)) if above else []
-    return [other for other in variants if other is not section] if section in variants else []
 
 
 def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Places) -> Problem:
@@ -192,7 +189,7 @@ def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Plac
         return Problem(places.of_value(key), what, key, hint)
     above, key = key, (*key, "type")
     if kind == "union_tag_not_found":
-        return Problem(places.of_key(key), "is required, but missing", key, f"choose one of {', '.join(tags)}")
+        return Problem(places.of_key(key), "missing required key", key, f"set it to one of {', '.join(tags)}")
     tag = value.get("type")
     takes = f"one of {', '.join(tags)}"
     if isinstance(above[-1], int) and key not in places.values and len(value) == 1:  # A lone word.
@@ -209,16 +206,11 @@ def _complaint(
     match kind:
         case _ if kind.endswith("_type") or kind in ("int_from_float", "literal_error"):
             return _wrong_kind(value, key, field)
-        case _ if kind in _BOUNDS:
-            return f"must be {_BOUNDS[kind].format_map(context)}, {actual}", None
-        case "too_short":
-            return "must not be an empty list", None
-        case "string_too_short":
-            return "must not be empty", None
-        case "string_too_long":
-            return f"must be at most {context['max_length']} characters long, got {len(value)}", None
+        case _ if kind in _COMPLAINTS:
+            length = len(value) if isinstance(value, str) else None
+            return _COMPLAINTS[kind].format(**context, actual=actual, length=length), None
         case "string_pattern_mismatch" if context["pattern"] == NAME_PATTERN:
-            return f"may hold letters, digits, '.', '_' and '-', a letter or digit first, {actual}", None
+            return f"must consist of letters, digits, '.', '_' and '-' and start with a letter or digit, {actual}", None
         case "string_pattern_mismatch" if context["pattern"] == FUNCTION_PATTERN:
             return f"{_FUNCTION}, {actual}", None
         case "value_error":
@@ -240,7 +232,7 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
         keys = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         keys_text = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
         glued = re.match(r"(\w+)[ :]", value) if isinstance(value, str) else None
-        hint = f"write `{glued[1]}: ...`, a ':' and a space after the key" if glued and glued[1] in keys else None
+        hint = f"write `{glued[1]}: ...`, with ':' and a space after the key" if glued and glued[1] in keys else None
         takes = f"a section (with {keys_text})" + (" or a list of sections" if several else "")
         return f"must be {takes}, got {show(value)}", hint
     choices = [] if field is None or isinstance(key[-1], int) else choices_of(field)
@@ -252,7 +244,7 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
         return f"{_FUNCTION}, got {show(value)}", None
     hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
     if value is None and not isinstance(key[-1], int):
-        hint = "leave the key out for its default"
+        hint = "remove the key to use its default"
     return f"must be {takes}, got {show(value)}", hint
 
 

@@ -26,7 +26,7 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 """A shape of rows, that it is to be recognised, or a function that makes the rows."""
 
 LossOn = Literal["assistant", "last", "all"]
-"""Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
+"""Tokens in the loss: of assistant turns and completions, of the last turn only, or all."""
 
 
 class DataSource(Section):
@@ -197,52 +197,52 @@ class DataSection(Section):
         num_weights = sum(source.weight is not None for _, source in sources)
         for key, source in sources:
             if source.weight is None and num_weights:
-                what = f"is missing for '{source.path}', while other sources have one"
-                yield Conflict((*key, "weight"), what, "give every source a weight, or none")
+                what = f"missing for '{source.path}', but other sources have one"
+                yield Conflict((*key, "weight"), what, "give all sources a weight, or none")
             if source.weight is not None and len(sources) == 1:
-                yield Conflict((*key, "weight"), "means nothing with a single source", "leave it out")
+                yield Conflict((*key, "weight"), "has no effect with a single source", "unset it")
         unread: tuple[str, ...] = () if num_weights else NEED_WEIGHTS
-        why, hint = "without weights", "give every source of data.train a weight, or leave it out"
+        why, hint = "without weights", "give all sources of data.train a weight, or unset it"
         if len(sources) == 1:
-            unread, why, hint = (*NEED_WEIGHTS, *NEED_SEVERAL), "with a single source", "leave it out"
+            unread, why, hint = (*NEED_WEIGHTS, *NEED_SEVERAL), "with a single source", "unset it"
         for name in unread:
             # A recipe that was written out states the defaults too.
             if dict(self)[name] != type(self).model_fields[name].default:
-                yield Conflict((name,), f"means nothing {why}", hint)
+                yield Conflict((name,), f"has no effect {why}", hint)
         for key, source in each_source("eval", self.eval):
             if source.weight is not None:
-                yield Conflict((*key, "weight"), "means nothing in data.eval: every row counts once", "leave it out")
+                yield Conflict((*key, "weight"), "has no effect in data.eval: every row is used once", "unset it")
         for key, source in (*sources, *each_source("eval", self.eval)):
             columns = self.columns if source.columns is None else source.columns
             if columns and ":" in (source.format or self.format):
-                what = "says nothing to a row function, which reads the columns itself"
+                what = "has no effect with a row function, which reads the columns itself"
                 where = ("columns",) if source.columns is None else (*key, "columns")
-                yield Conflict(where, what, "leave it out")
+                yield Conflict(where, what, "unset it")
         if self.eval is not None and self.eval_size is not None:
-            yield Conflict(("eval_size",), "cannot be given together with data.eval", "keep one of them")
+            yield Conflict(("eval_size",), "mutually exclusive with data.eval", "keep one of them")
 
     def _conflicts_of_order(self) -> Iterator[Conflict]:
         """Yield conflicts between the order of the rows and streaming."""
         if self.packing and not self.shuffle:
-            what = "cannot be false with data.packing, which puts the rows into another order"
-            yield Conflict(("shuffle",), what, "leave one of them out")
+            what = "cannot be false with data.packing, which reorders the rows"
+            yield Conflict(("shuffle",), what, "unset one of them")
         if self.packing and self.padding_free is False:
             what = "cannot be false with data.packing: packed batches have no padding"
-            yield Conflict(("padding_free",), what, "leave it out")
+            yield Conflict(("padding_free",), what, "unset it")
         if not self.streaming:
             if self.mixing == "concatenate" and self.shuffle:
-                what = "cannot be concatenate with data.shuffle, which puts the rows into another order"
-                yield Conflict(("mixing",), what, "set data.shuffle to false, or leave mixing out")
+                what = "cannot be concatenate with data.shuffle, which reorders the rows"
+                yield Conflict(("mixing",), what, "set data.shuffle to false, or unset mixing")
             return
         if self.eval_size is not None:
-            what = "cannot be given with data.streaming: from a stream nothing is held out"
-            yield Conflict(("eval_size",), what, "name rows to evaluate on in data.eval")
+            what = "unsupported with data.streaming: no rows can be held out of a stream"
+            yield Conflict(("eval_size",), what, "set data.eval")
         if self.weight_by == "tokens":
-            what = "cannot be tokens with data.streaming: how long the rows of a stream are is not known before"
-            yield Conflict(("weight_by",), what, "weigh by rows")
+            what = "cannot be tokens with data.streaming: row lengths are unknown in advance"
+            yield Conflict(("weight_by",), what, "set it to rows")
         if self.stopping_strategy == "all_exhausted":
             what = "cannot be all_exhausted with data.streaming: training ends after train.max_steps"
-            yield Conflict(("stopping_strategy",), what, "leave it out")
+            yield Conflict(("stopping_strategy",), what, "unset it")
 
 
 def each_source(name: str, given: Sources | None) -> Iterator[tuple[Key, DataSource]]:

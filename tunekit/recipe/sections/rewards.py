@@ -11,14 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, field_validator
 
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.section import (
-    EXPANDS_ENV,
-    FUNCTION_PATTERN,
-    Conflict,
-    FunctionPath,
-    Section,
-    from_word,
-)
+from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, FunctionPath, Section, from_word
 
 Extract = Literal["all", "last_line", "last_number", "boxed", "answer_tag"]
 """Part of an answer that is compared: all of it, its last line, its last number, what stands in its last `\\boxed{}`,
@@ -111,7 +104,7 @@ class RegexReward(_TunekitReward):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from None
+            raise ValueError(f"is not a valid regular expression: {error}") from None
         return pattern
 
 
@@ -130,7 +123,7 @@ class JsonSchemaReward(_TunekitReward):
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield a conflict unless there is exactly one schema."""
         if (self.path is None) == (self.column is None):
-            yield Conflict(("path",), "give either path or column", "the schema stands in one of them")
+            yield Conflict(("path",), "requires either path or column", "set exactly one of them")
 
 
 class LengthReward(_TunekitReward):
@@ -149,7 +142,7 @@ class LengthReward(_TunekitReward):
         """Yield a conflict where the value has no tokens to fall over."""
         if self.free_tokens >= self.max_tokens:
             what = f"{self.free_tokens} is not less than max_tokens {self.max_tokens}"
-            yield Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")
+            yield Conflict(("free_tokens",), what, "lower it: the value falls from 0 to -1 between the two")
 
 
 class RepetitionReward(_TunekitReward):

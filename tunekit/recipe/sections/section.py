@@ -20,7 +20,7 @@ EXPANDS_ENV = {"expands_env": True}
 folder. Elsewhere `${NAME}` is refused."""
 
 FUNCTION_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-"""What the path of a function looks like: `my_package.my_module:my_function`."""
+"""Pattern of the path of a function: `my_package.my_module:my_function`."""
 
 FunctionPath = NewType("FunctionPath", str)
 """A function of the user's own, `module:function`. It is looked up when the recipe is loaded."""
@@ -100,29 +100,12 @@ def type_alone(value: Any) -> Any:
 METRIC_PATTERN = r"^eval_[\w/.-]+$"
 """Pattern of the name of an evaluation metric."""
 
-Optim = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adafactor",
-    "sgd",
-    "adagrad",
-    "rmsprop",
-    "ademamix",
-    "ademamix_8bit",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "lion_32bit",
-    "lion_8bit",
-    "paged_adamw_32bit",
-    "paged_adamw_8bit",
-    "paged_ademamix_32bit",
-    "paged_ademamix_8bit",
-    "paged_lion_32bit",
-    "paged_lion_8bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_32bit",
-    "rmsprop_bnb_8bit",
-]
+_TorchOptim = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "ademamix"]
+_BnbOptim = Literal["ademamix_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit", "lion_8bit"]
+_PagedAdam = Literal["paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"]
+_PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
+_Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
+Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop]
 
 LrSchedulerType = Literal[
     "linear",
@@ -225,13 +208,13 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
         if self.num_epochs is not None and self.max_steps is not None:
-            raise ValueError("num_epochs and max_steps are both given; keep one of them")
+            raise ValueError("num_epochs and max_steps are mutually exclusive; keep one of them")
         return self
 
     @model_validator(mode="after")
     def _something_to_halve(self) -> "TrainSection":
         if self.retry_out_of_memory and 1 in (self.micro_batch_size, self.global_batch_size):
-            raise ValueError("retry_out_of_memory: a micro-batch of 1 cannot be halved; leave it out")
+            raise ValueError("retry_out_of_memory: a micro-batch of 1 cannot be halved; unset it")
         return self
 
 
@@ -296,7 +279,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern of a run's name: it becomes a folder's name on every system."""
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-"""What shows figures of many runs: TensorBoard, Weights & Biases, MLflow or trackio."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow or trackio."""
 
 
 class OutputSection(Section):
@@ -313,8 +296,7 @@ class OutputSection(Section):
     An empty list: none."""
 
     report_to: Annotated[
-        list[Tracker],
-        BeforeValidator(alone_in_list, json_schema_input_type=Tracker | list[Tracker]),
+        list[Tracker], BeforeValidator(alone_in_list, json_schema_input_type=Tracker | list[Tracker])
     ] = []
     """Experiment trackers that receive metrics and the recipe; one name or a list. Install with `pip install
     'tunekit[tracking]'`. The project comes from the tracker's own variable (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`,
