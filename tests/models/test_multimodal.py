@@ -12,8 +12,8 @@ import tunekit
 from benchmarks.models import CHATS, _messages
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer
-from tunekit.estimates.memory.states import trained_tensors
-from tunekit.models.load import attach_adapter, load_model, towers
+from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
+from tunekit.models.load import attach_adapter, load_model, num_trained, towers
 from tunekit.probe.model import probe_model
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 
@@ -83,6 +83,8 @@ def test_facts_tell_towers_by_the_names_in_a_checkpoint(kind, saved):
     in_towers = sum(weight.numel() for name in towers(model) for weight in model.get_submodule(name).parameters())
     assert facts.num_tower_params == in_towers
     assert facts.num_params == model.num_parameters()
+    attach_adapter(model, FullAdapter(), seed=0)
+    assert num_trainable_params(facts, FullAdapter()) == num_trained(model)
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])

@@ -222,11 +222,13 @@ def test_the_figures_of_memory_say_on_which_side_they_err():
     )
 
 
-@pytest.mark.parametrize(("name", "finds"), [("google/gemma-3-4b-it", True), ("google/gemma-3-1b-it", False)])
-def test_ddp_looks_for_what_text_does_not_reach_where_there_is_a_vision_tower(name, finds):
-    plan = resolve(recipe(), find_machine("8xh100").hardware(), known_model(name), ROWS)
-    (why,) = (reason.why for reason in plan.reasons if reason.topic == "layout")
-    assert ("text does not reach the vision tower" in why) == finds
+@pytest.mark.parametrize(("name", "tower"), [("google/gemma-3-4b-it", "420 M"), ("google/gemma-3-1b-it", None)])
+def test_towers_are_frozen(name, tower):
+    model = known_model(name)
+    plan = resolve(recipe(adapter="full"), find_machine("8xh100").hardware(), model, ROWS)
+    choices = [reason.choice for reason in plan.reasons if reason.topic == "towers"]
+    assert choices == ([] if tower is None else [f"frozen, {tower} parameters"])
+    assert plan.num_trainable_params == model.num_params - model.num_tower_params
 
 
 def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_where_all_are_used():

@@ -120,7 +120,7 @@ def unties_head(model: ModelFacts, adapter: Adapter) -> bool:
 def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     """Number of parameters that are trained."""
     if isinstance(adapter, FullAdapter):
-        return model.num_params
+        return model.num_params - model.num_tower_params
     if not trained_whole(model, adapter):
         shapes = model.adapted(adapter.target_modules).shapes.items()
         magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0

@@ -157,6 +157,9 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
+    if model.num_tower_params:
+        why = "no gradients and no adapters: text does not pass through them; saved unchanged with full fine-tuning"
+        yield Reason(topic="towers", choice=f"frozen, {count(model.num_tower_params)} parameters", why=why)
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
