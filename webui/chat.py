@@ -199,7 +199,7 @@ def chosen(run: str | None, checkpoint: str | None, beside: str | None) -> list[
     """
     if not run or checkpoint is None:
         raise tunekit.TunekitError(
-            "this run has neither a result nor a whole checkpoint yet", hint="wait for its first checkpoint"
+            "this run has no result and no complete checkpoint yet", hint="wait for its first checkpoint"
         )
     choices = [Choice(run, checkpoint or None, compare=beside == BEFORE)]
     if beside and beside != BEFORE:

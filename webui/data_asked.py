@@ -104,7 +104,7 @@ def _text_of(site: Site, origin: str) -> str:
         return _read(site.inside(name), name)
     if kind == "run":
         return _read(site.run(name).path / "recipe.yaml", name)
-    raise tunekit.TunekitError(f"{origin!r} names no recipe", hint="write recipe:NAME, file:PATH or run:NAME")
+    raise tunekit.TunekitError(f"{origin!r} is not a recipe", hint="write recipe:NAME, file:PATH or run:NAME")
 
 
 def _read(path: Path, name: str) -> str:
@@ -112,13 +112,13 @@ def _read(path: Path, name: str) -> str:
         with path.open("rb") as file:
             return file.read(MOST_RECIPE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise tunekit.TunekitError(f"{name}: the recipe cannot be read", hint="name a YAML file of UTF-8") from error
+        raise tunekit.TunekitError(f"{name}: the recipe cannot be read", hint="use a YAML file in UTF-8") from error
 
 
 def _text(asked: Asked) -> str:
     """The fields of the page as a recipe."""
     if not asked.path.strip():
-        raise tunekit.TunekitError("there is nothing to look at yet", hint="choose a file, or name a dataset")
+        raise tunekit.TunekitError("no data selected", hint="choose a file or a dataset")
     data = {"train": asked.path.strip(), "max_length": asked.max_length, "format": asked.format}
     method: dict[str, object] = {"type": asked.method}
     learns = methods()[asked.method]
@@ -138,7 +138,7 @@ def _rewards(text: str) -> object:
         read = yaml.safe_load(f"[{text}]" if not text.lstrip().startswith(("[", "-")) else text)
     except yaml.YAMLError as error:
         raise tunekit.TunekitError(
-            f"rewards: {text!r} cannot be read", hint="write their names with commas between: numeric_match, length"
+            f"rewards: {text!r} cannot be read", hint="separate names by commas: numeric_match, length"
         ) from error
     return read
 
@@ -151,7 +151,7 @@ def _refuse_code(changes: Sequence[str]) -> None:
         if is_function or "trust_remote_code" in change:
             raise tunekit.TunekitError(
                 f"{key}: an address may not have code run",
-                hint="write it into a recipe of the workspace, and look at that",
+                hint="write it into a recipe of the workspace and preview that",
             )
 
 

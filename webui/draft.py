@@ -62,7 +62,7 @@ def opened(site: Site, source: str, changes: list[str]) -> str:
         text = tunekit.edit_text(tunekit.short_recipe(site.run(name).recipe), "output.dir", tunekit.UNSET)
     else:
         raise tunekit.TunekitError(
-            f"{source!r} is nothing to begin from", hint="write recipe:NAME, file:PATH or run:NAME"
+            f"{source!r} is not a source of a draft", hint="write recipe:NAME, file:PATH or run:NAME"
         )
     for change in changes:
         key, equals, written = change.partition("=")
@@ -75,9 +75,9 @@ def opened(site: Site, source: str, changes: list[str]) -> str:
 
 def _read(path: Path, name: str) -> str:
     if path.suffix not in _SUFFIXES or not path.is_file():
-        raise tunekit.TunekitError(f"{name}: there is no such recipe", hint="name a .yaml file of the workspace")
+        raise tunekit.TunekitError(f"{name}: no such recipe", hint="use a .yaml file of the workspace")
     if path.stat().st_size > _MAX_BYTES:
-        raise tunekit.TunekitError(f"{name}: is larger than 256 KiB", hint="name a recipe, not its data")
+        raise tunekit.TunekitError(f"{name}: is larger than 256 KiB", hint="use a recipe, not its data")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -194,10 +194,12 @@ def save(site: Site, name: str, text: str, *, replace: bool) -> Path:
         FileExistsError: A file of that name is there, and `replace` was not said.
     """
     if site.read_only:
-        raise tunekit.TunekitError("this server only shows", hint="copy the text, or start one without --read-only")
+        raise tunekit.TunekitError(
+            "this server is read-only", hint="copy the text, or start `tunekit ui` without --read-only"
+        )
     path = site.inside(name)
     if path.suffix not in _SUFFIXES or path.is_relative_to(site.root.resolve() / "runs"):
-        raise tunekit.TunekitError(f"{name}: is no name for a recipe", hint="write one such as mine.yaml")
+        raise tunekit.TunekitError(f"{name}: is not a recipe name", hint="use one such as mine.yaml")
     if path.exists() and not replace:
         raise FileExistsError(name)
     if not path.parent.is_dir() or path.is_dir():

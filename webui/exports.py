@@ -56,7 +56,7 @@ def begin(run: tunekit.Run, dest: Path | None, *, kind: str, dtype: str, checkpo
     with _lock:
         now = _progress.get(run.path)
         if now is not None and not now.is_over:
-            raise tunekit.TunekitError(f"{run.name} is being exported already", hint="wait for the end of that")
+            raise tunekit.TunekitError(f"{run.name} is already being exported", hint="wait until that export finishes")
         _progress[run.path] = Progress("waiting")
 
     def on_event(event: dict[str, Any]) -> None:

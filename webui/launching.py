@@ -29,7 +29,7 @@ def begin(site: Site, text: str, name: str, devices: Sequence[str], *, waits: bo
     if machine != HERE:
         raise tunekit.TunekitError(
             f"runs start on this machine, and the plan that is shown is for {machine}",
-            hint="look at the plan for this machine before you start",
+            hint="review the plan for this machine before starting",
         )
     recipe = named(site, text, name)
     named_devices = [device for device in devices if device != "cpu"] or None
@@ -57,7 +57,7 @@ def named(site: Site, text: str, name: str) -> tunekit.Recipe:
     """
     recipe, faults = tunekit.check_text(text, _overrides(name), find_functions=False)
     if recipe is None:
-        raise tunekit.TunekitError("\n".join(map(str, faults)), hint="mend the draft first")
+        raise tunekit.TunekitError("\n".join(map(str, faults)), hint="fix the draft first")
     check_reach(site, recipe)
     return recipe
 

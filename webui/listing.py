@@ -92,7 +92,7 @@ class Listing:
         with self._lock:
             line = self._line(name)
         if line is None:
-            raise tunekit.TunekitError(f"no run {name!r} in runs", hint="it was deleted; the table lists the others")
+            raise tunekit.TunekitError(f"no run {name!r} in runs", hint="it was deleted; see the table of runs")
         return line
 
     def _folders(self) -> list[Path]:

@@ -44,7 +44,7 @@ def lines_of(run: tunekit.Run, name: str, *, text: str = "", only_serious: bool 
         TunekitError: The run has no such log.
     """
     if name not in logs_of(run):
-        raise tunekit.TunekitError(f"{run.name} has no log {name!r}", hint="choose one of the list")
+        raise tunekit.TunekitError(f"{run.name} has no log {name!r}", hint="choose one from the list")
     with (run.path / name).open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - TAIL_BYTES))

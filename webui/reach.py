@@ -31,7 +31,7 @@ def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
     folder = recipe.output.dir
     if folder is not None and site.inside(folder).parent != site.root.resolve() / "runs":
         raise tunekit.TunekitError(
-            f"output.dir: {folder!r} is none of the workspace's runs", hint="leave it out, or name one: runs/NAME"
+            f"output.dir: {folder!r} is not in the workspace's runs", hint="unset it, or use runs/NAME"
         )
 
 
@@ -70,14 +70,14 @@ def _check(site: Site, key: str, text: str) -> None:
     if "\n" in text:  # A chat template.
         return
     if text.startswith("~"):
-        raise tunekit.TunekitError(f"{key}: {text!r} leads out of the workspace", hint="name a file of the workspace")
+        raise tunekit.TunekitError(f"{key}: {text!r} is outside the workspace", hint="use a file of the workspace")
     try:
         for path in _found(site.root / text):
             site.inside(str(path))
     except tunekit.TunekitError as error:
-        raise tunekit.TunekitError(f"{key}: {text!r} leads out of the workspace", hint=error.hint) from error
+        raise tunekit.TunekitError(f"{key}: {text!r} is outside the workspace", hint=error.hint) from error
     except OSError as error:
-        raise tunekit.TunekitError(f"{key}: {text!r} cannot be followed: {error.strerror}") from error
+        raise tunekit.TunekitError(f"{key}: {text!r} cannot be resolved: {error.strerror}") from error
 
 
 def _found(path: Path) -> list[Path]:

@@ -86,5 +86,5 @@ def workspace(folder: Path) -> Path:
         TunekitError: It is none.
     """
     if not folder.is_dir():
-        raise tunekit.TunekitError(f"{folder} is no folder", hint="name the folder with your data and runs: --root")
+        raise tunekit.TunekitError(f"{folder} is not a folder", hint="pass the folder with your data and runs: --root")
     return folder.resolve()

@@ -43,14 +43,16 @@ class Site:
             TunekitError: It leads out of the workspace, through a link too, or is no path.
         """
         if not text.strip() or any(ord(char) < 32 for char in text):
-            raise tunekit.TunekitError(f"{text!r} is no path", hint="name a file or folder of the workspace")
+            raise tunekit.TunekitError(f"{text!r} is not a path", hint="use a file or folder of the workspace")
         root = self.root.resolve()
         try:
             path = (root / text).resolve()
         except (OSError, RuntimeError) as error:
-            raise tunekit.TunekitError(f"{text!r} cannot be followed: {error}", hint="name the file itself") from error
+            raise tunekit.TunekitError(
+                f"{text!r} cannot be resolved: {error}", hint="use the file itself, not a link"
+            ) from error
         if not path.is_relative_to(root):
-            raise tunekit.TunekitError(f"{text!r} leads out of the workspace", hint=f"only what is in {root} is shown")
+            raise tunekit.TunekitError(f"{text!r} is outside the workspace", hint=f"only files in {root} are shown")
         return path
 
     def run(self, name: str) -> tunekit.Run:

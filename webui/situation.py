@@ -107,7 +107,7 @@ def situation_of(run: tunekit.Run) -> Situation:
             try:
                 cache.situation = _look(run, cache.situation)
             except FileNotFoundError as error:
-                raise tunekit.TunekitError(f"{run.name} is gone", hint="it was deleted, or moved") from error
+                raise tunekit.TunekitError(f"{run.name} no longer exists", hint="it was deleted or moved") from error
             cache.time = time.monotonic()
         return _with_ending(cache.situation, _endings.get(path))
 

@@ -99,7 +99,7 @@ class Talks:
             if len(choices) > NUM_OWN or num_others + len(choices) > NUM_ALL:
                 raise tunekit.TunekitError(
                     f"{num_others} models are loaded by other pages, and {NUM_ALL} may be at once",
-                    hint="unload one there, or try again when it has ended",
+                    hint="unload one there, or retry when it has finished",
                 )
             self._held[session] = mine
             self._watch()
@@ -113,7 +113,9 @@ class Talks:
                 )
                 mine.talks.append(talk)
                 if self._held.get(session) is not mine:
-                    raise tunekit.TunekitError("the page was closed, or loads something else", hint="load it again")
+                    raise tunekit.TunekitError(
+                        "the page was closed or is loading another model", hint="load the model again"
+                    )
         except BaseException:
             with self._lock:
                 if self._held.get(session) is mine:

@@ -26,14 +26,14 @@ def save_upload(site: Site, path: str | Path) -> Path:
     """
     received = Path(path)
     if site.read_only:
-        raise tunekit.TunekitError("nothing can be uploaded here", hint="start `tunekit ui` without --read-only")
+        raise tunekit.TunekitError("uploads are disabled", hint="start `tunekit ui` without --read-only")
     if not received.name.lower().endswith(tunekit.DATA_SUFFIXES):
         known_suffixes = ", ".join(tunekit.DATA_SUFFIXES)
-        raise tunekit.TunekitError(f"{received.name}: this is no file of rows", hint=f"known are {known_suffixes}")
+        raise tunekit.TunekitError(f"{received.name}: unsupported file type", hint=f"supported: {known_suffixes}")
     size = received.stat().st_size
     if size > site.max_upload_bytes:
         limit = tunekit.gib(site.max_upload_bytes)
-        raise tunekit.TunekitError(f"{received.name}: {tunekit.gib(size)}, and {limit} may be uploaded")
+        raise tunekit.TunekitError(f"{received.name}: {tunekit.gib(size)} exceeds the upload limit of {limit}")
     name = _UNUSUAL.sub("_", received.name).lstrip(". ")
     folder = site.inside(FOLDER)
     folder.mkdir(exist_ok=True)
@@ -48,4 +48,4 @@ def save_upload(site: Site, path: str | Path) -> Path:
         with os.fdopen(descriptor, "wb") as target_file, received.open("rb") as source:
             shutil.copyfileobj(source, target_file)
         return target
-    raise tunekit.TunekitError(f"{name}: there are too many files of this name in {FOLDER}", hint="rename it")
+    raise tunekit.TunekitError(f"{name}: too many files of this name in {FOLDER}", hint="rename it")

@@ -87,8 +87,8 @@ def call(
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             worker.process.join(5)
             raise tunekit.TunekitError(
-                f"the process that worked on {function} ended with exit code {worker.process.exitcode}",
-                hint="what it said is in the terminal of `tunekit ui`; -9 mostly means that memory ran out",
+                f"the process that worked on {function} exited with code {worker.process.exitcode}",
+                hint="see its output in the terminal of `tunekit ui`; -9 usually means out of memory",
             ) from error
         finally:
             _give_back(worker, is_usable=is_usable)

@@ -99,7 +99,7 @@ def test_what_is_chosen_is_what_is_loaded():
     assert chosen("a", "", "b/") == [Choice("a"), Choice("b")]
     assert chosen("a", "", "a/4") == [Choice("a"), Choice("a", "4")]
     for run, checkpoint in ((None, ""), ("a", None)):
-        with pytest.raises(tunekit.TunekitError, match="neither a result nor"):
+        with pytest.raises(tunekit.TunekitError, match="no result and no complete checkpoint"):
             chosen(run, checkpoint, "")
 
 

@@ -55,7 +55,7 @@ def test_a_run_without_result_and_checkpoint_says_why_nothing_can_be_done(site, 
 @pytest.mark.slow
 def test_an_export_is_made_and_its_check_is_told_to_every_browser(site, trained_run):
     assert "Starting" in begin(site, Words("en"), trained_run.name, **wanted(dest="taken/away"))
-    assert "is being exported already" in begin(site, Words("en"), trained_run.name, **wanted())
+    assert "is already being exported" in begin(site, Words("en"), trained_run.name, **wanted())
     busy = look(site, Words("en"), trained_run.name, "")
     assert not busy[START].interactive
     until_over(trained_run)

@@ -105,7 +105,7 @@ def test_a_plan_for_another_machine_starts_nothing_here(site, language):
         ("", "Choose a recipe"),
         ("model: pico\ndata: {train: chats.jsonl}\nadapter: {type: lora, rnak: 2}", "has errors"),
         ("model: [", "has errors"),
-        ("model: pico\ndata: {train: /etc/passwd}", "leads out of the workspace"),
+        ("model: pico\ndata: {train: /etc/passwd}", "is outside the workspace"),
         ("model: {path: pico, trust_remote_code: true}\ndata: {train: chats.jsonl}", "trust_remote_code"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_draft_with_mistakes_has_no_plan_and_cannot_be_started(site, text, wor
 
 
 def test_an_unknown_machine_and_one_outside_the_workspace_are_told_in_words(site):
-    for machine, words in (("h1000", "did you mean"), ("/etc/x.yaml", "leads out of the workspace")):
+    for machine, words in (("h1000", "did you mean"), ("/etc/x.yaml", "is outside the workspace")):
         error = plan_of(site, DRAFT, machine)
         assert isinstance(error, tunekit.TunekitError) and words in str(error)
 

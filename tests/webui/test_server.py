@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options, words in (
             (["--port", str(taken.getsockname()[1])], "pass another --port"),
-            (["--root", str(tmp_path / "nothing")], "is no folder"),
+            (["--root", str(tmp_path / "nothing")], "is not a folder"),
         ):
             command = [sys.executable, "-m", "tunekit", "ui", "--no-open", "--root", str(tmp_path), *options]
             answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
@@ -129,5 +129,5 @@ def test_a_notebook_shows_the_page_in_a_frame_until_it_is_closed(tmp_path):
 
 
 def test_a_page_that_cannot_be_served_is_told_of_in_a_notebook(tmp_path):
-    with pytest.raises(RunError, match="is no folder"):
+    with pytest.raises(RunError, match="is not a folder"):
         tunekit.ui(tmp_path / "nothing")
