@@ -48,7 +48,7 @@ def test_what_is_no_run_is_refused_in_words(verb, name, here):
 def test_a_link_among_the_runs_leads_nowhere_else(verb, run, here):
     (here / "runs").mkdir()
     (here / "runs" / "link").symlink_to(run.path)
-    with pytest.raises(tunekit.TunekitError, match="leads out of"):
+    with pytest.raises(tunekit.TunekitError, match="is a link out of runs"):
         OPENERS[verb]("link")
 
 
