@@ -226,18 +226,9 @@ OPTIMIZER_BYTES: Mapping[Optim, float] = {
 """Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
 
 
-Phase = Literal[
-    "load",
-    "generation",
-    "forward",
-    "reference",
-    "head",
-    "last layer",
-    "middle layers",
-    "first layer",
-    "embedding",
-    "optimizer",
-]
+_Forward = Literal["load", "generation", "forward", "reference"]
+_Backward = Literal["head", "last layer", "middle layers", "first layer", "embedding"]
+Phase = Literal[_Forward, _Backward, "optimizer"]
 """Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, at the
 end of the forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of
 those between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly
