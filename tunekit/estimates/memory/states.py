@@ -27,7 +27,7 @@ the weight.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, assert_never, get_args
+from typing import Literal, get_args
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
@@ -304,21 +304,16 @@ def reference_of(method: MethodSection, adapter: Adapter, origin: Origin | None)
 
 def reference_words(reference: Reference, origin: Origin | None) -> str:
     """Describe the reference of a run."""
-    match reference:
-        case "none":
-            return "no reference"
-        case "without adapter":
-            return "the model without its adapters as reference"
-        case "beforehand":
-            return "reference log-probabilities precomputed before training"
-        case "second model":
-            merged = origin is not None and origin.adapter is not None
-            return "a second model as reference" + (f", {origin.name} merged" if merged and origin else "")
-        case "copied adapter":
-            assert origin is not None
-            return f"the initial adapter of {origin.name} as reference"
-        case _:
-            assert_never(reference)
+    name = "" if origin is None else origin.name
+    merged = f", {name} merged" if origin is not None and origin.adapter is not None else ""
+    words: dict[Reference, str] = {
+        "none": "no reference",
+        "without adapter": "the model without its adapters as reference",
+        "beforehand": "reference log-probabilities precomputed before training",
+        "second model": f"a second model as reference{merged}",
+        "copied adapter": f"the initial adapter of {name} as reference",
+    }
+    return words[reference]
 
 
 @dataclass(frozen=True)
