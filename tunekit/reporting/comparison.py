@@ -37,6 +37,8 @@ COLOURS = ("#3d6f94", "#b4483c", "#2f7d5b", "#8a5fa8", "#a06a00", "#b03a7a", "#1
 NONE = "–"
 """Text in place of a figure that a run does not have."""
 
+_Better = Literal["more", "less"] | None
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -279,17 +281,13 @@ def _figures_of(key: str, words: str, digits: str, pages: Sequence[_Page], *, ra
 
 
 def _figure(
-    what: str,
-    key: str,
-    values: tuple[float | None, ...],
-    said: Callable[[float], str],
-    better: Literal["more", "less"] | None,
+    what: str, key: str, values: tuple[float | None, ...], said: Callable[[float], str], better: _Better
 ) -> Figure:
     words = tuple(NONE if value is None else said(value) for value in values)
     return Figure(what, key, values, words, _best(values, better))
 
 
-def _best(values: Sequence[float | None], better: Literal["more", "less"] | None) -> frozenset[int]:
+def _best(values: Sequence[float | None], better: _Better) -> frozenset[int]:
     """The places of the best value; none where all are alike."""
     there = [value for value in values if value is not None]
     if better is None or len(set(there)) < 2:
@@ -310,7 +308,7 @@ def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
         values = tuple(None if score is None else score.after.value for score in scores)
         words = tuple(NONE if score is None else score.after.words(score.digits) for score in scores)
         higher = first.higher_is_better
-        way: Literal["more", "less"] | None = None if higher is None else "more" if higher else "less"
+        way: _Better = None if higher is None else "more" if higher else "less"
         name = f"{first.words}, {Path(first.of).name}"
         yield Figure(name, f"{first.of}/{first.name}", values, words, _best(values, way))
 
