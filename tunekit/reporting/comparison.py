@@ -134,7 +134,28 @@ class Comparison:
 
     def to_html(self) -> str:
         """One HTML page that loads nothing from elsewhere."""
-        return _page(self)
+        rows = [
+            ("state", [story.state for story in self.stories], frozenset[int]()),
+            ("steps", [story.step_words for story in self.stories], frozenset[int]()),
+            *((figure.what, list(figure.words), figure.best) for figure in self.figures),
+        ]
+        return page_of(
+            "comparison.html.jinja",
+            names=self.names,
+            figures=rows,
+            curves=[
+                (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run by step"))
+                for overlay in self.overlays
+            ],
+            tables=[
+                ("Recipe differences", "The recipes are identical.", self.recipe),
+                ("Differences in data, lineage and machine", "No known differences.", self.surroundings),
+            ],
+            answers=self.answers,
+            notes=self.notes,
+            missing=NONE,
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All but the curves as plain data."""
@@ -399,30 +420,3 @@ def _notes(pages: Sequence[_Page], names: Sequence[str]) -> Iterator[str]:
     reasons = [why_unranked(pages, split) for split in ("train", *(("eval",) if has_eval else ()))]
     for reason in dict.fromkeys(filter(None, reasons)):
         yield f"not ranked: {reason}"
-
-
-def _page(comparison: Comparison) -> str:
-    """Runs side by side as a page that loads nothing from elsewhere."""
-    names, stories = comparison.names, comparison.stories
-    rows = [
-        ("state", [story.state for story in stories], frozenset[int]()),
-        ("steps", [story.step_words for story in stories], frozenset[int]()),
-        *((figure.what, list(figure.words), figure.best) for figure in comparison.figures),
-    ]
-    return page_of(
-        "comparison.html.jinja",
-        names=names,
-        figures=rows,
-        curves=[
-            (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run by step"))
-            for overlay in comparison.overlays
-        ],
-        tables=[
-            ("Recipe differences", "The recipes are identical.", comparison.recipe),
-            ("Differences in data, lineage and machine", "No known differences.", comparison.surroundings),
-        ],
-        answers=comparison.answers,
-        notes=comparison.notes,
-        missing=NONE,
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )

@@ -184,11 +184,6 @@ def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
     return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
 
 
-def gradients_bytes(trained: Mapping[str, Shape]) -> int:
-    """Bytes of all gradients, in float32."""
-    return sum(4 * math.prod(shape) for shape in trained.values())
-
-
 def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
     """Bytes of an optimizer's states for what is trained, after its first step.
 

@@ -72,7 +72,7 @@ class Overrides:
 
     def apply(self, texts: list[str]) -> None:
         """Lay `key=value` words over the values, the later over the earlier."""
-        tags_before = {name: self._tag(name) for name, _ in _tagged_fields()}
+        tags_before = {name: self._value((name, TAG)) for name, _ in _tagged_fields()}
         for text in texts:
             self._apply_one(text)
         self._leave_out_other_variants(tags_before)
@@ -189,7 +189,7 @@ class Overrides:
     def _leave_out_other_variants(self, tags_before: dict[str, Any]) -> None:
         """Leave out what the file says for the variant that an override of the tag replaced."""
         for name, variants in _tagged_fields():
-            tag = self._tag(name)
+            tag = self._value((name, TAG))
             chosen = schema.variant(variants, {TAG: tag})
             if tag == tags_before[name] or chosen is None:
                 continue
@@ -199,12 +199,10 @@ class Overrides:
 
     def _leave_out_other_length(self) -> None:
         """Leave out the file's length of training where an override gives it in the other unit."""
-        train = self.values.get("train")
-        if not isinstance(train, dict):
-            return
         for first, other in (ONE_LENGTH, ONE_LENGTH[::-1]):
-            if ("train", first) in self.commanded and train.get(first) is not None and train.get(other) is not None:
-                self._leave_out(("train", other), f"train.{first}={parse.to_inline_yaml(train[first])} replaces it")
+            length = self._value(("train", first)) if ("train", first) in self.commanded else None
+            if length is not None and self._value(("train", other)) is not None:
+                self._leave_out(("train", other), f"train.{first}={parse.to_inline_yaml(length)} replaces it")
 
     def _leave_out_mixing(self) -> None:
         """Leave out how the file mixes sources where an override of `data.train` leaves nothing to mix."""
@@ -225,11 +223,6 @@ class Overrides:
             return
         section = self.values[str(key[0])]
         self.notes.append(f"{dotted(key)}={parse.to_inline_yaml(section.pop(key[-1]))} ignored: {why}")
-
-    def _tag(self, name: str) -> Any:
-        """The tag that a section has now; None where it has none."""
-        section = self.values.get(name)
-        return section.get(TAG) if isinstance(section, dict) else None
 
     def _refuse(self, key: Key, what: str, hint: str | None) -> None:
         self.problems.append(Problem(COMMAND_LINE, what, key, hint))

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 from tunekit.files import read_table
 from tunekit.recipe import schema
 from tunekit.recipe.reading.parse import Key, Places, Problem, dotted
-from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, near, plain_word, show, spelling_hint
+from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, meant, near, plain_word, show, spelling_hint
 from tunekit.recipe.schema import Recipe, holders_along, sections_of, takes_list, takes_one
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, NAME_PATTERN, TAG, Conflicts, FunctionPath, Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
@@ -55,16 +55,14 @@ def unknown_key(
         return f"{tag}={schema.tag_of(sections[0])} has no '{name}'", f"available with {tag}={owners}"
     here = [field_name for section in sections for field_name in section.model_fields]
     elsewhere = _elsewhere(name)
-    if len(elsewhere) == 1:
-        return "unknown key", f"use {elsewhere[0]}"
     if elsewhere:
         return "unknown key", f"use {any_of(elsewhere)}"
     familiar = familiar_names().get(plain_word(name))
     if familiar is not None:
         return "unknown key", familiar if " " in familiar else f"use {familiar}"
-    likely = near(name, here)
-    if likely is not None:
-        return "unknown key", f"did you mean '{likely}'?"
+    hint = meant(name, here)
+    if hint is not None:
+        return "unknown key", hint
     anywhere = {str(other[-1]): dotted(other) for other in reversed(_keys())}
     likely = near(name, anywhere, cutoff=0.8)
     if likely is not None:
@@ -185,7 +183,7 @@ def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Plac
     if isinstance(above[-1], int) and key not in places.values and len(value) == 1:  # A lone word.
         tags.remove("function")
         key, takes = above, f"module:function or one of {', '.join(tags)}"
-    return Problem(places.of_value(key), f"must be {takes}, got {show(tag)}", key, _meant(tag, tags))
+    return Problem(places.of_value(key), f"must be {takes}, got {show(tag)}", key, meant(tag, tags))
 
 
 def _complaint(
@@ -232,12 +230,7 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
         takes += " or module:function" if FunctionPath in kinds else ""
     if FunctionPath in kinds and isinstance(value, str) and ":" in value:
         return f"{_FUNCTION}, got {show(value)}", None
-    hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
+    hint = meant(value, choices) or spelling_hint(builtin_names(kinds), value)
     if value is None and not isinstance(key[-1], int):
         hint = "remove the key to use its default"
     return f"must be {takes}, got {show(value)}", hint
-
-
-def _meant(value: Any, choices: list[str]) -> str | None:
-    likely = near(value, choices) if isinstance(value, str) else None
-    return f"did you mean '{likely}'?" if likely else None
