@@ -11,17 +11,10 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from rich import progress
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
@@ -151,9 +144,9 @@ class Progress:
 
     def _begin_bar(self, title: str, task: str, total: int, *more: ProgressColumn, transient: bool) -> Bar:
         """Show a bar that counts to a total, with more columns before the time that is left."""
-        columns = TextColumn(title), MofNCompleteColumn(), BarColumn(bar_width=None), *more, TimeRemainingColumn()
+        counting = TextColumn(title), MofNCompleteColumn(), BarColumn(bar_width=None)
         bar = Bar(
-            *columns,
+            *(*counting, *more, progress.TimeRemainingColumn()),
             console=self.console,
             expand=True,
             transient=transient,
@@ -176,7 +169,7 @@ class Progress:
 
     def _on_phase(self, phase: str) -> None:
         if phase == "training" and self._is_live:
-            more = TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("left")
+            more = TextColumn("{task.fields[numbers]}"), progress.TimeElapsedColumn(), TextColumn("left")
             self._bar = self._begin_bar("step", "", self._num_steps, *more, transient=False)
         else:
             self.stop()

@@ -36,6 +36,7 @@ class Passes(MethodPasses):
 
 
 SFT = Passes()
+Needs = Mapping[Phase, Need]
 
 
 def passes_of(
@@ -121,13 +122,7 @@ def with_reference(
 
 
 def method_needs(
-    products: Products,
-    passes: Passes,
-    layout: Layout,
-    layers: Layers,
-    head: Head,
-    num_tokens: int,
-    needs: Mapping[Phase, Need],
+    products: Products, passes: Passes, layout: Layout, layers: Layers, head: Head, num_tokens: int, needs: Needs
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases that supervised fine-tuning does not have.
 
@@ -158,14 +153,7 @@ def method_needs(
 
 
 def _teacher_needs(
-    teacher: ModelFacts,
-    e: int,
-    layout: Layout,
-    layers: Layers,
-    head: Head,
-    num_tokens: int,
-    num_scored: int,
-    needs: Mapping[Phase, Need],
+    teacher: ModelFacts, e: int, layout: Layout, layers: Layers, head: Head, num_tokens: int, scored: int, needs: Needs
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases where a teacher scores each token.
 
@@ -179,14 +167,14 @@ def _teacher_needs(
         layers: What the decoder layers of the model that learns hold.
         head: What its final norm and head hold.
         num_tokens: Tokens of a micro-batch on a device, with its padding.
-        num_scored: Those of them that are compared.
+        scored: Those of them that are compared.
         needs: What the phases need without a teacher.
     """
     forward, backward = needs["forward"], needs["head"]
     layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
-    rows = min(num_scored, HEAD_TOKENS)
+    rows = min(scored, HEAD_TOKENS)
     # The tile of the model alone is in its head already.
-    kept_bytes, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
+    kept_bytes, more = e * teacher.hidden_size * scored, (2 * 4 - e) * rows * HEAD_COLUMNS
     cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
     gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
     through = layers.kept + layers.shared + head.kept + layer * num_tokens

@@ -237,25 +237,17 @@ def adamw_step(
         return
     for start in range(0, p.numel(), CHUNK):
         part, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
-        m_scales, v_scales = (None if scale is None else scale[blocks] for scale in (m_scale, v_scale))
+        scales = [None if scale is None else scale[blocks] for scale in (m_scale, v_scale)]
         words = _random_words(key, start // GROUP, p[part].numel())
         gradient = g[part].float() if gradient_scale is None else g[part].float() * gradient_scale
-        of_part = p[part], gradient, m[part], v[part], m_scales, v_scales, words.to(p.device)
-        _update_in_torch(*of_part, numbers)
+        _update_in_torch(p[part], gradient, m[part], v[part], scales, words.to(p.device), numbers)
 
 
 def _update_in_torch(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    m_scale: Tensor | None,
-    v_scale: Tensor | None,
-    words: Tensor,
-    numbers: Sequence[float],
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, scales: Sequence[Tensor | None], words: Tensor, numbers: Sequence[float]
 ) -> None:
     """`adamw_step` in plain torch: the formulas as they stand above."""
-    decay, step_size, rate1, beta2, rate2, root, eps = numbers
+    (m_scale, v_scale), (decay, step_size, rate1, beta2, rate2, root, eps) = scales, numbers
     for_weights, for_states = (words & 0xFFFF).int(), (words >> 16).int()
     old_m = m.float() if m_scale is None else decoded(m, m_scale, M_EXPONENTS, signed=True)
     old_v = v.float() if v_scale is None else decoded(v, v_scale, V_EXPONENTS, signed=False)
@@ -269,9 +261,9 @@ def _update_in_torch(
         if scale is None:
             old.copy_(_rounded(new, old.dtype, for_states))
         else:
-            codes, scales = encoded(new, for_states, exponents, signed=signed)
+            codes, new_scale = encoded(new, for_states, exponents, signed=signed)
             old.copy_(codes)
-            scale.copy_(scales)
+            scale.copy_(new_scale)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:

@@ -234,14 +234,7 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def _glu_forward_kernel(  # type: ignore[no-untyped-def]
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    gate_stride,
-    up_stride,
-    num_columns,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, num_columns, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK columns of a row."""
     blocks = tl.cdiv(num_columns, BLOCK)

@@ -145,10 +145,8 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, learns: bool
-) -> tuple[Tensor, Tensor]:
-    dweight = torch.empty_like(weight) if weight is not None and learns else total.new_empty(0)
+def _(dy: Tensor, dtotal: object, total: Tensor, weight: Tensor | None, *given: object) -> tuple[Tensor, Tensor]:
+    dweight = torch.empty_like(weight) if weight is not None and given[-1] else total.new_empty(0)
     return total.new_empty(total.shape), dweight
 
 

@@ -195,7 +195,7 @@ def _qk_norm_rope_backward(
     """Gradients of queries and keys, and where the weights learn, of the weights in float32; else these are empty."""
     if uses_triton(q):
         norms = _Norms(q_weight, k_weight, 0.0, offset, llama)
-        return _launch_backward(dq, dk, q, k, cos, sin, norms, q_rstd, k_rstd, learns)
+        return _launch_backward((dq, dk), q, k, cos, sin, norms, (q_rstd, k_rstd), learns)
     dq, dq_weight = _normed_backward(_turned(dq, cos, -sin), q, q_weight, q_rstd, offset, llama)
     dk, dk_weight = _normed_backward(_turned(dk, cos, -sin), k, k_weight, k_rstd, offset, llama)
     none = dq_weight.new_empty(0)
@@ -266,6 +266,7 @@ enough programs for any device. It is the same on all, so that gradients are too
 
 
 NUM_WARPS = 4
+_Pair = tuple[Tensor, Tensor]
 
 
 class _Norms(NamedTuple):
@@ -344,16 +345,7 @@ def _launch_forward(
 
 
 def _launch_backward(
-    dturned_q: Tensor,
-    dturned_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norms: _Norms,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    learns: bool,
+    dturned: _Pair, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: _Norms, rstd: _Pair, learns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     constants = _constants(q, k, cos, norms)
@@ -366,10 +358,10 @@ def _launch_backward(
     k_shares = k.new_empty((num_k_programs, size), dtype=torch.float32)
     if num_q_programs + num_k_programs:
         cos, sin, *angle_strides = _angle_strides(cos, sin)
-        tensors = dturned_q, dturned_k, q, k, dq, dk
+        tensors = *dturned, q, k, dq, dk
         backward_kernel[(num_q_programs + num_k_programs,)](
             *tensors,
-            *(cos, sin, norms.q_weight, norms.k_weight, q_rstd, k_rstd, q_shares, k_shares),
+            *(cos, sin, norms.q_weight, norms.k_weight, *rstd, q_shares, k_shares),
             *_strides(*tensors),
             *angle_strides,
             *(num_q_programs, num_q_rows, num_k_rows, q.shape[1], norms.offset),

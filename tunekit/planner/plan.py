@@ -14,7 +14,7 @@ from tunekit.estimates.memory.memory import Confidence, MemoryEstimate, Part, Sa
 from tunekit.estimates.memory.sharding import ZeroBuckets
 from tunekit.estimates.memory.states import Dtype, Reference
 from tunekit.estimates.throughput.speed import Speed
-from tunekit.files import load_template
+from tunekit.files import load_template, read_table
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 
@@ -39,47 +39,18 @@ MAX_DEPTH = 50
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
 """Topics of what was found and not decided."""
 
-COLOURS: Mapping[Part, str] = {
-    "weights": "#4e79a7",
-    "masters": "#86b1d9",
-    "adapters": "#76b7b2",
-    "optimizer": "#59a14f",
-    "gradients": "#edc948",
-    "gathered": "#f28e2b",
-    "activations": "#e15759",
-    "logits": "#b07aa1",
-    "reference": "#9c755f",
-    "kv cache": "#ff9da7",
-    "vllm": "#d37295",
-    "context": "#8c8c8c",
-    "reserve": "#5f5f5f",
-}
+_TABLES = read_table(Path(__file__).with_suffix(".yaml"))
+COLOURS: Mapping[Part, str] = _TABLES["colours"]
 """Colors of the parts of memory, in the order in which they are drawn: what lasts, what a step adds, and what is no
 tensor."""
 
 NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 """Parts that torch does not count among its tensors."""
 
-
-_BASIS: Mapping[Confidence, str] = {
-    "traced": "formulas within 3% of traces of torch modules",
-    "closed form": "formulas not compared with a trace",
-    "outside the model": "formulas of a Llama of the same size",
-}
+_BASIS: Mapping[Confidence, str] = _TABLES["basis"]
 """Description of memory figures, by their confidence."""
 
-VARIABLES = frozenset(
-    {
-        "CUDA_VISIBLE_DEVICES",
-        "DS_ACCELERATOR",
-        "HIP_VISIBLE_DEVICES",
-        "MALLOC_MMAP_THRESHOLD_",
-        "MALLOC_TRIM_THRESHOLD_",
-        "OMP_NUM_THREADS",
-        "PYTORCH_ALLOC_CONF",
-        "TRL_EXPERIMENTAL_SILENCE",
-    }
-)
+VARIABLES = frozenset(_TABLES["variables"])
 """Environment variables that a plan may set. Others could make a process load other libraries and modules."""
 
 

@@ -282,22 +282,18 @@ def _parallel(recipe: Recipe, **values: str) -> Recipe:
 
 
 def _largest(
-    recipe: Recipe,
-    plan_of: PlanOf,
-    machine: str | None,
-    values: Sequence[int],
-    changes: Callable[[int], dict[str, Any]],
+    recipe: Recipe, plan_of: PlanOf, machine: str | None, values: Sequence[int], change: Callable[[int], dict[str, Any]]
 ) -> Iterator[Variant]:
     """A recipe with the largest of ascending values that fits, and with the next one."""
 
     @cache
     def planned(value: int) -> Planned:
-        return plan_of(changed(recipe, changes(value)))
+        return plan_of(changed(recipe, change(value)))
 
     num_fitting = bisect_left(values, True, key=lambda value: isinstance(planned(value), PlanError))
     if num_fitting:
         largest = values[num_fitting - 1]
-        yield Variant(machine, changes(largest), planned(largest), "largest")
+        yield Variant(machine, change(largest), planned(largest), "largest")
     if num_fitting < len(values):
         beyond = values[num_fitting]
-        yield Variant(machine, changes(beyond), planned(beyond), NEXT)
+        yield Variant(machine, change(beyond), planned(beyond), NEXT)

@@ -13,22 +13,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from tunekit.recipe import schema
 from tunekit.recipe.explain import constraints_of, takes_words
 from tunekit.recipe.reading.overrides import spell_out
 from tunekit.recipe.reading.parse import Key, dotted, undotted
-from tunekit.recipe.schema import (
-    Holder,
-    Recipe,
-    choices_of,
-    has_choice,
-    is_free_mapping,
-    members,
-    sections_of,
-    tag_of,
-    takes_list,
-    takes_one,
-    variant,
-)
+from tunekit.recipe.schema import Holder, Recipe, sections_of, tag_of
 from tunekit.recipe.sections.section import TAG, FunctionPath, Section
 
 Kind = Literal["bool", "int", "float", "text", "choice", "list", "mapping", "section", "sections"]
@@ -117,7 +106,7 @@ def recipe_entries(values: Mapping[str, Any]) -> list[Entry]:
     method = next(
         str(entry.default if entry.value is UNSET else entry.value) for entry in entries if entry.key == "method.type"
     )
-    return [entry for entry in entries if entry.value is not UNSET or has_choice(_names(entry.key), method)]
+    return [entry for entry in entries if entry.value is not UNSET or schema.has_choice(_names(entry.key), method)]
 
 
 def _names(key: str) -> tuple[str, ...]:
@@ -140,12 +129,12 @@ def _of_field(key: Key, holder: Holder, value: Any) -> Iterator[Entry]:
     if not variants:
         yield _plain(key, [holder], value)
         return
-    if not takes_list(field):
+    if not schema.takes_list(field):
         yield _entry(key, holder, "section", value)
         yield from _one(key, variants, value, field)
         return
     items = value if isinstance(value, list) else [value] if value or field.is_required() else []
-    is_list = isinstance(value, list) or not takes_one(field)
+    is_list = isinstance(value, list) or not schema.takes_one(field)
     words = tuple(str(tag_of(section)) for section in variants) if len(variants) > 1 else ()
     entry = _entry(key, holder, "sections", value)
     yield replace(entry, num_items=len(items), is_list=is_list, choices=words)
@@ -171,7 +160,7 @@ def _one(key: Key, variants: list[type[Section]], value: Any, field: FieldInfo |
             f"{tag_of(holder.section)}: {' '.join((holder.field.description or '').split())}" for holder in holders
         ),
     )
-    chosen = variant(variants, {TAG: tag}) if tag is not UNSET else default
+    chosen = schema.variant(variants, {TAG: tag}) if tag is not UNSET else default
     if chosen is not None:
         yield from _below(key, chosen, value)
 
@@ -179,23 +168,23 @@ def _one(key: Key, variants: list[type[Section]], value: Any, field: FieldInfo |
 def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
     """The entry of a field that holds plain values."""
     field = holders[0].field
-    kinds = [kind for kind in members(field.annotation) if kind is not types.NoneType]
-    words: tuple[str | bool, ...] = tuple(choices_of(field))
+    kinds = [kind for kind in schema.members(field.annotation) if kind is not types.NoneType]
+    words: tuple[str | bool, ...] = tuple(schema.choices_of(field))
     lists = [kind for kind in kinds if get_origin(kind) is list]
     kind: Kind
-    if is_free_mapping(field):
+    if schema.is_free_mapping(field):
         kind = "mapping"
     elif lists:
         kind = "list"
         (item,) = get_args(lists[0])
         words += tuple(
-            str(word) for member in members(item) if get_origin(member) is Literal for word in get_args(member)
+            str(word) for member in schema.members(item) if get_origin(member) is Literal for word in get_args(member)
         )
         return replace(_entry(key, holders[0], kind, value), choices=words, item_kind=_kind_of(item))
     elif words:
         kind = "choice"
         words += (True, False) if bool in kinds else ()
-    elif bool in kinds and types.NoneType in members(field.annotation):
+    elif bool in kinds and types.NoneType in schema.members(field.annotation):
         kind, words = "choice", (True, False)
     else:
         kind = _kind_of(kinds[0])

@@ -12,21 +12,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tunekit.errors import RecipeError
+from tunekit.recipe import schema
 from tunekit.recipe.reading.parse import dotted, to_inline_yaml, undotted
 from tunekit.recipe.reading.phrases import any_of, expected
 from tunekit.recipe.reading.wording import unknown_key
-from tunekit.recipe.schema import (
-    Holder,
-    Recipe,
-    all_fields,
-    expands_env,
-    holders_along,
-    members,
-    sections_of,
-    tag_of,
-    takes_list,
-    takes_one,
-)
+from tunekit.recipe.schema import Holder, Recipe, all_fields, holders_along, sections_of, tag_of, takes_list, takes_one
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Section, from_word
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
 
@@ -73,7 +63,7 @@ def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
         ]
     else:
         lines += _paragraph(field.description or "")
-    if expands_env(field):
+    if schema.expands_env(field):
         lines += _paragraph("`${NAME}` is replaced by an environment variable, a leading `~` by the home folder.")
     for short in _words(below):
         long = ", ".join(f"{name}: {value}" for name, value in (from_word(below, short) or {}).items())
@@ -158,7 +148,7 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
 
 def takes_words(holders: list[Holder]) -> str:
     """Describe the values that a field takes, with its bounds; the words of all variants for a tag."""
-    kinds = [kind for holder in holders for kind in members(holder.field.annotation) if kind is not type(None)]
+    kinds = [kind for holder in holders for kind in schema.members(holder.field.annotation) if kind is not type(None)]
     constraints = [item for item in constraints_of(holders[0].field) if type(item) in _BOUNDS]
     bounds = " and ".join(_BOUNDS[type(item)].format(**asdict(item)) for item in constraints)
     return f"{expected(list(dict.fromkeys(kinds)))} {bounds}".rstrip()
@@ -196,11 +186,11 @@ def _paragraph(text: str) -> list[str]:
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of recipes, draft 2020-12, short forms included."""
-    schema = Recipe.model_json_schema()
-    definitions = schema["$defs"]
+    document = Recipe.model_json_schema()
+    definitions = document["$defs"]
     sections: list[type[Section]] = [Recipe, *(below for _, field in all_fields() for below in sections_of(field))]
     for section in sections:
-        properties = schema["properties"] if section is Recipe else definitions[section.__name__]["properties"]
+        properties = document["properties"] if section is Recipe else definitions[section.__name__]["properties"]
         for name, field in section.model_fields.items():
             below = sections_of(field)
             short = _short_form(below)
@@ -210,7 +200,7 @@ def json_schema() -> dict[str, Any]:
                 for variant in below:
                     required = [other for other in definitions[variant.__name__].get("required", []) if other != TAG]
                     definitions[variant.__name__]["required"] = [TAG, *required]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tunekit recipe"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "tunekit recipe"}
 
 
 def _short_form(sections: list[type[Section]]) -> dict[str, Any]:
@@ -223,22 +213,22 @@ def _short_form(sections: list[type[Section]]) -> dict[str, Any]:
     return {"anyOf": kinds} if len(kinds) > 1 else kinds[0] if kinds else {}
 
 
-def _with_short_form(schema: dict[str, Any], short: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+def _with_short_form(document: dict[str, Any], short: dict[str, Any], *, alone: bool) -> dict[str, Any]:
     """A section's schema that also takes the lone string that stands for it: by itself, or in a list only."""
     if not alone:
-        return _with_short_items(schema, short)
-    notes = {name: value for name, value in schema.items() if name in ("description", "default", "title")}
-    long = {name: value for name, value in schema.items() if name not in notes}
+        return _with_short_items(document, short)
+    notes = {name: value for name, value in document.items() if name in ("description", "default", "title")}
+    long = {name: value for name, value in document.items() if name not in notes}
     return {**notes, "anyOf": [_with_short_items(long, short), short]}
 
 
-def _with_short_items(schema: dict[str, Any], short: dict[str, Any]) -> dict[str, Any]:
+def _with_short_items(document: dict[str, Any], short: dict[str, Any]) -> dict[str, Any]:
     """A schema in which the items of lists may be short too."""
     changed: dict[str, Any] = {
-        name: [_with_short_items(member, short) for member in schema[name]]
+        name: [_with_short_items(member, short) for member in document[name]]
         for name in ("anyOf", "oneOf")
-        if name in schema
+        if name in document
     }
-    if "items" in schema:
-        changed["items"] = {"anyOf": [schema["items"], short]}
-    return {**schema, **changed}
+    if "items" in document:
+        changed["items"] = {"anyOf": [document["items"], short]}
+    return {**document, **changed}

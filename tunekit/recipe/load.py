@@ -28,22 +28,9 @@ from pydantic import ValidationError
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.files import find_recipe, list_recipes, near_names
 from tunekit.recipe.functions import find_function
+from tunekit.recipe.reading import parse
 from tunekit.recipe.reading.overrides import Overrides, escape_environment, expand_environment, spell_out
-from tunekit.recipe.reading.parse import (
-    MAPPING,
-    MAX_BYTES,
-    Fault,
-    Key,
-    Place,
-    Places,
-    Problem,
-    YAMLProblem,
-    dotted,
-    leaves,
-    raise_problems,
-    read_yaml,
-    to_yaml,
-)
+from tunekit.recipe.reading.parse import Fault, Key, Place, Places, Problem, YAMLProblem, dotted
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.wording import to_problems
 from tunekit.recipe.schema import Recipe, expands_env, holders_along, is_free_mapping, members, tag_of
@@ -79,7 +66,7 @@ def find_secrets(values: Any, places: Places, commanded: Collection[Key] | None 
         commanded: The keys to look at, with what is below them; all where left out.
     """
     problems = []
-    for key, value in leaves(values):
+    for key, value in parse.leaves(values):
         is_meant = commanded is None or any(key[: len(above)] == above for above in commanded)
         if not is_meant or not isinstance(value, str) or not value:
             continue
@@ -103,7 +90,7 @@ def _texts(section: Section, key: Key) -> Iterator[tuple[Key, str]]:
     for name, field in type(section).model_fields.items():
         value, here = getattr(section, name), (*key, name)
         if expands_env(field) or is_free_mapping(field):
-            yield from ((key, text) for key, text in leaves(value, here) if isinstance(text, str))
+            yield from ((key, text) for key, text in parse.leaves(value, here) if isinstance(text, str))
         for position, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(item, Section):
                 yield from _texts(item, here if position is None else (*here, position))
@@ -115,7 +102,7 @@ _Secrets = Literal["anywhere", "in overrides", "nowhere"]
 
 _START = Place(0, 1, 1, "recipe")
 _EXAMPLE = "start from an example: `tunekit recipes copy sft/quickstart`"
-_TOO_LARGE = f"is larger than {MAX_BYTES // 1024} KiB"
+_TOO_LARGE = f"is larger than {parse.MAX_BYTES // 1024} KiB"
 _NO_DATA = "pass a recipe, not its data"
 
 
@@ -137,6 +124,7 @@ def load_recipe_with_notes(
     source: str | Path | Mapping[str, Any] | Recipe,
     overrides: Sequence[str] = (),
     *,
+    find_functions: bool = True,
     conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
 ) -> tuple[Recipe, list[str]]:
     """As `load_recipe`, with notes of what an override made meaningless in the file and therefore was left out.
@@ -144,9 +132,16 @@ def load_recipe_with_notes(
     Args:
         source: As for `load_recipe`.
         overrides: As for `load_recipe`.
+        find_functions: Whether the user's own functions are looked up, for which their modules are imported.
         conflicts_of: Finds what a valid recipe says that does not go together with what it names, such as a run.
     """
-    return _load(source, overrides, find_functions=True, conflicts_of=conflicts_of)
+    # One that was loaded before was looked through for secrets then; its variables are filled in now.
+    secrets: _Secrets = "in overrides" if isinstance(source, Recipe) else "anywhere"
+    secrets = secrets if find_functions else "nowhere"
+    recipe, problems, notes = _check(_read(source), overrides, secrets, conflicts_of, find_functions=find_functions)
+    parse.raise_problems(problems)
+    assert recipe is not None, "a recipe without problems is valid"
+    return recipe, notes
 
 
 def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -157,7 +152,7 @@ def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     if not path.is_file():
         what = "is not a file" if path.exists() else "file not found"
         raise RecipeError(f"{path}: {what}", hint="restore it from a copy")
-    return _load(path, overrides, find_functions=False)[0]
+    return load_recipe_with_notes(path, overrides, find_functions=False)[0]
 
 
 def check_text(
@@ -192,24 +187,8 @@ def read_text(text: str) -> dict[str, Any]:
     """
     draft = _draft(text, _START, None)
     if not draft.is_empty:
-        raise_problems(draft.problems)
+        parse.raise_problems(draft.problems)
     return draft.values
-
-
-def _load(
-    source: str | Path | Mapping[str, Any] | Recipe,
-    overrides: Sequence[str],
-    *,
-    find_functions: bool,
-    conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
-) -> tuple[Recipe, list[str]]:
-    # One that was loaded before was looked through for secrets then; its variables are filled in now.
-    secrets: _Secrets = "in overrides" if isinstance(source, Recipe) else "anywhere"
-    secrets = secrets if find_functions else "nowhere"
-    recipe, problems, notes = _check(_read(source), overrides, secrets, conflicts_of, find_functions=find_functions)
-    raise_problems(problems)
-    assert recipe is not None, "a recipe without problems is valid"
-    return recipe, notes
 
 
 def _check(
@@ -244,7 +223,7 @@ def _check(
 
 def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML, every default written out; `load_recipe` reads it back to an equal recipe."""
-    return to_yaml(escape_environment(recipe.model_dump()))
+    return parse.to_yaml(escape_environment(recipe.model_dump()))
 
 
 @dataclass
@@ -265,17 +244,14 @@ class _Draft:
 
 def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
     if isinstance(source, Recipe):
-        values = {
-            **asked_for(source),
-            **{name: asked_for(section) for name, section in source if tag_of(type(section))},
-        }
+        values = asked_for(source) | {name: asked_for(section) for name, section in source if tag_of(type(section))}
         # Of an adapter it matters what was asked for, also where that is the default: what was not is left to a run.
         values["adapter"] |= source.adapter.model_dump(include=source.adapter.model_fields_set)
-        return _Draft(escape_environment(values), Places(start=MAPPING), [], None)
+        return _Draft(escape_environment(values), Places(start=parse.MAPPING), [], None)
     if isinstance(source, Mapping):
         problems: list[Problem] = []
         values = _plain(source, (), problems)
-        return _Draft(spell_out(values), Places(start=MAPPING), problems, None)
+        return _Draft(spell_out(values), Places(start=parse.MAPPING), problems, None)
     return _read_file(source)
 
 
@@ -292,7 +268,7 @@ def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                problems.append(Problem(MAPPING, f"a key must be a string, got {name!r}", key, "quote it"))
+                problems.append(Problem(parse.MAPPING, f"a key must be a string, got {name!r}", key, "quote it"))
         return {name: _plain(item, (*key, name), problems) for name, item in value.items() if isinstance(name, str)}
     if isinstance(value, list | tuple):
         return [_plain(item, (*key, position), problems) for position, item in enumerate(value)]
@@ -307,10 +283,10 @@ def _read_file(source: str | Path) -> _Draft:
 
 def _draft(text: str, start: Place, name: str | None) -> _Draft:
     """Parse a YAML text into a draft."""
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+    if len(text.encode("utf-8", "surrogatepass")) > parse.MAX_BYTES:
         return _Draft({}, Places(start), [Problem(start, _TOO_LARGE, hint=_NO_DATA)], name, is_mapping=False)
     try:
-        values, places, problems = read_yaml(text, start)
+        values, places, problems = parse.read_yaml(text, start)
     except YAMLProblem as error:
         return _Draft({}, Places(start), [error.problem], name, is_mapping=False)
     if values is None and not problems:
@@ -361,10 +337,10 @@ def _read_text(path: Path, shown: str) -> str:
     """The text of a recipe file, without a byte-order mark."""
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+            raw = file.read(parse.MAX_BYTES + 1)
     except OSError as error:
         raise RecipeError(f"{shown}: cannot read the file: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
+    if len(raw) > parse.MAX_BYTES:
         raise RecipeError(f"{shown}: {_TOO_LARGE}", hint=_NO_DATA)
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RecipeError(f"{shown}: is UTF-16 text", hint="save the file as UTF-8")
@@ -401,7 +377,7 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
 def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
     """The user's own functions that cannot be found."""
     missing = []
-    for key, value in leaves(values):
+    for key, value in parse.leaves(values):
         if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) and _takes_function(key, values):
             try:
                 find_function(value)

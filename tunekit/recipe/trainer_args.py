@@ -15,7 +15,7 @@ from typing import Any
 from tunekit.errors import DependencyError
 from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.reading.phrases import KINDS, any_of, near, show, spelling_hint
+from tunekit.recipe.reading.phrases import KINDS, any_of, meant, near, show, spelling_hint
 
 CONFIGS = {name: method.spec.config for name, method in METHODS.items()}
 """TRL's config of each method: package, file in it, class."""
@@ -92,8 +92,7 @@ def _meant(method: str, name: str) -> str:
     if key is not None and key.startswith("use "):
         return key
     free = [field_name for field_name in config_fields(method) if owner_hint(method, field_name) is None]
-    likely = near(name, free, cutoff=0.7)
-    return f"did you mean '{likely}'?" if likely else f"see the documentation of TRL's {CONFIGS[method][2]}"
+    return meant(name, free, cutoff=0.7) or f"see the documentation of TRL's {CONFIGS[method][2]}"
 
 
 @cache
@@ -203,7 +202,6 @@ def _value_fault(field: ConfigField, value: Any) -> tuple[str, str | None] | Non
         expected = any_of([word for name, word in _WORDS.items() if name in field.types])
         return f"must be {expected}, got {show(value)}", spelling_hint(field.types, value)
     if field.choices and value is not None and value not in field.choices:
-        likely = near(value, field.choices)
         what = f"must be one of {', '.join(field.choices)}, got {show(value)}"
-        return what, f"did you mean '{likely}'?" if likely else None
+        return what, meant(value, field.choices)
     return None

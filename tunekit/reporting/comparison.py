@@ -37,6 +37,8 @@ COLOURS = ("#3d6f94", "#b4483c", "#2f7d5b", "#8a5fa8", "#a06a00", "#b03a7a", "#1
 NONE = "–"
 """Text in place of a figure that a run does not have."""
 
+_Better = Literal["more", "less"] | None
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -132,7 +134,28 @@ class Comparison:
 
     def to_html(self) -> str:
         """One HTML page that loads nothing from elsewhere."""
-        return _page(self)
+        rows = [
+            ("state", [story.state for story in self.stories], frozenset[int]()),
+            ("steps", [story.step_words for story in self.stories], frozenset[int]()),
+            *((figure.what, list(figure.words), figure.best) for figure in self.figures),
+        ]
+        return page_of(
+            "comparison.html.jinja",
+            names=self.names,
+            figures=rows,
+            curves=[
+                (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run by step"))
+                for overlay in self.overlays
+            ],
+            tables=[
+                ("Recipe differences", "The recipes are identical.", self.recipe),
+                ("Differences in data, lineage and machine", "No known differences.", self.surroundings),
+            ],
+            answers=self.answers,
+            notes=self.notes,
+            missing=NONE,
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All but the curves as plain data."""
@@ -279,17 +302,13 @@ def _figures_of(key: str, words: str, digits: str, pages: Sequence[_Page], *, ra
 
 
 def _figure(
-    what: str,
-    key: str,
-    values: tuple[float | None, ...],
-    said: Callable[[float], str],
-    better: Literal["more", "less"] | None,
+    what: str, key: str, values: tuple[float | None, ...], said: Callable[[float], str], better: _Better
 ) -> Figure:
     words = tuple(NONE if value is None else said(value) for value in values)
     return Figure(what, key, values, words, _best(values, better))
 
 
-def _best(values: Sequence[float | None], better: Literal["more", "less"] | None) -> frozenset[int]:
+def _best(values: Sequence[float | None], better: _Better) -> frozenset[int]:
     """The places of the best value; none where all are alike."""
     there = [value for value in values if value is not None]
     if better is None or len(set(there)) < 2:
@@ -310,7 +329,7 @@ def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
         values = tuple(None if score is None else score.after.value for score in scores)
         words = tuple(NONE if score is None else score.after.words(score.digits) for score in scores)
         higher = first.higher_is_better
-        way: Literal["more", "less"] | None = None if higher is None else "more" if higher else "less"
+        way: _Better = None if higher is None else "more" if higher else "less"
         name = f"{first.words}, {Path(first.of).name}"
         yield Figure(name, f"{first.of}/{first.name}", values, words, _best(values, way))
 
@@ -401,30 +420,3 @@ def _notes(pages: Sequence[_Page], names: Sequence[str]) -> Iterator[str]:
     reasons = [why_unranked(pages, split) for split in ("train", *(("eval",) if has_eval else ()))]
     for reason in dict.fromkeys(filter(None, reasons)):
         yield f"not ranked: {reason}"
-
-
-def _page(comparison: Comparison) -> str:
-    """Runs side by side as a page that loads nothing from elsewhere."""
-    names, stories = comparison.names, comparison.stories
-    rows = [
-        ("state", [story.state for story in stories], frozenset[int]()),
-        ("steps", [story.step_words for story in stories], frozenset[int]()),
-        *((figure.what, list(figure.words), figure.best) for figure in comparison.figures),
-    ]
-    return page_of(
-        "comparison.html.jinja",
-        names=names,
-        figures=rows,
-        curves=[
-            (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run by step"))
-            for overlay in comparison.overlays
-        ],
-        tables=[
-            ("Recipe differences", "The recipes are identical.", comparison.recipe),
-            ("Differences in data, lineage and machine", "No known differences.", comparison.surroundings),
-        ],
-        answers=comparison.answers,
-        notes=comparison.notes,
-        missing=NONE,
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )

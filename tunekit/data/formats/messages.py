@@ -31,17 +31,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from tunekit.data.formats.row_formats import (
-    LOOKED_AT,
-    TABLES,
-    BadRow,
-    Row,
-    described,
-    listed,
-    nearest,
-    of_type,
-    shortened,
-)
+from tunekit.data.formats import row_formats
+from tunekit.data.formats.row_formats import LOOKED_AT, BadRow, Row, described, listed, nearest, of_type, shortened
 from tunekit.errors import DataError
 
 TEMPLATE_REMEDY = "set model.chat_template to a template that renders tool calls"
@@ -134,7 +125,7 @@ SWITCHES = ("train", "training", "loss")
 
 _MARKS = ("weight", *SWITCHES)
 
-_WORDS = frozenset(TABLES["weight_words"])
+_WORDS = frozenset(row_formats.TABLES["weight_words"])
 """Words in the name of a key that is likely such a mark."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -223,7 +214,7 @@ def _is_numbers(held: object) -> bool:
     return isinstance(held, list) and bool(held) and all(isinstance(item, bool | int | float) for item in held)
 
 
-_COLUMNS: dict[str, str] = {name: kind for kind, names in TABLES["media"].items() for name in names}
+_COLUMNS: dict[str, str] = {name: kind for kind, names in row_formats.TABLES["media"].items() for name in names}
 """Columns and keys of messages that hold media, with the kind of each."""
 
 _PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
@@ -427,7 +418,7 @@ def _message(value: object, where: str) -> Row:
             raise BadRow(f"{where} has no {key}" + (f"; did you mean {near!r}?" if near else ""))
     role, content = of_type(entry["role"], str, f"{where}.role must be a string"), entry["content"]
     if role not in ROLES:
-        suggestion = TABLES["roles_elsewhere"].get(role.lower()) or nearest(role.lower()[:40], ROLES)
+        suggestion = row_formats.TABLES["roles_elsewhere"].get(role.lower()) or nearest(role.lower()[:40], ROLES)
         advice = f"did you mean '{suggestion}'?" if suggestion else f"roles: {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
@@ -463,19 +454,20 @@ def _called(function: Row, where: str) -> Row:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return function
-    try:
-        read = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
-        raise BadRow(f"{where}.arguments is a string, but not JSON") from None
+    read = _parsed(arguments, f"{where}.arguments is a string, but not JSON") if arguments.strip() else {}
     return {**function, "arguments": of_type(read, dict, f"{where}.arguments must hold an object")}
+
+
+def _parsed(written: str, problem: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        raise BadRow(problem) from None
 
 
 def function_call(said: str, where: str) -> list[Row]:
     """Parse a ShareGPT turn `function_call` into tool calls: JSON of one {name, arguments}, or of a list."""
-    try:
-        read = json.loads(said)
-    except ValueError:
-        raise BadRow(f"{where} of a function_call message is not JSON") from None
+    read = _parsed(said, f"{where} of a function_call message is not JSON")
     calls = read if isinstance(read, list) else [read]
     if not calls:
         raise BadRow(f"{where} of a function_call message calls no function")
@@ -493,10 +485,7 @@ def tools_of(value: object) -> list[Row]:
         BadRow: It is something else.
     """
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRow("tools is a string, but not JSON") from None
+        value = _parsed(value, "tools is a string, but not JSON")
     if not value:
         return []
     tools = of_type(value, list, "tools must be a list of functions")

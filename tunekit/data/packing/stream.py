@@ -52,45 +52,37 @@ def stream(
     columns = ("input_ids", "labels", "seq_lengths")[: 3 if section.packing else 2]
     features = Features({name: List(Value("int32")) for name in columns})
 
+    def sequences_of(source: CompleteSource, seen: dict[Skipped, None]) -> Iterator[_Sequence]:
+        """The sequences of one source."""
+        encoder = None
+        report = TokenReport()
+        for rows in stream_rows(source, learner, max_bad_rows=section.max_bad_rows, num_rows=BATCH_ROWS):
+            if encoder is None:
+                encoder = Encoder(rows, tokenizer)
+            with skipped.open("a", encoding="utf-8") as file:
+                for bad in rows.skipped:
+                    if bad not in seen:
+                        seen[bad] = None
+                        file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
+            encoded = encoder.encode(rows, range(len(rows)))
+            batch, _ = report.cut(encoded, section.max_length, splits=rows.format == "text")
+            labels, start = batch.labels, 0
+            for length in batch.lengths.tolist():
+                part = slice(start, start + length)
+                yield {"input_ids": batch.ids[part].tolist(), "labels": labels[part].tolist()}
+                start += length
+
     def generate() -> Iterator[_Sequence]:
         sources: Sequence[CompleteSource] = section.sources
-        notes: dict[Skipped, None] = {}
+        seen: dict[Skipped, None] = {}
         skipped.write_text("", encoding="utf-8")
-        streams = [_sequences(source, section, tokenizer, learner, notes, skipped) for source in sources]
+        streams = [sequences_of(source, seen) for source in sources]
         weights = [source.weight for source in sources if source.weight is not None]
         sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else chain.from_iterable(streams)
         yield from _packs(sequences, section.max_length) if section.packing else sequences
 
     endless: Any = IterableDataset.from_generator(generate, features=features)
     return endless.shuffle(seed=seed, buffer_size=WINDOW_SEQUENCES) if section.shuffle else endless
-
-
-def _sequences(
-    source: CompleteSource,
-    section: DataSection,
-    tokenizer: "PreTrainedTokenizerBase",
-    learner: Learner,
-    found: dict[Skipped, None],
-    skipped: Path,
-) -> Iterator[_Sequence]:
-    """The sequences of one source."""
-    encoder = None
-    report = TokenReport()
-    for rows in stream_rows(source, learner, max_bad_rows=section.max_bad_rows, num_rows=BATCH_ROWS):
-        if encoder is None:
-            encoder = Encoder(rows, tokenizer)
-        with skipped.open("a", encoding="utf-8") as file:
-            for bad in rows.skipped:
-                if bad not in found:
-                    found[bad] = None
-                    file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
-        encoded = encoder.encode(rows, range(len(rows)))
-        batch, _ = report.cut(encoded, section.max_length, splits=rows.format == "text")
-        labels, start = batch.labels, 0
-        for length in batch.lengths.tolist():
-            part = slice(start, start + length)
-            yield {"input_ids": batch.ids[part].tolist(), "labels": labels[part].tolist()}
-            start += length
 
 
 def _taking_turns(streams: list[Iterator[_Sequence]], weights: list[float]) -> Iterator[_Sequence]:

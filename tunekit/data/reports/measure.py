@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING
 
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
 from tunekit.data.prepare import SourceShare, Split
-from tunekit.data.reports.report import (
-    Bin,
-    DataReport,
-    MixedSource,
-    Packing,
-    Piece,
-    Quantiles,
-    Repeats,
-    Sample,
-    SourceReport,
-    SpecialToken,
-)
+from tunekit.data.reports import report
+from tunekit.data.reports.report import Bin, DataReport, Packing, Piece, Repeats, Sample, SourceReport
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, AlignmentSplit, Measured, tokens_of
 from tunekit.data.tokenization.tokenize import TokenReport
@@ -71,10 +61,10 @@ def report_data(
             counts, sequences = tokens.report, tokens.sequences
             num_packed = len(best_fit(sequences.lengths, max_length)[1])
             per_batch = min(batch_size, counts.num_sequences)
-            report = _source_report(split.name, len(split.rows), rows, counts, sequences.row_lengths, max_length)
+            statistics = _source_report(split.name, len(split.rows), rows, counts, sequences.row_lengths, max_length)
             reports.append(
                 replace(
-                    report,
+                    statistics,
                     packing=Packing(
                         num_packed=num_packed,
                         packed_share=counts.num_tokens / (num_packed * max_length),
@@ -104,12 +94,12 @@ def report_data(
 
 def _mixture(
     shares: Sequence[SourceShare], weights: Sequence[float | None], num_available: Sequence[int]
-) -> tuple[MixedSource, ...]:
+) -> tuple[report.MixedSource, ...]:
     """The parts of the sources that are trained on; empty where there is one source."""
     whole = sum(share.num_tokens for share in shares)
     parts = zip(shares, weights, num_available, strict=True) if len(shares) > 1 else ()
     return tuple(
-        MixedSource(
+        report.MixedSource(
             source=share.source,
             weight=weight,
             num_available=available,
@@ -144,7 +134,7 @@ def _source_report(
         num_sequences=counts.num_sequences,
         num_tokens=counts.num_tokens,
         num_trained=counts.num_trainable_tokens,
-        lengths=Quantiles(ordered[0], quantile(ordered, 0.5), quantile(ordered, 0.95), ordered[-1]),
+        lengths=report.Quantiles(ordered[0], quantile(ordered, 0.5), quantile(ordered, 0.95), ordered[-1]),
         histogram=histogram(ordered, max_length),
         packing=None,
         duplicates=find_repeats([rows]),
@@ -235,7 +225,7 @@ def _place(sources: Sequence[Rows], index: int) -> str:
     raise IndexError(index)
 
 
-def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") -> Iterator[SpecialToken]:
+def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") -> Iterator[report.SpecialToken]:
     """The special tokens that have a role or occur."""
     import numpy as np
 
@@ -260,7 +250,7 @@ def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") 
         num_sequences += np.bincount(once % len(token_ids), minlength=len(token_ids))
     for slot, token_id in enumerate(token_ids):
         if token_id in roles or num_tokens[slot]:
-            yield SpecialToken(
+            yield report.SpecialToken(
                 text=tokenizer.convert_ids_to_tokens(token_id),
                 id=token_id,
                 roles=tuple(roles.get(token_id, ())),
@@ -326,11 +316,11 @@ def report_rows(
     reports = []
     for split in splits:
         for source in split.sources:
-            report = _source_report(
+            statistics = _source_report(
                 split.name, len(split.sources), source.rows, source.counts, source.lengths, max_length
             )
             samples = tuple(_samples(source, tokenizer, max_length, num_samples))
-            reports.append(replace(report, samples=samples))
+            reports.append(replace(statistics, samples=samples))
     train, shares = splits[0], splits[0].shares
     return DataReport(
         max_length=max_length,

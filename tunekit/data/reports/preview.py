@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.formats.row_formats import Format
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
@@ -169,7 +169,7 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
             fields={name: briefly(value, _FIELD_LENGTH) for name, value in columns if name not in _ANSWERED},
             label=row.get("label") if rows.format == "unpaired_preference" else None,
             left_out=left_out,
-            source=_as_json(row),
+            source=briefly(json.dumps(row, ensure_ascii=False, indent=2), 2 * _FIELD_LENGTH + 1),
         )
 
 
@@ -267,8 +267,3 @@ def _check_size(rows: Rows, index: int) -> None:
     size = int(rows.rows.sizes_bytes[index])
     if size > ROW_BYTES:
         raise DataError(f"the row has {size:,} bytes, too large to show as tokens")
-
-
-def _as_json(row: Row) -> str:
-    text = json.dumps(row, ensure_ascii=False, indent=2)
-    return text if len(text) <= 2 * _FIELD_LENGTH else text[: 2 * _FIELD_LENGTH] + "…"

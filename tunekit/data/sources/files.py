@@ -14,7 +14,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -530,28 +529,20 @@ def _csv_records(file: File, delimiter: str) -> Iterator[Record]:
     reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
     while True:
         start = reader.line_num + 1
+        # The csv module's limit of 128 KiB a cell is one setting for the whole process: put it back after each row.
+        limit = csv.field_size_limit(2**31 - 1)
+        value: list[str] | Fault
         try:
-            with _long_cells():
-                cells = next(reader)
+            value = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             unclosed = "unexpected end of data" in str(error)
-            what = "unclosed quote" if unclosed else f"invalid CSV: {error}"
-            yield Record(start, Fault(what, ends=unclosed))
-            continue
-        if cells:
-            yield Record(start, cells)
-
-
-@contextmanager
-def _long_cells() -> Iterator[None]:
-    # The csv module's limit of 128 KiB a cell is one setting for the whole process: put it back after each row.
-    before = csv.field_size_limit(2**31 - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+            value = Fault("unclosed quote" if unclosed else f"invalid CSV: {error}", ends=unclosed)
+        finally:
+            csv.field_size_limit(limit)
+        if value:
+            yield Record(start, value)
 
 
 def _skip_space(text: str, position: int) -> int:

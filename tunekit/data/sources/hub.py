@@ -138,10 +138,8 @@ def _eval_split(source: DataSource, key: str) -> str:
     splits: list[str] = datasets.get_dataset_split_names(source.path, source.name, revision=source.revision)
     available = [split for split in EVAL_SPLITS if split in splits]
     if len(available) != 1:
-        why = (
-            f"has several evaluation splits ({listed(available)})"
-            if available
-            else f"has no evaluation split, only {listed(splits)}"
-        )
+        why = f"has no evaluation split, only {listed(splits)}"
+        if available:
+            why = f"has several evaluation splits ({listed(available)})"
         raise DataError(f"{key}.split: the Hub dataset '{source.path}' {why}", hint="set the split to evaluate on")
     return available[0]

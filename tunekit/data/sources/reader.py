@@ -8,35 +8,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, cast
 
-from tunekit.data.formats import convert, preferences
+from tunekit.data.formats import convert, messages, preferences, row_formats
 from tunekit.data.formats.convert import Findings
-from tunekit.data.formats.messages import (
-    HoldsMediaError,
-    check_no_mask,
-    check_no_media,
-    conversation,
-    looks_like_weights,
-    media_kind,
-    text,
-    with_tools,
-)
-from tunekit.data.formats.row_formats import (
-    BECOMES,
-    COLUMNS,
-    KNOWN,
-    OPTIONAL_COLUMNS,
-    BadRow,
-    Learner,
-    Row,
-    check_columns,
-    check_same_reading,
-    counted,
-    listed,
-    missing_columns,
-    of_type,
-    recognise,
-    renamed,
-)
+from tunekit.data.formats.row_formats import BECOMES, COLUMNS, BadRow, Learner, Row, counted, listed
 from tunekit.data.sources.files import Fault, Table
 from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
 from tunekit.errors import DataError
@@ -61,15 +35,15 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     Raises:
         BadRow: The row is not one of this format.
     """
-    columns = of_type(value, dict, "a row must be an object")
-    check_columns(list(columns), format)
-    check_no_media(columns)
+    columns = row_formats.of_type(value, dict, "a row must be an object")
+    row_formats.check_columns(list(columns), format)
+    messages.check_no_media(columns)
     if format in _MASKED:
-        check_no_mask(columns, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+        messages.check_no_mask(columns, (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format]))
     row = _converted(columns, format, findings)
     if format in ("text", "tokens", "alpaca"):
         return row
-    row = with_tools(row, columns)
+    row = messages.with_tools(row, columns)
     if "tools" in row:
         findings.columns.add("tools")
     return row
@@ -93,9 +67,9 @@ _NOTED: dict[SourceFormat, Callable[[Row, Findings], Row]] = {
 def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
     """Convert a row, without its tools."""
     if format == "messages":
-        return {"messages": conversation(row["messages"], "messages")}
+        return {"messages": messages.conversation(row["messages"], "messages")}
     if format == "text":
-        return {"text": text(row["text"], "text")}
+        return {"text": messages.text(row["text"], "text")}
     return _NOTED[format](row, findings) if format in _NOTED else _PLAIN[format](row)
 
 
@@ -103,8 +77,8 @@ def conversion(format: SourceFormat, findings: Findings) -> str:
     """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
     if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
         sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
-        renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
-        sentence += f" ({', '.join(renamed)})" if renamed else ""
+        renames = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
+        sentence += f" ({', '.join(renames)})" if renames else ""
     elif format == "alpaca":
         sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
         sentence += ", output -> assistant"
@@ -182,7 +156,7 @@ class Reader:
                 self._num_bad += 1
                 if len(self._bad) < max(_FAULTS_SHOWN, self._max_bad_rows):
                     self._bad.append(Skipped(where, str(error) if isinstance(error, BadRow) else "nested too deeply"))
-                if isinstance(error, HoldsMediaError) and self._max_bad_rows == 0:
+                if isinstance(error, messages.HoldsMediaError) and self._max_bad_rows == 0:
                     raise self._refusal() from None  # and not read all images to say so
                 continue
             self._store.append(row)
@@ -260,13 +234,13 @@ class Reader:
             return self.format or "messages"
         names, number = first
         where = name if number is None else f"{name}:{number}"
-        missing = missing_columns(names, self._columns, only_needed=table.columns is None)
+        missing = row_formats.missing_columns(names, self._columns, only_needed=table.columns is None)
         if missing is not None:
             raise DataError(f"{where}: {missing}")
-        columns = tuple(renamed(dict.fromkeys(names), self._columns))
+        columns = tuple(row_formats.renamed(dict.fromkeys(names), self._columns))
         try:
             if self.format is None:
-                self.format = recognise(columns)
+                self.format = row_formats.recognise(columns)
             elif table.columns is not None:
                 self._check_reading(columns, self.format)
         except BadRow as error:
@@ -278,12 +252,12 @@ class Reader:
 
     def _check_reading(self, columns: Sequence[str], format: SourceFormat) -> None:
         """Check that columns are those of the format, and, where it was recognised, of no other."""
-        read = frozenset(column for column in columns if column in KNOWN)
+        read = frozenset(column for column in columns if column in row_formats.KNOWN)
         if read in self._read_alike:
             return
-        check_columns(columns, format)
+        row_formats.check_columns(columns, format)
         if self._recognised:
-            check_same_reading(columns, format)
+            row_formats.check_same_reading(columns, format)
         self._read_alike.add(read)
 
     def _row(self, value: object, format: SourceFormat) -> Row:
@@ -291,7 +265,7 @@ class Reader:
             for ours in COLUMNS[format]:
                 if ours in self._columns and self._columns[ours] not in value:
                     raise BadRow(f"no column {listed([self._columns[ours]])} (data.columns.{ours})")
-            value = renamed(value, self._columns)
+            value = row_formats.renamed(value, self._columns)
             self._check_reading(tuple(value), format)
         row = convert_row(value, format, self._findings)
         if "prompt" in row:
@@ -309,7 +283,9 @@ class Reader:
 
     def _note_columns(self, columns: tuple[str, ...], format: SourceFormat) -> list[str]:
         """Those of the columns that are read, by their names in the file; the others are noted."""
-        named = (self._columns.get(column, column) for column in (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+        named = (
+            self._columns.get(column, column) for column in (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format])
+        )
         read = [column for column in named if column in columns]
         unread = [column for column in columns if column not in read]
         if format == "prompts":
@@ -319,7 +295,9 @@ class Reader:
         self._seen.update(columns)
         self._ignored.update(unread)
         # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
-        return read + [column for column in unread if looks_like_weights(column) or media_kind(column)]
+        return read + [
+            column for column in unread if messages.looks_like_weights(column) or messages.media_kind(column)
+        ]
 
     def _refusal(self) -> DataError:
         """The error that names the first bad rows."""

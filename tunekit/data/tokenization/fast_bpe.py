@@ -25,7 +25,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +33,7 @@ from tunekit.files import read_table
 
 if TYPE_CHECKING:
     import numpy as np
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _Form = Literal["NFC", "NFKC"]
@@ -71,16 +71,32 @@ class WordEncoder:
             to the text's.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", pipeline: "_Pipeline") -> None:
-        self.byte_lengths = pipeline.byte_lengths
-        self._form = pipeline.form
-        self._backend = backend = tokenizer.backend_tokenizer
-        self._normalize = str if pipeline.form is None else backend.normalizer.normalize_str
+    def __init__(
+        self,
+        backend: "Tokenizer",
+        form: _Form | None,
+        steps: list[list[str]],
+        added: dict[str, int],
+        byte_lengths: "np.ndarray",
+    ) -> None:
+        """Take over the steps of a tokenizer that this module supports.
+
+        Args:
+            backend: The tokenizer, of the library `tokenizers`.
+            form: Unicode normal form that text is brought into, if any.
+            steps: Alternatives of the patterns by which text is cut into words, one pattern after the other.
+            added: Ids of the added tokens.
+            byte_lengths: By token id, the bytes that it stands for.
+        """
+        self.byte_lengths = byte_lengths
+        self._form = form
+        self._backend = backend
+        self._normalize = str if form is None else backend.normalizer.normalize_str
         self._pre_tokenize = backend.pre_tokenizer.pre_tokenize_str
         self._model_tokenize = backend.model.tokenize
-        self._splits = [_ascii_split(step) for step in pipeline.steps]
-        self._added = pipeline.added
-        longest_first = sorted(pipeline.added, key=len, reverse=True)
+        self._splits = [_ascii_split(step) for step in steps]
+        self.added = added
+        longest_first = sorted(added, key=len, reverse=True)
         self._cut_out_added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split
         self._segments = _Memory(self._segment_ids)
         self._behind_space = _Memory(self._ids_behind_space)
@@ -101,8 +117,8 @@ class WordEncoder:
 
     def _segment_ids(self, segment: str) -> list[int]:
         """Ids of an added token, or of a text without added tokens."""
-        if segment in self._added:
-            return [self._added[segment]]
+        if segment in self.added:
+            return [self.added[segment]]
         try:
             return self._joined_ids(segment.split(" "))
         except _NoCut:
@@ -144,16 +160,12 @@ class WordEncoder:
         elif len(text) <= _LONGEST_REMEMBERED:
             words = (word for word, _ in self._pre_tokenize(text))
         else:
-            return self._ids_of_tokenizer(text)
+            # Its words hardly come twice: Chinese, for one, has few spaces.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return ids
         return list(chain.from_iterable(map(self._words.__getitem__, words)))
-
-    def _ids_of_tokenizer(self, text: str) -> list[int]:
-        """Ids of a text without added tokens whose words hardly come twice: Chinese, for one, has few spaces."""
-        # As the tokenizer's own call does, which costs as much again as twenty tokens.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
 
     def _word_ids(self, word: str) -> tuple[int, ...]:
         # The pre-tokenizer's words come in the byte-level alphabet, which the translation leaves as it is.
@@ -184,37 +196,19 @@ class _NotNormal(Exception):
     """A text is not in the tokenizer's Unicode normal form."""
 
 
-@dataclass(frozen=True)
-class _Pipeline:
-    """Steps of a tokenizer that this module supports.
-
-    Attributes:
-        form: Unicode normal form that text is brought into, if any.
-        steps: Alternatives of the patterns by which text is cut into words, one pattern after the other.
-        added: Ids of the added tokens.
-        byte_lengths: By token id, the bytes that it stands for.
-    """
-
-    form: _Form | None
-    steps: list[list[str]]
-    added: dict[str, int]
-    byte_lengths: "np.ndarray"
-
-
 def word_encoder(tokenizer: "PreTrainedTokenizerBase") -> WordEncoder | None:
     """An encoder that gives exactly what the tokenizer gives; None where that is not proved for its kind."""
-    pipeline = _pipeline(tokenizer)
-    if pipeline is None or not any(_SPACES in step for step in pipeline.steps):
+    encoder = _supported(tokenizer)
+    if encoder is None:
         return None
-    encoder = WordEncoder(tokenizer, pipeline)
-    some = list(pipeline.added)[:8]
+    some = list(encoder.added)[:8]
     for text in (*_TABLES["tricky"], *(f"a{token}{token} b {token}\n{token} c" for token in some)):
         if encoder.encode(text) != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
             return None
     return encoder
 
 
-def _pipeline(tokenizer: "PreTrainedTokenizerBase") -> _Pipeline | None:
+def _supported(tokenizer: "PreTrainedTokenizerBase") -> WordEncoder | None:
     import numpy as np
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -235,7 +229,9 @@ def _pipeline(tokenizer: "PreTrainedTokenizerBase") -> _Pipeline | None:
     form = normalizers[0] if normalizers else None
     steps = _steps(_sequence(parts["pre_tokenizer"], "pretokenizers"))
     added = [token for token in parts["added_tokens"] if token["content"]]
-    if steps is None or not _is_byte_level(parts["model"]) or not _are_plain(added, form):
+    if steps is None or not any(_SPACES in step for step in steps):
+        return None
+    if not _is_byte_level(parts["model"]) or not _are_plain(added, form):
         return None
     ids = {token["content"]: tokenizer.backend_tokenizer.token_to_id(token["content"]) for token in added}
     vocab: dict[str, int] = parts["model"]["vocab"]
@@ -243,7 +239,7 @@ def _pipeline(tokenizer: "PreTrainedTokenizerBase") -> _Pipeline | None:
     lengths[list(vocab.values())] = list(map(len, vocab))  # a character of the byte-level alphabet is a byte
     for content, token_id in ids.items():
         lengths[token_id] = len(content.encode())
-    return _Pipeline(form=form, steps=steps, added=ids, byte_lengths=lengths)
+    return WordEncoder(tokenizer.backend_tokenizer, form, steps, ids, lengths)
 
 
 def _is_byte_level(model: dict[str, Any]) -> bool:

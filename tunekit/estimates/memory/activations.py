@@ -374,13 +374,15 @@ def _mlps(products: Products, num_tokens: int, *, recomputes: bool, accumulates:
     if mixture.shared:
         freed = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
         freed -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
-    experts = _sparse_mlp(products, mixture, num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed)
-    layer_bytes = experts.kept + beside * num_tokens
+    kept_bytes, logits, passing, working = _sparse_mlp(
+        products, mixture, num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed
+    )
+    layer_bytes = kept_bytes + beside * num_tokens
     dense = _mlp_bytes(products, mixture.dense) * num_tokens
     remaining = (mixture.num_layers - 1) * layer_bytes + (model.num_layers - mixture.num_layers) * dense
-    working = max(experts.working, 2 * e * mixture.shared * num_tokens)
+    working = max(working, 2 * e * mixture.shared * num_tokens)
     first = dense + dense_working(mixture.dense) if mixture.dense else layer_bytes + working
-    return _Mlps(layer_bytes, remaining, first, experts.passing, working, mixture.num_layers * experts.logits)
+    return _Mlps(layer_bytes, remaining, first, passing, working, mixture.num_layers * logits)
 
 
 _CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
@@ -391,24 +393,15 @@ ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
 In others they are float32 by a softmax, and so is the product with what the experts give."""
 
 
-@dataclass(frozen=True)
-class _SparseMlp:
-    """Bytes of the experts of one layer in a step."""
-
-    kept: int
-    """Kept for the backward pass."""
-    logits: int
-    """Of these the router's logits where the loss that balances experts reads them, so that they stay in any case."""
-    passing: int
-    """In the forward pass, beyond what is kept."""
-    working: int
-    """In the backward pass, beyond what was kept: the most of its moments."""
-
-
 def _sparse_mlp(
     products: Products, mixture: Mixture, num_tokens: int, *, recomputes: bool, accumulates: bool, beside: int
-) -> _SparseMlp:
-    """Return the bytes of one layer's experts, without the MLP beside them.
+) -> tuple[int, int, int, int]:
+    """Return the bytes of one layer's experts in a step, without the MLP beside them.
+
+    Returns:
+        What is kept for the backward pass; of it the router's logits where the loss that balances experts reads them,
+        so that they stay in any case; beyond what is kept, that of the forward pass; and that of the backward pass:
+        the most of its moments.
 
     Args:
         products: The products of the step.
@@ -461,7 +454,7 @@ def _sparse_mlp(
         2 * product + selected - gates - gone_down - merged_down
         + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
     )  # fmt: skip
-    return _SparseMlp(kept=kept_bytes, logits=logits, passing=passing, working=max(moments) - beside)
+    return kept_bytes, logits, passing, max(moments) - beside
 
 
 def _weight_gradient_bytes(products: Products, width: int, *, accumulates: bool) -> int:

@@ -40,21 +40,9 @@ context with its libraries, an upper bound of published figures (0.5 to 1.4 GB).
 FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
 """Optimizers that take all parameters at once on CUDA, with a temporary value for each (torch.optim, `foreach`)."""
 
-Part = Literal[
-    "weights",
-    "adapters",
-    "masters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "gathered",
-    "reference",
-    "kv cache",
-    "vllm",
-    "context",
-    "reserve",
-]
+_OfTraining = Literal["weights", "adapters", "masters", "gradients", "optimizer", "activations", "logits", "gathered"]
+_OfMethod = Literal["reference", "kv cache", "vllm"]
+Part = Literal[_OfTraining, _OfMethod, "context", "reserve"]
 """Purpose of memory. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
 gradients of layers that are there whole for a moment, and buffers for it; `reference`: a second model, one to compare
 with or to learn from; `vllm`: the share of vLLM; `context`: the process besides tensors, libraries or the CUDA context;

@@ -27,7 +27,7 @@ the weight.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, assert_never, get_args
+from typing import Literal, get_args
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
@@ -184,11 +184,6 @@ def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
     return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
 
 
-def gradients_bytes(trained: Mapping[str, Shape]) -> int:
-    """Bytes of all gradients, in float32."""
-    return sum(4 * math.prod(shape) for shape in trained.values())
-
-
 def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
     """Bytes of an optimizer's states for what is trained, after its first step.
 
@@ -226,18 +221,9 @@ OPTIMIZER_BYTES: Mapping[Optim, float] = {
 """Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
 
 
-Phase = Literal[
-    "load",
-    "generation",
-    "forward",
-    "reference",
-    "head",
-    "last layer",
-    "middle layers",
-    "first layer",
-    "embedding",
-    "optimizer",
-]
+_Forward = Literal["load", "generation", "forward", "reference"]
+_Backward = Literal["head", "last layer", "middle layers", "first layer", "embedding"]
+Phase = Literal[_Forward, _Backward, "optimizer"]
 """Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, at the
 end of the forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of
 those between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly
@@ -313,21 +299,16 @@ def reference_of(method: MethodSection, adapter: Adapter, origin: Origin | None)
 
 def reference_words(reference: Reference, origin: Origin | None) -> str:
     """Describe the reference of a run."""
-    match reference:
-        case "none":
-            return "no reference"
-        case "without adapter":
-            return "the model without its adapters as reference"
-        case "beforehand":
-            return "reference log-probabilities precomputed before training"
-        case "second model":
-            merged = origin is not None and origin.adapter is not None
-            return "a second model as reference" + (f", {origin.name} merged" if merged and origin else "")
-        case "copied adapter":
-            assert origin is not None
-            return f"the initial adapter of {origin.name} as reference"
-        case _:
-            assert_never(reference)
+    name = "" if origin is None else origin.name
+    merged = f", {name} merged" if origin is not None and origin.adapter is not None else ""
+    words: dict[Reference, str] = {
+        "none": "no reference",
+        "without adapter": "the model without its adapters as reference",
+        "beforehand": "reference log-probabilities precomputed before training",
+        "second model": f"a second model as reference{merged}",
+        "copied adapter": f"the initial adapter of {name} as reference",
+    }
+    return words[reference]
 
 
 @dataclass(frozen=True)

@@ -270,13 +270,8 @@ def _sizes_of(model: ModelFacts) -> _Sizes:
     table = model.vocab_size * model.hidden_size
     tables = 1 if model.has_tied_head else 2
     experts = sum(math.prod(shape) for name, shape in model.tensors.items() if ".experts." in name)
-    return _Sizes(
-        table=table,
-        num_tables=tables,
-        experts=experts,
-        others=model.num_params - experts - tables * table,
-        active=model.num_active_params - (tables - 1) * table,
-    )
+    others = model.num_params - experts - tables * table
+    return _Sizes(table, tables, experts, others, model.num_active_params - (tables - 1) * table)
 
 
 def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:

@@ -24,19 +24,10 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
-Table = (
-    SFTMethod
-    | DPOMethod
-    | KTOMethod
-    | ORPOMethod
-    | CPOMethod
-    | RewardMethod
-    | GRPOMethod
-    | RLOOMethod
-    | GMPOMethod
-    | DistillationMethod
-)
-"""The table of methods: a new one is a row here."""
+_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod
+_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | DistillationMethod
+Table = _Offline | _OnPolicy
+"""The table of methods: a new one is added above."""
 
 Method = Annotated[Table, Field(discriminator="type"), BeforeValidator(type_alone)]
 """How it is trained, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""

@@ -9,23 +9,8 @@ from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, Ref
 from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodPasses, MethodSpec, OtherSections, PassInputs
 from tunekit.recipe.sections.section import Conflict, alone_in_list
 
-DPOLoss = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
+_Pairwise = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
+DPOLoss = Literal[_Pairwise, "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
 """Losses of DPO by TRL's names; `sft` is the likelihood of the better answer, as a part of a mix (RPO, MPO), and
 `sigmoid_norm` divides log-probabilities by the length of an answer."""
 

@@ -4,23 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
-from tunekit.recipe.methods.spec import LearningRate, MethodSpec
+from tunekit.recipe.methods.on_policy import GenerationSection, RewardedMethod, rewarded_spec
+from tunekit.recipe.methods.spec import LearningRate
 
 
 class GMPOMethod(RewardedMethod):
     """Geometric-mean policy optimization: GRPO with more stable updates (TRL's GMPOTrainer)."""
 
-    spec = MethodSpec(
+    spec = rewarded_spec(
         config=("trl", "experimental/gmpo/gmpo_config.py", "GMPOConfig"),
-        row_formats=("prompts",),
-        trains_on="prompts",
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's GMPOConfig"),
-        metrics=REWARD_METRICS,
-        health_checks=REWARD_CHECKS,
         loss_description="The loss of GMPO (experimental in TRL) stays near zero; progress shows in the reward.",
         is_experimental=True,
-        settings_scale_loss=False,
     )
 
     type: Literal["gmpo"] = "gmpo"

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
-from tunekit.recipe.methods.spec import LearningRate, MethodSpec
+from tunekit.recipe.methods.on_policy import GenerationSection, RewardedMethod, rewarded_spec
+from tunekit.recipe.methods.spec import LearningRate
 from tunekit.recipe.sections.section import Conflict
 
 GRPOLoss = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -22,17 +22,12 @@ UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
 class GRPOMethod(RewardedMethod):
     """Group relative policy optimization: generate answers, reinforce those with higher rewards (TRL's GRPOTrainer)."""
 
-    spec = MethodSpec(
+    spec = rewarded_spec(
         config=("trl", "trainer/grpo_config.py", "GRPOConfig"),
-        row_formats=("prompts",),
-        trains_on="prompts",
         learning_rate=LearningRate(1e-6, 1e-5, "DeepSeekMath, arXiv 2402.03300"),
-        metrics=REWARD_METRICS,
-        health_checks=REWARD_CHECKS,
         loss_description="The loss of GRPO stays near zero; progress shows in the reward.",
         upstream_names=("_entropy_bonus_enabled",),
         adds_router_loss=True,
-        settings_scale_loss=False,
     )
 
     type: Literal["grpo"] = "grpo"

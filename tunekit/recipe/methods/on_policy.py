@@ -8,6 +8,7 @@ Common half of methods that learn the probabilities of another model, the teache
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -17,6 +18,7 @@ from tunekit.recipe.methods.spec import (
     Generation,
     MethodPasses,
     MethodSection,
+    MethodSpec,
     OtherSections,
     PassInputs,
     ReferenceUse,
@@ -36,6 +38,16 @@ REWARD_CHECKS = (*ANSWER_CHECKS, "reward_is_constant", "reward_falls", "no_signa
 
 REWARD_METRICS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
 """Metrics by which runs may be ranked whose answers are rewarded."""
+
+rewarded_spec = partial(
+    MethodSpec,
+    row_formats=("prompts",),
+    trains_on="prompts",
+    metrics=REWARD_METRICS,
+    health_checks=REWARD_CHECKS,
+    settings_scale_loss=False,
+)
+"""Spec of a method whose answers are rewarded, of what it has for itself."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -4,23 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import REWARD_CHECKS, REWARD_METRICS, GenerationSection, RewardedMethod
-from tunekit.recipe.methods.spec import LearningRate, MethodSpec
+from tunekit.recipe.methods.on_policy import GenerationSection, RewardedMethod, rewarded_spec
+from tunekit.recipe.methods.spec import LearningRate
 
 
 class RLOOMethod(RewardedMethod):
     """REINFORCE leave-one-out: generate answers, reinforce those with higher rewards (TRL's RLOOTrainer)."""
 
-    spec = MethodSpec(
+    spec = rewarded_spec(
         config=("trl", "trainer/rloo_config.py", "RLOOConfig"),
-        row_formats=("prompts",),
-        trains_on="prompts",
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's RLOOConfig"),
-        metrics=REWARD_METRICS,
-        health_checks=REWARD_CHECKS,
         loss_description="The loss of RLOO stays near zero; progress shows in the reward.",
         adds_router_loss=True,
-        settings_scale_loss=False,
     )
     always_scores_answers = True
 

@@ -20,31 +20,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunekit.recipe.reading.parse import (
-    COMMAND_LINE,
-    Key,
-    Places,
-    Problem,
-    YAMLProblem,
-    dotted,
-    mapped,
-    read_yaml,
-    to_inline_yaml,
-    undotted,
-)
+from tunekit.recipe import schema
+from tunekit.recipe.reading import parse
+from tunekit.recipe.reading.parse import COMMAND_LINE, Key, Places, Problem, YAMLProblem, dotted
 from tunekit.recipe.reading.wording import unknown_key
-from tunekit.recipe.schema import (
-    Recipe,
-    expands_env,
-    holders_along,
-    is_free_mapping,
-    members,
-    sections_of,
-    tag_of,
-    takes_list,
-    takes_one,
-    variant,
-)
+from tunekit.recipe.schema import Recipe, holders_along, sections_of, takes_list, takes_one
 from tunekit.recipe.sections.data import NEED_SEVERAL, NEED_WEIGHTS, DataSection
 from tunekit.recipe.sections.section import ONE_LENGTH, TAG, Section, from_word
 from tunekit.redact import is_secret
@@ -65,7 +45,7 @@ def _spelled_out(value: Any, field: FieldInfo) -> Any:
     below = sections_of(field)
     if not below:
         return value
-    if value is None and takes_one(field) and type(None) not in members(field.annotation):
+    if value is None and takes_one(field) and type(None) not in schema.members(field.annotation):
         return {}
     if isinstance(value, list) and takes_list(field):
         return [item if item is None else _spelled_section(item, below) for item in value]
@@ -75,7 +55,7 @@ def _spelled_out(value: Any, field: FieldInfo) -> Any:
 def _spelled_section(value: Any, below: list[type[Section]]) -> Any:
     if isinstance(value, str):
         return from_word(below, value) or value
-    chosen = variant(below, value)
+    chosen = schema.variant(below, value)
     return spell_out(value, chosen) if isinstance(value, dict) and chosen is not None else value
 
 
@@ -92,7 +72,7 @@ class Overrides:
 
     def apply(self, texts: list[str]) -> None:
         """Lay `key=value` words over the values, the later over the earlier."""
-        tags_before = {name: self._tag(name) for name, _ in _tagged_fields()}
+        tags_before = {name: self._value((name, TAG)) for name, _ in _tagged_fields()}
         for text in texts:
             self._apply_one(text)
         self._leave_out_other_variants(tags_before)
@@ -101,7 +81,7 @@ class Overrides:
 
     def _apply_one(self, text: str) -> None:
         name, equals, written = text.partition("=")
-        key = undotted(name)
+        key = parse.undotted(name)
         if not equals or key is None:
             example = "data.train[0].weight=2" if "[" in name else "train.max_steps=100"
             self._refuse((), f"cannot read {text!r}", f"write key=value, such as {example}")
@@ -113,7 +93,7 @@ class Overrides:
             self._refuse(key, "no value after '='", "write null for the default, '\"\"' for an empty string")
             return
         try:
-            value, _, problems = read_yaml(written, COMMAND_LINE)
+            value, _, problems = parse.read_yaml(written, COMMAND_LINE)
         except YAMLProblem as error:
             value, problems = None, [error.problem]
         self.problems += [Problem(COMMAND_LINE, bad.what, (*key, *bad.key), bad.hint) for bad in problems]
@@ -128,7 +108,7 @@ class Overrides:
         path = holders_along(key, self.values)
         fields = [holders[0].field for holders in path]
         beyond = key[len(path) :]
-        is_free = bool(path) and is_free_mapping(fields[-1])
+        is_free = bool(path) and schema.is_free_mapping(fields[-1])
         if not beyond or (is_free and not any(isinstance(part, int) for part in beyond)):
             return fields
         sections: list[type[Section]] = path[-1][0].sections if path else [Recipe]
@@ -209,8 +189,8 @@ class Overrides:
     def _leave_out_other_variants(self, tags_before: dict[str, Any]) -> None:
         """Leave out what the file says for the variant that an override of the tag replaced."""
         for name, variants in _tagged_fields():
-            tag = self._tag(name)
-            chosen = variant(variants, {TAG: tag})
+            tag = self._value((name, TAG))
+            chosen = schema.variant(variants, {TAG: tag})
             if tag == tags_before[name] or chosen is None:
                 continue
             for other in [other for other in self.values[name] if other not in chosen.model_fields]:
@@ -219,12 +199,10 @@ class Overrides:
 
     def _leave_out_other_length(self) -> None:
         """Leave out the file's length of training where an override gives it in the other unit."""
-        train = self.values.get("train")
-        if not isinstance(train, dict):
-            return
         for first, other in (ONE_LENGTH, ONE_LENGTH[::-1]):
-            if ("train", first) in self.commanded and train.get(first) is not None and train.get(other) is not None:
-                self._leave_out(("train", other), f"train.{first}={to_inline_yaml(train[first])} replaces it")
+            length = self._value(("train", first)) if ("train", first) in self.commanded else None
+            if length is not None and self._value(("train", other)) is not None:
+                self._leave_out(("train", other), f"train.{first}={parse.to_inline_yaml(length)} replaces it")
 
     def _leave_out_mixing(self) -> None:
         """Leave out how the file mixes sources where an override of `data.train` leaves nothing to mix."""
@@ -244,12 +222,7 @@ class Overrides:
         if any(other[: len(key)] == key for other in self.commanded):
             return
         section = self.values[str(key[0])]
-        self.notes.append(f"{dotted(key)}={to_inline_yaml(section.pop(key[-1]))} ignored: {why}")
-
-    def _tag(self, name: str) -> Any:
-        """The tag that a section has now; None where it has none."""
-        section = self.values.get(name)
-        return section.get(TAG) if isinstance(section, dict) else None
+        self.notes.append(f"{dotted(key)}={parse.to_inline_yaml(section.pop(key[-1]))} ignored: {why}")
 
     def _refuse(self, key: Key, what: str, hint: str | None) -> None:
         self.problems.append(Problem(COMMAND_LINE, what, key, hint))
@@ -264,7 +237,7 @@ def _tagged_fields() -> list[tuple[str, list[type[Section]]]]:
 def beginning(field: FieldInfo) -> dict[str, Any]:
     """A section as it is before anything is set in it: empty, or of the default variant."""
     tagged = isinstance(field.default, Section) and len(sections_of(field)) > 1
-    return {TAG: tag_of(type(field.default))} if tagged else {}
+    return {TAG: schema.tag_of(type(field.default))} if tagged else {}
 
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
@@ -287,12 +260,12 @@ _MAY_BE_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*\Z|[^?#]*\?[^#
 def expand_environment(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], list[Problem]]:
     """The recipe's values with `${NAME}` and `~` replaced where they may stand, and what is wrong with the others."""
     expansion = _Expansion(values, places)
-    return mapped(values, expansion.value), expansion.problems
+    return parse.mapped(values, expansion.value), expansion.problems
 
 
 def escape_environment(value: Any) -> Any:
     """A value in which every `${` is written so that it is read as itself."""
-    return mapped(value, lambda item, _: item.replace("${", "$${") if isinstance(item, str) else item)
+    return parse.mapped(value, lambda item, _: item.replace("${", "$${") if isinstance(item, str) else item)
 
 
 def _sent_to(text: str, name: str) -> str | None:
@@ -322,11 +295,11 @@ class _Expansion:
         if not isinstance(value, str) or not ("${" in value or value.startswith("~")):
             return value
         path = holders_along(key, self.values)
-        is_path = len(path) == len(key) and all(expands_env(holder.field) for holder in path[-1])
+        is_path = len(path) == len(key) and all(schema.expands_env(holder.field) for holder in path[-1])
         at: Any = self.values
         for part, holders in zip(key, path, strict=False):
             # A section whose tag names another variant, or none, does not have the field.
-            is_path = is_path and (isinstance(part, int) or tag_of(holders[0].section) in (None, at.get(TAG)))
+            is_path = is_path and (isinstance(part, int) or schema.tag_of(holders[0].section) in (None, at.get(TAG)))
             at = at[part]
         return self.path(value, key) if is_path else self.plain(value, key)
 

@@ -28,12 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.resolver import BaseResolver
-from yaml.scanner import Scanner
 
 from tunekit.errors import RecipeError
 from tunekit.files import read_table
@@ -227,15 +222,11 @@ class YAMLProblem(Exception):
         super().__init__(str(problem))
 
 
-class _Nodes(Reader, Scanner, Parser, Composer, BaseResolver):
+class _Nodes(yaml.SafeLoader):
     """PyYAML's reader up to nodes. A node's tag is `plain`, `quoted`, empty, or what the user wrote after a `!`."""
 
     def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-        BaseResolver.__init__(self)
+        super().__init__(text)
         self.depth = 0
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:

@@ -37,6 +37,12 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     return plain[matches[0]] if matches else None
 
 
+def meant(word: Any, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the hint that another word was meant; None where none is like it."""
+    likely = near(word, known, cutoff=cutoff) if isinstance(word, str) else None
+    return f"did you mean '{likely}'?" if likely else None
+
+
 def plain_word(word: str) -> str:
     """A word as it is compared: in lower case, with `_` for `-`."""
     return word.lower().replace("-", "_")

@@ -22,20 +22,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tunekit.files import read_table
+from tunekit.recipe import schema
 from tunekit.recipe.reading.parse import Key, Places, Problem, dotted
-from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, near, plain_word, show, spelling_hint
-from tunekit.recipe.schema import (
-    Recipe,
-    all_fields,
-    choices_of,
-    holders_along,
-    members,
-    sections_of,
-    tag_of,
-    takes_list,
-    takes_one,
-    variant,
-)
+from tunekit.recipe.reading.phrases import any_of, builtin_names, expected, meant, near, plain_word, show, spelling_hint
+from tunekit.recipe.schema import Recipe, holders_along, sections_of, takes_list, takes_one
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, NAME_PATTERN, TAG, Conflicts, FunctionPath, Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
@@ -60,21 +50,19 @@ def unknown_key(
     name, above = str(key[-1]), key[:-1]
     with_it = [other for other in others if name in other.model_fields]
     if with_it and len(sections) == 1:
-        owners = any_of([str(tag_of(other)) for other in with_it])
+        owners = any_of([str(schema.tag_of(other)) for other in with_it])
         tag = f"{dotted(above)}.type"
-        return f"{tag}={tag_of(sections[0])} has no '{name}'", f"available with {tag}={owners}"
+        return f"{tag}={schema.tag_of(sections[0])} has no '{name}'", f"available with {tag}={owners}"
     here = [field_name for section in sections for field_name in section.model_fields]
     elsewhere = _elsewhere(name)
-    if len(elsewhere) == 1:
-        return "unknown key", f"use {elsewhere[0]}"
     if elsewhere:
         return "unknown key", f"use {any_of(elsewhere)}"
     familiar = familiar_names().get(plain_word(name))
     if familiar is not None:
         return "unknown key", familiar if " " in familiar else f"use {familiar}"
-    likely = near(name, here)
-    if likely is not None:
-        return "unknown key", f"did you mean '{likely}'?"
+    hint = meant(name, here)
+    if hint is not None:
+        return "unknown key", hint
     anywhere = {str(other[-1]): dotted(other) for other in reversed(_keys())}
     likely = near(name, anywhere, cutoff=0.8)
     if likely is not None:
@@ -92,7 +80,7 @@ def _elsewhere(name: str) -> list[str]:
 
 
 def _keys() -> list[Key]:
-    return [key for key, _ in all_fields()]
+    return [key for key, _ in schema.all_fields()]
 
 
 def _goes_with_a_variant(key: Key) -> bool:
@@ -155,7 +143,7 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[Key, type[Section] | None, Fiel
             if parts and isinstance(parts[0], int):
                 key = (*key, parts.pop(0))
         if parts and len(below) > 1:
-            section = variant(below, {"type": parts.pop(0)})
+            section = schema.variant(below, {"type": parts.pop(0)})
         elif parts or field is None:
             section = below[0] if below else None if field is not None else section
     return key, section, field
@@ -183,7 +171,7 @@ def _problem(
 
 
 def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Places) -> Problem:
-    tags = [str(tag_of(section)) for section in sections_of(field)]
+    tags = [str(schema.tag_of(section)) for section in sections_of(field)]
     if kind == "union_tag_not_found" and not isinstance(value, dict):
         what, hint = _wrong_kind(value, key, field)
         return Problem(places.of_value(key), what, key, hint)
@@ -195,7 +183,7 @@ def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Plac
     if isinstance(above[-1], int) and key not in places.values and len(value) == 1:  # A lone word.
         tags.remove("function")
         key, takes = above, f"module:function or one of {', '.join(tags)}"
-    return Problem(places.of_value(key), f"must be {takes}, got {show(tag)}", key, _meant(tag, tags))
+    return Problem(places.of_value(key), f"must be {takes}, got {show(tag)}", key, meant(tag, tags))
 
 
 def _complaint(
@@ -220,7 +208,7 @@ def _complaint(
 
 def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str | None]:
     """Return the problem of a value of another kind than the field takes, and the hint."""
-    kinds = list(members(field.annotation)) if field is not None else []
+    kinds = list(schema.members(field.annotation)) if field is not None else []
     is_item = isinstance(key[-1], int)
     if is_item:  # An item of a list: judge it by what the list takes.
         kinds = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
@@ -235,19 +223,14 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
         hint = f"write `{glued[1]}: ...`, with ':' and a space after the key" if glued and glued[1] in keys else None
         takes = f"a section (with {keys_text})" + (" or a list of sections" if several else "")
         return f"must be {takes}, got {show(value)}", hint
-    choices = [] if field is None or isinstance(key[-1], int) else choices_of(field)
+    choices = [] if field is None or isinstance(key[-1], int) else schema.choices_of(field)
     takes = expected(kinds)
     if len(choices) > _MANY:
         takes = f"one of {len(choices)} names (`tunekit explain {dotted(key)}` lists them)"
         takes += " or module:function" if FunctionPath in kinds else ""
     if FunctionPath in kinds and isinstance(value, str) and ":" in value:
         return f"{_FUNCTION}, got {show(value)}", None
-    hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
+    hint = meant(value, choices) or spelling_hint(builtin_names(kinds), value)
     if value is None and not isinstance(key[-1], int):
         hint = "remove the key to use its default"
     return f"must be {takes}, got {show(value)}", hint
-
-
-def _meant(value: Any, choices: list[str]) -> str | None:
-    likely = near(value, choices) if isinstance(value, str) else None
-    return f"did you mean '{likely}'?" if likely else None

@@ -8,18 +8,9 @@ from pydantic import Discriminator, Field, Tag
 from tunekit.recipe.reading.parse import Key, dotted
 from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, FunctionPath, Section
 
-SourceFormat = Literal[
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "text",
-    "tokens",
-    "preference",
-    "ranking",
-    "unpaired_preference",
-    "prompts",
-]
+_Supervised = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
+_Compared = Literal["preference", "ranking", "unpaired_preference"]
+SourceFormat = Literal[_Supervised, _Compared, "prompts"]
 """Shape of rows as they stand in a source."""
 
 DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]

@@ -230,19 +230,9 @@ class JudgeReward(_TunekitReward):
     """Timeout of a request."""
 
 
-_AnyReward = (
-    FunctionReward
-    | ExactMatchReward
-    | NumericMatchReward
-    | RegexReward
-    | JsonSchemaReward
-    | LengthReward
-    | RepetitionReward
-    | MathReward
-    | CodeReward
-    | ModelReward
-    | JudgeReward
-)
+_Matching = ExactMatchReward | NumericMatchReward | RegexReward | JsonSchemaReward
+_Checking = LengthReward | RepetitionReward | MathReward | CodeReward
+_AnyReward = FunctionReward | _Matching | _Checking | ModelReward | JudgeReward
 
 
 def _spelt_out(value: Any) -> Any:

@@ -107,18 +107,10 @@ _PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
 Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop]
 
-LrSchedulerType = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-]
+_Decay = Literal["linear", "cosine", "cosine_with_restarts", "polynomial"]
+_Constant = Literal["constant", "constant_with_warmup", "inverse_sqrt"]
+_WithKwargs = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]
+LrSchedulerType = Literal[_Decay, _Constant, _WithKwargs]
 
 ONE_LENGTH = ("num_epochs", "max_steps")
 """The two ways to say how long to train: a recipe gives at most one of them."""
