@@ -351,8 +351,7 @@ def migrate(
     arguments: Annotated[
         list[str] | None,
         Argument(
-            help="After --: the other tool's command line, such as -- trl dpo --beta 0.1",
-            metavar="[-- ARGUMENTS]",
+            help="After --: the other tool's command line, such as -- trl dpo --beta 0.1", metavar="[-- ARGUMENTS]"
         ),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Write the recipe to this new file.")] = None,

@@ -34,8 +34,7 @@ def _runs(context: typer.Context) -> None:
 
 @runs_app.command("show")
 def show_run(
-    run: RunArgument,
-    plot: Annotated[Path | None, Option(help="Write the loss curve as a PNG file.")] = None,
+    run: RunArgument, plot: Annotated[Path | None, Option(help="Write the loss curve as a PNG file.")] = None
 ) -> None:
     """Show a run with its loss curve."""
     from tunekit.display.console import make_console, run_report
@@ -120,8 +119,7 @@ def compare(
 
 
 def rerun(
-    run: RunArgument,
-    name: Annotated[str | None, Option(help="Name of the new folder in runs/.")] = None,
+    run: RunArgument, name: Annotated[str | None, Option(help="Name of the new folder in runs/.")] = None
 ) -> None:
     """Repeat a finished run and compare the losses: exit code 3 if they differ."""
     from tunekit.api import rerun as repetition

@@ -38,8 +38,7 @@ def sweep(
     optuna: Annotated[int | None, Option(metavar="N", help="Let Optuna choose N combinations.", min=1)] = None,
     seed: Annotated[int, Option(help="Random seed.", min=0)] = 0,
     by: Annotated[
-        str | None,
-        Option(metavar="MEASURE", help="Metric to rank by, such as eval_loss. Default: the loss or reward."),
+        str | None, Option(metavar="MEASURE", help="Metric to rank by, such as eval_loss. Default: the loss or reward.")
     ] = None,
     parallel: Annotated[
         int | None, Option(metavar="N", help="Concurrent runs. Default: one, or one per accelerator.", min=1)
@@ -54,9 +53,8 @@ def sweep(
     """
     if resume is not None:
         if recipe is not None:
-            raise TunekitError(
-                "--resume and a recipe exclude each other", hint="remove the recipe: a sweep resumes with its own"
-            )
+            problem = "--resume and a recipe exclude each other"
+            raise TunekitError(problem, hint="remove the recipe: a sweep resumes with its own")
         go_on(resume, as_json=as_json)
         return
     if recipe is None:

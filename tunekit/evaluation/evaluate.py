@@ -220,10 +220,8 @@ def _measured(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ModelError(
-            f"{found.name} does not fit in free memory",
-            hint="pass a smaller --batch-size, --dtype bfloat16, or --device cpu",
-        ) from error
+        problem = f"{found.name} does not fit in free memory"
+        raise ModelError(problem, hint="pass a smaller --batch-size, --dtype bfloat16, or --device cpu") from error
 
 
 def _measure(part: "Part", loaded: Loaded, side: str, tell: Callable[[Event], None] | None) -> Any:

@@ -238,10 +238,8 @@ class Talk:
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         detail = f": {lines[-1]}" if lines else ""
-        return RunError(
-            f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}",
-            hint="memory may have run out: close other models, or pass --device cpu",
-        )
+        problem = f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}"
+        return RunError(problem, hint="memory may have run out: close other models, or pass --device cpu")
 
 
 def chat(

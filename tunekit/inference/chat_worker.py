@@ -97,9 +97,7 @@ class Worker:
         first = self.lines.get()
         does_not_fit = f"{first['name']} does not fit in free memory"
         if not self._tell_of(
-            partial(self._load_first, first),
-            does_not_fit,
-            "free some, use a smaller model, or pass --device cpu",
+            partial(self._load_first, first), does_not_fit, "free some, use a smaller model, or pass --device cpu"
         ):
             return
         while True:
@@ -156,9 +154,8 @@ class Worker:
             torch.seed()
         is_base = question["base"]
         if is_base and self.before is None and self.found.adapter is None:
-            raise RunError(
-                f"the model before training of {self.found.name} is not loaded", hint="start the chat with compare"
-            )
+            problem = f"the model before training of {self.found.name} is not loaded"
+            raise RunError(problem, hint="start the chat with compare")
         if not question["say"]:
             raise RunError("the conversation is empty", hint="send a message")
         ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))

@@ -168,10 +168,8 @@ def trainer_arg(name: str) -> Rule:
 def no_method(draft: Draft, key: str, what: str) -> RecipeError:
     """The error of a method that is not there: the recipe would be one of something else."""
     where = f"{draft.original.path}:{draft.line_of(key)}" if draft.line_of(key) else draft.original.path
-    return RecipeError(
-        f"{where}: {key}: method {what} is unsupported",
-        hint="available: sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation",
-    )
+    problem = f"{where}: {key}: method {what} is unsupported"
+    return RecipeError(problem, hint="available: sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation")
 
 
 def is_off(value: Any) -> bool:

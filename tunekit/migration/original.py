@@ -96,9 +96,8 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
         raise RecipeError(f"{label}: is a Python program, not a configuration", hint=_HINT)
     command = _find_command(text) if _is_script(Path(path), text) else None
     if command is None and Path(path).suffix in (".sh", ".bash"):
-        raise RecipeError(
-            f"{label}: no command of a known tool", hint="pass a script that calls `swift sft`, `trl sft` or similar"
-        )
+        problem = f"{label}: no command of a known tool"
+        raise RecipeError(problem, hint="pass a script that calls `swift sft`, `trl sft` or similar")
     original = _of_values(label, text) if command is None else _of_command(label, *command)
     added = _arguments([(word, 0) for word in words], label)
     if added:

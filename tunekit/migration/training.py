@@ -7,19 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from tunekit.migration.draft import (
-    Draft,
-    UnfitError,
-    carried,
-    is_off,
-    lower,
-    names,
-    number,
-    reason,
-    text,
-    truth,
-    whole,
-)
+from tunekit.migration.draft import Draft, UnfitError, carried, is_off, lower, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table

@@ -78,10 +78,8 @@ def finish(draft: Draft) -> None:
     if draft.has_adapter:
         draft.assume({"adapter.rank": 16, "adapter.alpha": 32, "adapter.dropout": 0.05})
         if "adapter.target_modules" not in draft.values:
-            draft.suspect(
-                "use_peft",
-                "lora_target_modules is not set: PEFT adapts few modules by default, the recipe all linear layers",
-            )
+            words = "lora_target_modules is not set: PEFT adapts few modules by default, the recipe all linear layers"
+            draft.suspect("use_peft", words)
     elif any(key.startswith("lora_") for key in draft.original.values):
         draft.suspect("lora_r", "lora settings without use_peft: full fine-tuning")
     attention = str(draft.get("attn_implementation", ""))

@@ -105,10 +105,8 @@ def tokenizers_errors() -> Iterator[None]:
 def disk_full(run: Run, where: str, error: OSError) -> DiskError:
     """Return the error for a file other than a checkpoint that could not be written."""
     give_room(run)
-    return DiskError(
-        f"{where}: {words_of(error)}; events and status are written to {run.path}",
-        hint=f"free space on its disk, then {next_command(run)}",
-    )
+    problem = f"{where}: {words_of(error)}; events and status are written to {run.path}"
+    return DiskError(problem, hint=f"free space on its disk, then {next_command(run)}")
 
 
 def free_bytes(folder: Path) -> int:
@@ -148,10 +146,8 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
     newest = newest_complete(run.path)
     note = f"checkpoint-{newest.step} is complete" if newest.path else "no checkpoint yet"
     much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "space"
-    return DiskError(
-        f"{what} could not be written: {why}{needs}; {note}",
-        hint=f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}",
-    )
+    hint = f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}"
+    return DiskError(f"{what} could not be written: {why}{needs}; {note}", hint=hint)
 
 
 ERRORS = "errors"

@@ -143,10 +143,8 @@ def _check_wandb() -> None:
     if account["mode"] != "online":
         return
     if not account["has_login"]:
-        raise RunError(
-            f"output.report_to: wandb is not logged in to {account['server']}",
-            hint="run `wandb login`, set WANDB_API_KEY, or log to the run folder only with WANDB_MODE=offline",
-        )
+        hint = "run `wandb login`, set WANDB_API_KEY, or log to the run folder only with WANDB_MODE=offline"
+        raise RunError(f"output.report_to: wandb is not logged in to {account['server']}", hint=hint)
     _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and upload the run later with `wandb sync`")
 
 

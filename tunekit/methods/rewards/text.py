@@ -162,9 +162,8 @@ def json_schema(section: JsonSchemaReward) -> Judge:
     try:
         import jsonschema  # noqa: F401  (so that it is missed before training)
     except ImportError as error:
-        raise DependencyError(
-            "method.rewards: json_schema needs jsonschema", hint="pip install 'tunekit[rewards]'"
-        ) from error
+        problem = "method.rewards: json_schema needs jsonschema"
+        raise DependencyError(problem, hint="pip install 'tunekit[rewards]'") from error
     of_all = _read_file(section.path) if section.path is not None else None
 
     def allowed(text: str, of_row: "Validator | None") -> float:

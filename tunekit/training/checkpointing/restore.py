@@ -273,10 +273,8 @@ class Carried:
         states = [torch.load(source / carried_name(rank), weights_only=True) for rank in range(saved.num_processes)]
         first = states[0]
         if "answers" in first and saved.num_processes != self.place.num_processes:
-            raise RunError(
-                f"{source.name} contains unused answers of {saved.num_processes} processes",
-                hint=f"resume with as many: parallel.num_processes={saved.num_processes}",
-            )
+            problem = f"{source.name} contains unused answers of {saved.num_processes} processes"
+            raise RunError(problem, hint=f"resume with as many: parallel.num_processes={saved.num_processes}")
         # It is what is logged next: the mean of all processes.
         first["loss"] = sum((other["loss"] for other in states[1:]), first["loss"]) / saved.num_processes
         return first
@@ -371,7 +369,5 @@ def check_whole(folder: Path, strategy: str, place: Place) -> None:
         needed.append("optimizer_0" if strategy == "fsdp2" else "optimizer.pt")
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
-        raise RunError(
-            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} cannot resume exactly",
-            hint=f"move {folder} away to resume from an earlier checkpoint",
-        )
+        problem = f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} cannot resume exactly"
+        raise RunError(problem, hint=f"move {folder} away to resume from an earlier checkpoint")
