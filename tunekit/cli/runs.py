@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tunekit.cli.options import RunArgument, print_json
-from tunekit.errors import TunekitError, writing
+from tunekit.cli.options import RunArgument, print_json, write_page, write_plot
+from tunekit.errors import TunekitError
 from tunekit.redact import outlive_readers, without_secrets
 
 runs_app = typer.Typer(help="List the runs of this folder; show, tag or delete one.", invoke_without_command=True)
@@ -42,9 +42,7 @@ def show_run(
 
     existing = find_run(run)
     if plot is not None:
-        figure = existing.plot()
-        with writing(plot):
-            figure.savefig(plot, dpi=150)
+        write_plot(plot, existing.plot(), dpi=150)
         print(plot)
         return
     console = make_console()
@@ -101,13 +99,9 @@ def compare(
 
     result = comparison.compare(runs)
     if html is not None:
-        page = result.to_html()
-        with writing(html):
-            html.write_text(page, encoding="utf-8")
+        write_page(html, result.to_html())
     if plot is not None:
-        figure = result.plot()
-        with writing(plot):
-            figure.savefig(plot, dpi=150, format="png")
+        write_plot(plot, result.plot(), dpi=150, format="png")
     if as_json:
         print_json(without_secrets(result.to_dict()))
         return

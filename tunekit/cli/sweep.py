@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from tunekit.cli.options import print_json
-from tunekit.errors import Stopped, TunekitError, writing
+from tunekit.cli.options import print_json, write_plot
+from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ def show_sweep(
     if plot is not None:
         from tunekit.sweeps.page import plot as draw
 
-        figure = draw(existing)
-        with writing(plot):
-            figure.savefig(plot, dpi=130)
+        write_plot(plot, draw(existing), dpi=130)
         print(plot)
         return
     _show(existing, as_json=as_json)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tunekit.errors import RunError
 from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
@@ -39,7 +39,7 @@ class Said:
     reason: str
 
 
-class Talk:
+class Talk(contextlib.AbstractContextManager["Talk"]):
     """A model that answers, in a process of its own.
 
         with tunekit.chat("my-run") as talk:
@@ -184,9 +184,6 @@ class Talk:
         if process.stdout is not None:
             process.stdout.close()
         self._words.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,19 +2,7 @@
 
 from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import training as hf
-from tunekit.migration.draft import (
-    Draft,
-    UnfitError,
-    carried,
-    figure,
-    is_off,
-    names,
-    no_method,
-    number,
-    reason,
-    text,
-    truth,
-)
+from tunekit.migration.draft import Draft, UnfitError, carried, figure, is_off, names, number, reason, text, truth
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
@@ -48,7 +36,7 @@ def _method(draft: Draft) -> None:
     if draft.get("reward_model") is True:
         draft.put("method.type", "reward", "reward_model")
     elif name and name not in _METHODS:
-        raise no_method(draft, "rl", str(name))
+        raise draft.no_method("rl", name)
     elif name:
         draft.put("method.type", _METHODS[name], "rl")
         if name in ("simpo", "ipo"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, names, no_method, number, reason, text, truth
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -19,7 +19,7 @@ def prepare(draft: Draft) -> None:
     hf.set_batch(draft, "per_device_train_batch_size", default_micro=8)
     stage, loss = draft.get("stage", "sft"), draft.get("pref_loss", "sigmoid")
     if stage not in _METHODS:
-        raise no_method(draft, "stage", str(stage))
+        raise draft.no_method("stage", stage)
     method = {"orpo": "orpo", "simpo": "cpo"}.get(loss, "dpo") if stage == "dpo" else _METHODS[stage]
     draft.put("method.type", method, "stage")
     if method == "cpo":

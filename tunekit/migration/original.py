@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.reading.parse import (
-    MAX_BYTES,
-    Key,
-    Place,
-    Places,
-    YAMLProblem,
-    dotted,
-    plain_scalar,
-    raise_problems,
-    read_yaml,
-)
+from tunekit.recipe.reading import parse
 
 _HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
@@ -126,8 +116,8 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path}: file not found", hint=_HINT) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise RecipeError(f"{path}: is larger than {MAX_BYTES // 1024} KiB", hint=_HINT)
+    if len(raw) > parse.MAX_BYTES:
+        raise RecipeError(f"{path}: is larger than {parse.MAX_BYTES // 1024} KiB", hint=_HINT)
     if b"\0" in raw:
         raise RecipeError(f"{path}: is a binary file, not a configuration", hint=_HINT)
     try:
@@ -142,10 +132,10 @@ def _of_values(shown: str, text: str) -> Original:
     if text.lstrip().startswith(("{", "[")):
         text = re.sub(r"^\t+", lambda tabs: "  " * len(tabs[0]), text, flags=re.MULTILINE)
     try:
-        values, places, problems = read_yaml(text, Place(0, 1, 1, shown))
-    except YAMLProblem as error:
+        values, places, problems = parse.read_yaml(text, parse.Place(0, 1, 1, shown))
+    except parse.YAMLProblem as error:
         raise RecipeError(str(error.problem)) from None
-    raise_problems(problems)
+    parse.raise_problems(problems)
     if values is None:
         raise RecipeError(f"{shown}: is empty", hint=_HINT)
     if not isinstance(values, dict):
@@ -154,7 +144,7 @@ def _of_values(shown: str, text: str) -> Original:
     return Original(shown, values, tuple(_flat(values, (), places)))
 
 
-def _flat(value: Any, key: Key, places: Places) -> Iterator[Entry]:
+def _flat(value: Any, key: parse.Key, places: parse.Places) -> Iterator[Entry]:
     """The keys below a value, down to values and to lists of values."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
@@ -163,7 +153,7 @@ def _flat(value: Any, key: Key, places: Places) -> Iterator[Entry]:
         for position, item in enumerate(value):
             yield from _flat(item, (*key, position), places)
     else:
-        yield Entry(dotted(key), value, places.of_key(key).line)
+        yield Entry(parse.dotted(key), value, places.of_key(key).line)
 
 
 # Shell scripts
@@ -245,5 +235,5 @@ def _arguments(words: Iterable[tuple[str, int]], shown: str) -> tuple[Entry, ...
 
 
 def _value(*words: str) -> Any:
-    values = [plain_scalar(word) for word in words] or [True]
+    values = [parse.plain_scalar(word) for word in words] or [True]
     return values[0] if len(values) == 1 else values

@@ -96,14 +96,10 @@ def max_steps(draft: Draft, entry: Entry) -> Fate:
 def epochs(draft: Draft, entry: Entry) -> Fate:
     """Epochs, unless steps are given."""
     num_epochs = number(entry.value)
-    if _steps(draft) > 0:
+    max_steps = draft.get("max_steps")
+    if isinstance(max_steps, int | float) and max_steps > 0:
         return Fate("silent", "max_steps takes precedence")
     return draft.carry(entry, "train.num_epochs", num_epochs)
-
-
-def _steps(draft: Draft) -> float:
-    max_steps = draft.get("max_steps", 0)
-    return max_steps if isinstance(max_steps, int | float) else 0
 
 
 def eval_steps(draft: Draft, entry: Entry) -> Fate:

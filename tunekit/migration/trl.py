@@ -7,7 +7,7 @@ itself is passed on under its name.
 import contextlib
 
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, no_method, number, text, trainer_arg
+from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, number, text, trainer_arg
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -36,7 +36,7 @@ def _method(draft: Draft) -> str:
     if task in CONFIGS:
         return task
     if task is not None:
-        raise no_method(draft, task, task)
+        raise draft.no_method(task, task)
     keys = set(draft.original.values)
     for method, telling in tool_table("trl").words["telling"].items():
         if keys & {*telling.split()}:

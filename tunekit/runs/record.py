@@ -312,6 +312,9 @@ def _with_less(run: Run) -> Plan | None:
 NUM_RUNS = 10
 """Finished runs that are looked at, the newest: each is to be read and checked, and older ones tell of older code."""
 
+MEASURED = ("peak_memory_bytes", "planned_memory_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+"""What a result and a record have under the same names."""
+
 
 def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
     """Records of the newest finished runs in a folder; of those that tell nothing, none."""
@@ -338,11 +341,8 @@ def _record(run: Run) -> RunRecord | None:
             tokens_per_second=result["tokens_per_second"],
             by_vllm=plan.vllm is not None,
             generation_share=None if seconds is None else seconds / result["step_seconds"],
-            peak_memory_bytes=result["peak_memory_bytes"],
-            planned_memory_bytes=result["planned_memory_bytes"],
             planned_tensor_bytes=plan.memory.tensor_bytes,
-            peak_allocated_bytes=result["peak_allocated_bytes"],
-            peak_reserved_bytes=result["peak_reserved_bytes"],
+            **{name: result[name] for name in MEASURED},
             layout=plan.layout,
             num_nodes=plan.num_nodes,
         )

@@ -181,10 +181,9 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
             if replaced is not None:
                 model.forward = replaced
         if why is not None:
-            raise RunError(
-                f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head",
-                hint="distill with another model family, or train on the teacher's answers with method.type=sft",
-            )
+            problem = f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head"
+            hint = "distill with another model family, or train on the teacher's answers with method.type=sft"
+            raise RunError(problem, hint=hint)
 
 
 def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
