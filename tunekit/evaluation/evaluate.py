@@ -127,15 +127,12 @@ def evaluate(
         began=began,
         seconds=time.time() - began,
     )
-    return evaluation if trained.run is None else _kept(trained, trained.run, evaluation)
-
-
-def _kept(found: inference_model.Trained, run: Run, made: Evaluation) -> Evaluation:
-    """An evaluation that stands in the folder of its run, and on the card of its model."""
-    saved = save_evaluation(run, made)
-    result = run.result()
-    if found.step is None and result:
-        write_card(run, result, run.model_path)
+    if trained.run is None:
+        return evaluation
+    saved, result = save_evaluation(trained.run, evaluation), trained.run.result()
+    # The model's card tells of its evaluations.
+    if trained.step is None and result:
+        write_card(trained.run, result, trained.run.model_path)
     return saved
 
 

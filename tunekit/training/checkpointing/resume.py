@@ -90,7 +90,9 @@ def decide(
     edited = edits(before, recipe)
     again = _another_run(run, chosen)
     _refuse_edits(run, edited, before, saved, again=again, weights_only=weights_only)
-    _refuse_changes(run, before, again)
+    inputs = fingerprints.changes(run, before)
+    if inputs:
+        raise RunError("\n".join((f"the inputs of {run.name} have changed:", *inputs)), hint=f"restore them; {again}")
     replans = weights_only or any(ruling(edit, before, saved.layout.strategy).replans for edit in edited)
     if (edited and replans) or not is_here(saved):
         plan = make_plan(recipe, saved)
@@ -212,12 +214,6 @@ def _refuse_edits(
         if all_in_state:
             hint = f"revert it, or add --weights-only to start over from the weights with it; {again}"
         raise RunError("\n".join((f"{run.name} cannot resume with these edits of its recipe:", *lines)), hint=hint)
-
-
-def _refuse_changes(run: Run, recipe: Recipe, again: str) -> None:
-    changed = fingerprints.changes(run, recipe)
-    if changed:
-        raise RunError("\n".join((f"the inputs of {run.name} have changed:", *changed)), hint=f"restore them; {again}")
 
 
 def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only: bool) -> None:
