@@ -115,6 +115,10 @@ class HostLostError(RunError):
     """A host of a run does not respond, or its processes were stopped."""
 
 
+FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
+"""Errors that a restart may avoid. All others with a hint are for the user to fix first."""
+
+
 class Stopped(KeyboardInterrupt):
     """A run was stopped by Ctrl-C, another signal, or `tunekit stop`.
 

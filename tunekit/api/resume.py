@@ -42,7 +42,13 @@ def resumed(
         TunekitError: It cannot be resumed, or not with these edits.
     """
     if recipe is not None and not has_checkpoints(run) and run.state in ENDED_EARLY:
-        return _begun_again(run, recipe, on_event)
+        # It ended before its first checkpoint, and begins from the beginning.
+        if not is_same(recipe, run):
+            problem = f"{run.path} has a run of another recipe, without a checkpoint"
+            raise RunError(problem, hint="set output.dir to a new folder")
+        if on_event is not None:
+            on_event({"event": "plan", "run": run, "plan": run.plan, "notes": ["starts over: no checkpoint yet"]})
+        return run
     started = place_of().num_processes
     planned = run.recipe.parallel.num_processes
     if started > 1 and started not in (planned, run.plan.layout.num_processes):
@@ -76,10 +82,8 @@ def resumed(
     )
     plan = decision.plan
     if started not in (1, plan.layout.num_processes):
-        raise PlanError(
-            f"{run.name} is planned for {plan.layout.num_processes} processes, but the launcher started {started}",
-            hint="start as many, or run `tunekit resume` without a launcher",
-        )
+        problem = f"{run.name} is planned for {plan.layout.num_processes} processes, but the launcher started {started}"
+        raise PlanError(problem, hint="start as many, or run `tunekit resume` without a launcher")
     if started > 1:
         check_may_go_back(run.recipe, "a launcher")
     if plan.num_nodes > 1 and started == 1 and not nodes:
@@ -87,15 +91,4 @@ def resumed(
     notes = carry_out(decision)
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": plan, "notes": list(notes)})
-    return run
-
-
-def _begun_again(run: Run, recipe: Recipe, on_event: Callable[[Event], None] | None) -> Run:
-    """A run that ended before its first checkpoint, to begin from the beginning."""
-    if not is_same(recipe, run):
-        raise RunError(
-            f"{run.path} has a run of another recipe, without a checkpoint", hint="set output.dir to a new folder"
-        )
-    if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": run.plan, "notes": ["starts over: no checkpoint yet"]})
     return run

@@ -503,12 +503,7 @@ def data_report(
 
 
 def preview(
-    source: Source,
-    overrides: Sequence[str] = (),
-    *,
-    key: str | None = None,
-    start: int = 0,
-    num_rows: int = 10,
+    source: Source, overrides: Sequence[str] = (), *, key: str | None = None, start: int = 0, num_rows: int = 10
 ) -> DataPreview:
     """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
 
@@ -550,15 +545,11 @@ def _refuse_untrainable(recipe: Recipe) -> None:
     """
     method = recipe.method
     if is_rewarded(method) and not method.rewards:
-        raise TunekitError(
-            f"method.rewards: empty, but {method.type} learns only from rewards",
-            hint="set one, such as exact_match, or your own function: my_rewards:score",
-        )
+        problem = f"method.rewards: empty, but {method.type} learns only from rewards"
+        raise TunekitError(problem, hint="set one, such as exact_match, or your own function: my_rewards:score")
     if recipe.data.streaming and method.spec.trains_on != "tokens":
-        raise TunekitError(
-            f"data.streaming: unsupported in training with {method.type}; only its plan supports it",
-            hint="unset it: rows are stored on disk, not in memory",
-        )
+        problem = f"data.streaming: unsupported in training with {method.type}; only its plan supports it"
+        raise TunekitError(problem, hint="unset it: rows are stored on disk, not in memory")
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:

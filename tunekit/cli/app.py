@@ -19,10 +19,10 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
 
+from tunekit.cli import options as cli
 from tunekit.cli.evaluate import evaluate
 from tunekit.cli.export import export, report
 from tunekit.cli.generate import chat, generate, serve
-from tunekit.cli.options import NodesOption, OverridesArgument, PortOption, RecipeArgument, print_json, secret_in
 from tunekit.cli.runs import compare, rerun, runs_app
 from tunekit.cli.sweep import show_sweep, sweep
 from tunekit.cli.train import launch, resume, stop, train
@@ -88,8 +88,8 @@ for start in (train, launch, resume, stop):
 
 @app.command(rich_help_panel=TRAIN)
 def plan(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    recipe: cli.RecipeArgument,
+    overrides: cli.OverridesArgument = None,
     on: Annotated[
         list[str] | None,
         Option(
@@ -132,7 +132,7 @@ def plan(
         resolved = verbs.plan(source, on=on[0] if on else None)
         document, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
     if as_json:
-        print_json(document)
+        cli.print_json(document)
         return
     console = make_console()
     for note in notes:
@@ -141,7 +141,7 @@ def plan(
 
 
 @app.command(rich_help_panel=TRAIN)
-def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def check(recipe: cli.RecipeArgument, overrides: cli.OverridesArgument = None) -> None:
     """Validate a recipe, its model and its data without training."""
     from tunekit.api import verbs
 
@@ -153,8 +153,8 @@ def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
 @app.command(rich_help_panel=TRAIN)
 def data(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    recipe: cli.RecipeArgument,
+    overrides: cli.OverridesArgument = None,
     rows: Annotated[int, Option(help="Sample rows to show per split.", min=0)] = 3,
     html: Annotated[Path | None, Option(help="Write the report as an HTML page to this file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
@@ -177,11 +177,9 @@ def data(
     finally:
         progress.stop()
     if html is not None:
-        page = report.to_html()
-        with writing(html):
-            html.write_text(page, encoding="utf-8")
+        cli.write_page(html, report.to_html())
     if as_json:
-        print_json(report.to_dict())
+        cli.print_json(report.to_dict())
         return
     if html is not None:
         print(html)
@@ -193,8 +191,8 @@ def data(
 
 @app.command(rich_help_panel=TRAIN)
 def rewards(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    recipe: cli.RecipeArgument,
+    overrides: cli.OverridesArgument = None,
     prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row.", min=1)] = 20,
     as_json: Annotated[bool, Option("--json", help="Print all answers with their rewards as JSON.")] = False,
 ) -> None:
@@ -211,7 +209,7 @@ def rewards(
     finally:
         progress.stop()
     if as_json:
-        print_json(trial.to_dict())
+        cli.print_json(trial.to_dict())
         return
     from tunekit.display.rewards import trial_parts
 
@@ -292,11 +290,11 @@ def doctor(
     recipe: Annotated[
         str | None, Argument(help="With --network: a recipe whose planned ranks communicate.", metavar="RECIPE")
     ] = None,
-    overrides: OverridesArgument = None,
+    overrides: cli.OverridesArgument = None,
     network: Annotated[
         bool, Option("--network", help="Measure the bandwidth between ranks, on this machine or --nodes.")
     ] = False,
-    nodes: NodesOption = None,
+    nodes: cli.NodesOption = None,
 ) -> None:
     """Show installed packages, devices, and what is missing for which feature."""
     from tunekit.display.console import diagnosis_table, exchange_table, make_console
@@ -325,7 +323,7 @@ def kernels(
 
     report = verbs.coverage(model)
     if as_json:
-        print_json(report.to_dict())
+        cli.print_json(report.to_dict())
         return
     make_console().print(coverage_table(report))
 
@@ -351,8 +349,7 @@ def migrate(
     arguments: Annotated[
         list[str] | None,
         Argument(
-            help="After --: the other tool's command line, such as -- trl dpo --beta 0.1",
-            metavar="[-- ARGUMENTS]",
+            help="After --: the other tool's command line, such as -- trl dpo --beta 0.1", metavar="[-- ARGUMENTS]"
         ),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Write the recipe to this new file.")] = None,
@@ -378,7 +375,7 @@ def migrate(
     if output is not None:
         _write_new(output, migration.text)
     if as_json:
-        print_json(migration.to_dict())
+        cli.print_json(migration.to_dict())
         return
     console = make_console()
     console.print(*migration_parts(migration), sep="\n")
@@ -391,7 +388,7 @@ def ui(
     host: Annotated[
         str, Option(help="Address to listen on. Anything but localhost requires a password.")
     ] = "127.0.0.1",
-    port: PortOption = 7860,
+    port: cli.PortOption = 7860,
     root: Annotated[
         Path, Option(metavar="FOLDER", help="Workspace folder: nothing outside it is shown or changed.")
     ] = Path(),
@@ -409,7 +406,7 @@ def ui(
 
     password = os.environ.get(PASSWORD_VARIABLE) or None
     if password_file is not None:
-        password = secret_in(password_file, "--password-file", "password")
+        password = cli.secret_in(password_file, "--password-file", "password")
     site = Site(workspace(root), read_only=read_only)
     serve(site, host=host, port=port, password=password, open_browser=open_browser)
 

@@ -6,19 +6,11 @@ from typing import Annotated
 
 from typer import Option
 
-from tunekit.cli.options import (
-    CheckpointOption,
-    DeviceOption,
-    DtypeName,
-    ModelArgument,
-    TemperatureOption,
-    passed_on,
-    print_json,
-)
+from tunekit.cli import options as cli
 
 
 def evaluate(
-    model: ModelArgument,
+    model: cli.ModelArgument,
     data: Annotated[
         str | None, Option(metavar="FILE", help="Rows to evaluate on. Default: the run's held-out rows.")
     ] = None,
@@ -31,7 +23,7 @@ def evaluate(
     ] = None,
     tasks: Annotated[str | None, Option(metavar="A,B", help="Tasks of lm-evaluation-harness.")] = None,
     include_path: Annotated[Path | None, Option(metavar="DIR", help="Folder of YAML files of more tasks.")] = None,
-    checkpoint: CheckpointOption = None,
+    checkpoint: cli.CheckpointOption = None,
     before: Annotated[bool, Option("--before/--no-before", help="Also evaluate the model before training.")] = True,
     limit: Annotated[int | None, Option(help="Maximum number of rows, from the first.", min=1)] = None,
     num_fewshot: Annotated[int | None, Option(help="Few-shot examples per question of a task.", min=0)] = None,
@@ -41,15 +33,15 @@ def evaluate(
     max_new_tokens: Annotated[
         int | None, Option(help="Maximum new tokens. Default: as in training, or 256.", min=1)
     ] = None,
-    temperature: TemperatureOption = 0.0,
+    temperature: cli.TemperatureOption = 0.0,
     batch_size: Annotated[int, Option(help="Prompts per batch.", min=1)] = 16,
     seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
-    device: DeviceOption = "auto",
-    dtype: Annotated[DtypeName, Option(help="Weight data type; auto: as in training.")] = "auto",
+    device: cli.DeviceOption = "auto",
+    dtype: Annotated[cli.DtypeName, Option(help="Weight data type; auto: as in training.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a model on held-out rows, rewards or tasks, before and after training, with intervals."""
-    options = passed_on(locals(), "metric", "tasks", "as_json")
+    options = cli.passed_on(locals(), "metric", "tasks", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -76,6 +68,6 @@ def evaluate(
             on_event=show,
         )
     if as_json:
-        print_json(evaluation.to_dict())
+        cli.print_json(evaluation.to_dict())
         return
     make_console().print(evaluation_view(evaluation))

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from tunekit.cli.options import CheckpointOption, DtypeName, RunArgument, facts_table, passed_on, print_json
-from tunekit.errors import TunekitError, writing
+from tunekit.cli import options as cli
+from tunekit.errors import TunekitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: RunArgument,
+    run: cli.RunArgument,
     dest: Annotated[
         Path | None, Argument(help="New folder. Default: export/ in the run folder.", metavar="DEST")
     ] = None,
     merged: Annotated[bool, Option("--merged", help="Merge the adapter into the weights.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Export the adapter only.")] = False,
-    dtype: Annotated[DtypeName, Option(help="Data type of merged weights; auto: as the base model.")] = "auto",
-    checkpoint: CheckpointOption = None,
+    dtype: Annotated[cli.DtypeName, Option(help="Data type of merged weights; auto: as the base model.")] = "auto",
+    checkpoint: cli.CheckpointOption = None,
     max_shard_size: Annotated[str, Option(help="Maximum size of a weight file.", metavar="SIZE")] = "5GB",
     gguf: Annotated[
         Literal["f16", "bf16", "q8_0"] | None,
@@ -34,7 +34,7 @@ def export(
     as_json: Annotated[bool, Option("--json", help="Print the export report as JSON.")] = False,
 ) -> None:
     """Export a run's model for other tools and verify it by reloading."""
-    options = passed_on(locals(), "merged", "adapter", "as_json")
+    options = cli.passed_on(locals(), "merged", "adapter", "as_json")
     from tunekit.display.console import make_console
     from tunekit.exporting import export as exporting
 
@@ -57,7 +57,7 @@ def export(
         ),
     )
     if as_json:
-        print_json(exported.to_dict())
+        cli.print_json(exported.to_dict())
         return
     _show(exported, console)
 
@@ -75,13 +75,13 @@ def _show(done: "Export", console: "Console") -> None:
     if check.num_tokens:
         rows.append(("tokens", f"{check.num_same_tokens} of {check.num_tokens} greedy tokens match"))
     rows.append(("template", f"{check.num_conversations} conversations render identically"))
-    console.print(facts_table(rows))
+    console.print(cli.facts_table(rows))
     for note in done.notes:
         console.print(f"note: {note}", markup=False)
 
 
 def report(
-    run: RunArgument,
+    run: cli.RunArgument,
     out: Annotated[Path | None, Option(help="File to write. Default: report.html in the run folder.")] = None,
 ) -> None:
     """Write a self-contained HTML report of a run."""
@@ -90,7 +90,5 @@ def report(
 
     existing = find_run(run)
     to = out if out is not None else existing.path / "report.html"
-    page = reporting.report(existing)
-    with writing(to):
-        to.write_text(page, encoding="utf-8")
+    cli.write_page(to, reporting.report(existing))
     print(to)

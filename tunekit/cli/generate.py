@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Option
 
-from tunekit.cli.options import (
-    CheckpointOption,
-    DeviceOption,
-    DtypeName,
-    ModelArgument,
-    PortOption,
-    TemperatureOption,
-    facts_table,
-    passed_on,
-    print_json,
-    secret_in,
-)
+from tunekit.cli import options as cli
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +17,7 @@ if TYPE_CHECKING:
     from tunekit.inference.chat import Talk
 
 
-DtypeOption = Annotated[DtypeName, Option(help="Data type of the weights; auto: as trained, or as stored.")]
+DtypeOption = Annotated[cli.DtypeName, Option(help="Data type of the weights; auto: as trained, or as stored.")]
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
     Option(help="Generation backend; auto: vLLM if it is installed and supports the model."),
@@ -39,25 +28,25 @@ SeedOption = Annotated[int | None, Option(help="Random seed.")]
 
 
 def generate(
-    model: ModelArgument,
+    model: cli.ModelArgument,
     prompts: Annotated[Path, Option(help="File of rows with messages, prompt, instruction, conversations or text.")],
     out: Annotated[Path, Option(help="Output file: the rows with their answers, as JSON lines.")],
-    checkpoint: CheckpointOption = None,
+    checkpoint: cli.CheckpointOption = None,
     system: Annotated[str | None, Option(help="System prompt for conversations without one.")] = None,
-    temperature: TemperatureOption = 0.0,
+    temperature: cli.TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     max_new_tokens: LengthOption = 256,
     num_samples: Annotated[int, Option(help="Answers per prompt.", min=1)] = 1,
     seed: SeedOption = None,
     batch_size: Annotated[int, Option(help="Answers per batch; halved when memory runs out.", min=1)] = 16,
     column: Annotated[str | None, Option(help="Name of the output column. Default: answer or answers.")] = None,
-    device: DeviceOption = "auto",
+    device: cli.DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
     as_json: Annotated[bool, Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
     """Answer the prompts of a file with a trained or any other model."""
-    options = passed_on(locals(), "model", "as_json")
+    options = cli.passed_on(locals(), "model", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -87,7 +76,7 @@ def generate(
         print(f"stopped; answers so far are in {part}" if part.exists() else "stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
-        print_json(result.to_dict())
+        cli.print_json(result.to_dict())
         return
     ended = result.num_answers - result.num_cut
     rate = result.num_tokens / result.seconds if result.seconds > 0 else 0.0
@@ -97,29 +86,29 @@ def generate(
         ("finish reason", f"{ended:,} stop, {result.num_cut:,} length"),
         ("speed", f"{result.num_tokens:,} tokens in {result.seconds:.1f} s, {rate:,.0f} tokens/s on {result.device}"),
     ]
-    make_console().print(facts_table(rows))
+    make_console().print(cli.facts_table(rows))
 
 
 def serve(
-    model: ModelArgument,
-    checkpoint: CheckpointOption = None,
+    model: cli.ModelArgument,
+    checkpoint: cli.CheckpointOption = None,
     host: Annotated[
         str, Option(help="Address to listen on. Anything but localhost requires an API key.")
     ] = "127.0.0.1",
-    port: PortOption = 8000,
+    port: cli.PortOption = 8000,
     api_key_file: Annotated[Path | None, Option(help="File with the API key; TUNEKIT_API_KEY works too.")] = None,
-    device: DeviceOption = "auto",
+    device: cli.DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "transformers",
 ) -> None:
     """Serve a trained or any other model over an OpenAI-compatible API."""
-    options = passed_on(locals(), "model", "api_key_file")
+    options = cli.passed_on(locals(), "model", "api_key_file")
     from tunekit.inference import serve as serving
     from tunekit.runs.events import Event
 
     key = os.environ.get(serving.KEY_VARIABLE) or None
     if api_key_file is not None:
-        key = secret_in(api_key_file, "--api-key-file", "key")
+        key = cli.secret_in(api_key_file, "--api-key-file", "key")
 
     def show(event: Event) -> None:
         if event["phase"] == "loading":
@@ -138,19 +127,19 @@ def serve(
 
 
 def chat(
-    model: ModelArgument,
+    model: cli.ModelArgument,
     compare: Annotated[bool, Option("--compare", help="Also show the answers of the model before training.")] = False,
     system: Annotated[str | None, Option(help="System prompt.")] = None,
-    checkpoint: CheckpointOption = None,
-    temperature: TemperatureOption = 0.0,
+    checkpoint: cli.CheckpointOption = None,
+    temperature: cli.TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     max_new_tokens: LengthOption = 256,
     seed: SeedOption = None,
-    device: DeviceOption = "auto",
+    device: cli.DeviceOption = "auto",
     backend: BackendOption = "transformers",
 ) -> None:
     """Chat with a trained or any other model. Type /clear to start over, /exit or Ctrl-D to quit."""
-    sampling = passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
+    sampling = cli.passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
     from tunekit.inference import chat as talking
 
     at_terminal = sys.stdin.isatty()

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from tunekit.errors import TunekitError
+from tunekit.errors import TunekitError, writing
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 RecipeArgument = Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")]
@@ -42,6 +43,18 @@ def passed_on(arguments: dict[str, Any], *own: str) -> dict[str, Any]:
 def print_json(document: Any) -> None:
     """Print plain data as JSON for other programs."""
     print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page to a file that the user named."""
+    with writing(path):
+        path.write_text(page, encoding="utf-8")
+
+
+def write_plot(path: Path, figure: "Figure", **how: Any) -> None:
+    """Write a figure to a file that the user named."""
+    with writing(path):
+        figure.savefig(path, **how)
 
 
 def facts_table(rows: Iterable[tuple[str, object]]) -> "Table":

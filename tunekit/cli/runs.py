@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tunekit.cli.options import RunArgument, print_json
-from tunekit.errors import TunekitError, writing
+from tunekit.cli.options import RunArgument, print_json, write_page, write_plot
+from tunekit.errors import TunekitError
 from tunekit.redact import outlive_readers, without_secrets
 
 runs_app = typer.Typer(help="List the runs of this folder; show, tag or delete one.", invoke_without_command=True)
@@ -34,8 +34,7 @@ def _runs(context: typer.Context) -> None:
 
 @runs_app.command("show")
 def show_run(
-    run: RunArgument,
-    plot: Annotated[Path | None, Option(help="Write the loss curve as a PNG file.")] = None,
+    run: RunArgument, plot: Annotated[Path | None, Option(help="Write the loss curve as a PNG file.")] = None
 ) -> None:
     """Show a run with its loss curve."""
     from tunekit.display.console import make_console, run_report
@@ -43,9 +42,7 @@ def show_run(
 
     existing = find_run(run)
     if plot is not None:
-        figure = existing.plot()
-        with writing(plot):
-            figure.savefig(plot, dpi=150)
+        write_plot(plot, existing.plot(), dpi=150)
         print(plot)
         return
     console = make_console()
@@ -102,13 +99,9 @@ def compare(
 
     result = comparison.compare(runs)
     if html is not None:
-        page = result.to_html()
-        with writing(html):
-            html.write_text(page, encoding="utf-8")
+        write_page(html, result.to_html())
     if plot is not None:
-        figure = result.plot()
-        with writing(plot):
-            figure.savefig(plot, dpi=150, format="png")
+        write_plot(plot, result.plot(), dpi=150, format="png")
     if as_json:
         print_json(without_secrets(result.to_dict()))
         return
@@ -120,8 +113,7 @@ def compare(
 
 
 def rerun(
-    run: RunArgument,
-    name: Annotated[str | None, Option(help="Name of the new folder in runs/.")] = None,
+    run: RunArgument, name: Annotated[str | None, Option(help="Name of the new folder in runs/.")] = None
 ) -> None:
     """Repeat a finished run and compare the losses: exit code 3 if they differ."""
     from tunekit.api import rerun as repetition

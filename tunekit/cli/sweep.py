@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from tunekit.cli.options import print_json
-from tunekit.errors import Stopped, TunekitError, writing
+from tunekit.cli.options import print_json, write_plot
+from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def sweep(
     optuna: Annotated[int | None, Option(metavar="N", help="Let Optuna choose N combinations.", min=1)] = None,
     seed: Annotated[int, Option(help="Random seed.", min=0)] = 0,
     by: Annotated[
-        str | None,
-        Option(metavar="MEASURE", help="Metric to rank by, such as eval_loss. Default: the loss or reward."),
+        str | None, Option(metavar="MEASURE", help="Metric to rank by, such as eval_loss. Default: the loss or reward.")
     ] = None,
     parallel: Annotated[
         int | None, Option(metavar="N", help="Concurrent runs. Default: one, or one per accelerator.", min=1)
@@ -54,9 +53,8 @@ def sweep(
     """
     if resume is not None:
         if recipe is not None:
-            raise TunekitError(
-                "--resume and a recipe exclude each other", hint="remove the recipe: a sweep resumes with its own"
-            )
+            problem = "--resume and a recipe exclude each other"
+            raise TunekitError(problem, hint="remove the recipe: a sweep resumes with its own")
         go_on(resume, as_json=as_json)
         return
     if recipe is None:
@@ -81,9 +79,7 @@ def show_sweep(
     if plot is not None:
         from tunekit.sweeps.page import plot as draw
 
-        figure = draw(existing)
-        with writing(plot):
-            figure.savefig(plot, dpi=130)
+        write_plot(plot, draw(existing), dpi=130)
         print(plot)
         return
     _show(existing, as_json=as_json)

@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import continued_adapter
 from tunekit.estimates.memory.states import Dtype
-from tunekit.inference.inference_model import (
-    BATCH_SIZE,
-    Device,
-    Loaded,
-    Trained,
-    device_for,
-    dtype_on,
-    find_trained,
-    load_trained,
-    refuse_judges,
-    tokenizer_of,
-)
+from tunekit.inference import inference_model
 from tunekit.probe.model import model_folder
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.evaluation_result import Evaluation, save_evaluation
@@ -56,9 +45,9 @@ def evaluate(
     apply_chat_template: bool = False,
     max_new_tokens: int | None = None,
     temperature: float = 0.0,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = inference_model.BATCH_SIZE,
     seed: int = 0,
-    device: Device = "auto",
+    device: inference_model.Device = "auto",
     dtype: Dtype | Literal["auto"] = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> Evaluation:
@@ -90,15 +79,15 @@ def evaluate(
         TunekitError: There is no such model, metric, task or row; or memory runs out.
     """
     began = time.time()
-    trained = find_trained(model, checkpoint)
+    trained = inference_model.find_trained(model, checkpoint)
     send_nothing_at_all()
     with library_words_to(StringIO()):
         from tunekit.evaluation.tasks import Wish, read_metrics
 
-        where = device_for(device)
-        computed_in = dtype_on(trained, where) if dtype == "auto" else dtype
+        where = inference_model.device_for(device)
+        computed_in = inference_model.dtype_on(trained, where) if dtype == "auto" else dtype
         wish = Wish(limit, max_new_tokens, temperature, seed, batch_size, where)
-        tokenizer = tokenizer_of(trained)
+        tokenizer = inference_model.tokenizer_of(trained)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         rewards = read_metrics(metrics)
         parts, notes = _parts(
@@ -138,20 +127,17 @@ def evaluate(
         began=began,
         seconds=time.time() - began,
     )
-    return evaluation if trained.run is None else _kept(trained, trained.run, evaluation)
-
-
-def _kept(found: Trained, run: Run, made: Evaluation) -> Evaluation:
-    """An evaluation that stands in the folder of its run, and on the card of its model."""
-    saved = save_evaluation(run, made)
-    result = run.result()
-    if found.step is None and result:
-        write_card(run, result, run.model_path)
+    if trained.run is None:
+        return evaluation
+    saved, result = save_evaluation(trained.run, evaluation), trained.run.result()
+    # The model's card tells of its evaluations.
+    if trained.step is None and result:
+        write_card(trained.run, result, trained.run.model_path)
     return saved
 
 
 def _parts(
-    found: Trained,
+    found: inference_model.Trained,
     tokenizer: "PreTrainedTokenizerBase",
     data: str | Mapping[str, Any] | None,
     rewards: Sequence[Any],
@@ -165,12 +151,12 @@ def _parts(
         part, notes = parts_of_file(found, data, tokenizer, rewards, wish)
         return [part], notes
     if tasks and not rewards:
-        refuse_judges(found)
+        inference_model.refuse_judges(found)
         return [], ()
     return [parts_of_run(found, tokenizer, rewards, wish)], ()
 
 
-def _before(found: Trained) -> Trained | None:
+def _before(found: inference_model.Trained) -> inference_model.Trained | None:
     """Return the model before its training; None where there is none."""
     if found.judges or not found.can_compare:
         return None
@@ -180,13 +166,13 @@ def _before(found: Trained) -> Trained | None:
         plan = found.run.plan
         origin = continued_adapter(plan.origin, plan.recipe.adapter)
         if origin is not None:
-            return Trained(origin.name, origin.base, origin.adapter, origin.folder)
-    return Trained(found.base.path, found.base, None, model_folder(found.base))
+            return inference_model.Trained(origin.name, origin.base, origin.adapter, origin.folder)
+    return inference_model.Trained(found.base.path, found.base, None, model_folder(found.base))
 
 
 def _measured(
-    found: Trained,
-    earlier: Trained | None,
+    found: inference_model.Trained,
+    earlier: inference_model.Trained | None,
     tokenizer: "PreTrainedTokenizerBase",
     parts: "Sequence[Part]",
     *,
@@ -197,9 +183,9 @@ def _measured(
 ) -> tuple[list[Any], list[Any]]:
     """Measure each part on a model, and on its predecessor or None."""
 
-    def all_of(of: Trained, model: Any, side: str) -> list[Any]:
+    def all_of(of: inference_model.Trained, model: Any, side: str) -> list[Any]:
         model.config.pad_token_id = tokenizer.pad_token_id
-        loaded = Loaded(of, model, tokenizer, device, dtype)
+        loaded = inference_model.Loaded(of, model, tokenizer, device, dtype)
         return [
             _measure(part, loaded, side, tell) if side == "after" or before or part.needs_before else None
             for part in parts
@@ -207,7 +193,7 @@ def _measured(
 
     wants_before = earlier is not None and (before or any(part.needs_before for part in parts))
     try:
-        model: Any = load_trained(found, dtype=dtype, device=device)
+        model: Any = inference_model.load_trained(found, dtype=dtype, device=device)
         ours = all_of(found, model, "after")
         if earlier is None or not wants_before:
             return ours, [None] * len(parts)
@@ -216,17 +202,15 @@ def _measured(
                 return ours, all_of(found, model, "before")
         del model
         gc.collect()
-        return ours, all_of(earlier, load_trained(earlier, dtype=dtype, device=device), "before")
+        return ours, all_of(earlier, inference_model.load_trained(earlier, dtype=dtype, device=device), "before")
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ModelError(
-            f"{found.name} does not fit in free memory",
-            hint="pass a smaller --batch-size, --dtype bfloat16, or --device cpu",
-        ) from error
+        problem = f"{found.name} does not fit in free memory"
+        raise ModelError(problem, hint="pass a smaller --batch-size, --dtype bfloat16, or --device cpu") from error
 
 
-def _measure(part: "Part", loaded: Loaded, side: str, tell: Callable[[Event], None] | None) -> Any:
+def _measure(part: "Part", loaded: inference_model.Loaded, side: str, tell: Callable[[Event], None] | None) -> Any:
     def told(done: int, total: int) -> None:
         if tell is not None:
             tell({"event": "evaluate", "of": part.of, "side": side, "done": done, "total": total})

@@ -108,18 +108,15 @@ def questions_in(rows: Rows) -> list[Row]:
         return [{"prompt": row["prompt"], "answer": _text(row["completion"])} for row in rows.rows]
     if rows.format == "messages":
         return [_last_turn(row, rows.place(index)) for index, row in enumerate(rows.rows)]
-    raise DataError(
-        f"{rows.source}: rows of {rows.read_as or rows.format} have no prompts",
-        hint="use rows with a prompt and the column that the metric reads, such as answer",
-    )
+    problem = f"{rows.source}: rows of {rows.read_as or rows.format} have no prompts"
+    raise DataError(problem, hint="use rows with a prompt and the column that the metric reads, such as answer")
 
 
 def _last_turn(row: Row, place: str) -> Row:
     messages = row["messages"]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"{place}: conversation does not end with an assistant message", hint="remove or complete the row"
-        )
+        problem = f"{place}: conversation does not end with an assistant message"
+        raise DataError(problem, hint="remove or complete the row")
     columns = {name: value for name, value in row.items() if name != "messages"}
     return {"prompt": messages[:-1], "answer": messages[-1]["content"], **columns}
 

@@ -176,9 +176,8 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskMa
     try:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
-        raise DependencyError(
-            "tasks need lm-evaluation-harness", hint="install it with: pip install 'tunekit[eval]'"
-        ) from error
+        problem = "tasks need lm-evaluation-harness"
+        raise DependencyError(problem, hint="install it with: pip install 'tunekit[eval]'") from error
     if include_path is not None and not any(Path(include_path).rglob("*.yaml")):
         raise DataError(f"{include_path} has no YAML task files", hint="pass the folder that has them")
     # Its own thousands of tasks take seconds to be listed, and are only where they are asked for.
@@ -194,10 +193,8 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None) -> "TaskMa
         manager.load(list(tasks))
     except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError, RuntimeError) as error:
         message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise DataError(
-            f"tasks {', '.join(tasks)}: cannot be loaded: {message[:200]}",
-            hint="check access to the Hub, and to the files named in their YAML",
-        ) from error
+        problem = f"tasks {', '.join(tasks)}: cannot be loaded: {message[:200]}"
+        raise DataError(problem, hint="check access to the Hub, and to the files named in their YAML") from error
     return manager
 
 

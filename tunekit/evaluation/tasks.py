@@ -119,20 +119,16 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     """
     run = found.run
     if run is None:
-        raise DataError(
-            f"{found.name} was not trained by a run: no held-out rows to evaluate on",
-            hint="pass rows with --data, or tasks with --tasks",
-        )
+        what = f"{found.name} was not trained by a run: no held-out rows to evaluate on"
+        raise DataError(what, hint="pass rows with --data, or tasks with --tasks")
     method, file = run.recipe.method, run.path / "data" / FILES["eval"]
     of = sliced(HELD_OUT, wish.limit)
     if not file.is_file():
         raise DataError(f"{run.name} has no held-out rows", hint="pass rows with --data, or train with data.eval_size")
     if method.spec.trains_on == "tokens":
         if rewards:
-            raise DataError(
-                f"{run.name} stores its rows as tokens, but a metric needs prompts with expected answers",
-                hint="pass rows with --data",
-            )
+            what = f"{run.name} stores its rows as tokens, but a metric needs prompts with expected answers"
+            raise DataError(what, hint="pass rows with --data")
         return _texts(of, _sequences(read_dataset(file)), wish.limit)
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
         : wish.limit
@@ -152,11 +148,7 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
 
 
 def parts_of_file(
-    found: Trained,
-    data: str | Mapping[str, Any],
-    tokenizer: "Tokenizer",
-    rewards: Sequence[Reward],
-    wish: Wish,
+    found: Trained, data: str | Mapping[str, Any], tokenizer: "Tokenizer", rewards: Sequence[Reward], wish: Wish
 ) -> tuple[Part, tuple[str, ...]]:
     """The rows of a source, and what was found while they were read.
 
@@ -179,10 +171,8 @@ def parts_of_file(
         prompts = replace(rows, rows=RowStore(questions_in(rows)))
         return _questions(prompts, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
-        raise DataError(
-            f"{rows.source} has prompts, but no metric to score the answers",
-            hint="pass a --metric, such as exact_match",
-        )
+        problem = f"{rows.source} has prompts, but no metric to score the answers"
+        raise DataError(problem, hint="pass a --metric, such as exact_match")
     # What no run made is cut to what its tokenizer takes.
     max_length = (
         min(MAX_LENGTH, int(tokenizer.model_max_length)) if found.run is None else found.run.recipe.data.max_length
@@ -228,20 +218,13 @@ def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: i
 
 
 def _answered(
-    of: str,
-    rows: Sequence[Row],
-    columns: Sequence[str],
-    tokenizer: "Tokenizer",
-    method: Method | None,
-    max_length: int,
+    of: str, rows: Sequence[Row], columns: Sequence[str], tokenizer: "Tokenizer", method: Method | None, max_length: int
 ) -> Part:
     encoded = [(row, Answered.of_row(row, columns, tokenizer, max_length)) for row in rows]
     complete = [(row, answers) for row, answers in encoded if answers is not None]
     if not complete:
-        raise DataError(
-            f"{of}: none of {counted(len(rows), 'prompt')} leaves room for an answer: limit {max_length:,} tokens",
-            hint="pass shorter ones",
-        )
+        problem = f"{of}: none of {counted(len(rows), 'prompt')} leaves room for an answer: limit {max_length:,} tokens"
+        raise DataError(problem, hint="pass shorter ones")
     if len(columns) == 1:
         good = np.array([bool(row["label"]) for row, _ in complete])
         return Rated(of, [answers[0] for _, answers in complete], good, method)
@@ -271,9 +254,8 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
                 raise DataError(f"{rows.place(index)}: {error.problem}", hint=error.hint) from error
         if not ids or (longest is not None and len(ids) >= longest):
             room = "" if longest is None else f"; {found.name} accepts {longest:,} including the answer"
-            raise DataError(
-                f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}", hint="remove the row"
-            )
+            problem = f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}"
+            raise DataError(problem, hint="remove the row")
         encoded.append(ids)
     of_run = method.max_completion_length if method is not None and generates(method) else 256
     sampling = Sampling(temperature=wish.temperature, max_new_tokens=wish.max_new_tokens or of_run, seed=wish.seed)

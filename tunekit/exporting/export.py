@@ -262,10 +262,8 @@ def _check_room(found: Trained, kind: Kind, bytes_per_param: float, draft: Path)
         needed = int(found.run.plan.num_params * bytes_per_param)
     needed, free = needed + OWN_BYTES, free_bytes(draft)
     if needed > free:
-        raise RunError(
-            f"not enough disk space for the export in {draft.parent}: {gib(needed)} needed, {gib(free)} free",
-            hint=f"free {gib(needed - free)} there, or pass a folder on another disk",
-        )
+        problem = f"not enough disk space for the export in {draft.parent}: {gib(needed)} needed, {gib(free)} free"
+        raise RunError(problem, hint=f"free {gib(needed - free)} there, or pass a folder on another disk")
 
 
 def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, tell: Callable[[Event], None]) -> None:
@@ -290,10 +288,8 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
                         shutil.copyfile(file, draft / file.name)
             tokenizer_of(found).save_pretrained(draft)
     except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}",
-            hint="free some space there, or pass a folder on another disk",
-        ) from error
+        problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"
+        raise RunError(problem, hint="free some space there, or pass a folder on another disk") from error
 
 
 def merged(found: Trained, dtype: Dtype) -> Any:

@@ -84,9 +84,8 @@ def write_gguf(converter: list[str], folder: Path, kind: GgufType, name: str) ->
         with to.open("rb") as file:
             head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or head[:4] != b"GGUF" or _HEADER.unpack(head)[2] == 0:
-        raise ModelError(
-            f"--gguf {kind}: {CONVERTER} wrote no GGUF file with tensors", hint="try another version of llama.cpp"
-        )
+        problem = f"--gguf {kind}: {CONVERTER} wrote no GGUF file with tensors"
+        raise ModelError(problem, hint="try another version of llama.cpp")
     return to.name
 
 
@@ -94,14 +93,11 @@ def _run(command: list[str], name: str) -> None:
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise DependencyError(
-            f"--gguf: {command[0]} cannot be run: {error.strerror}", hint="check the file and its permissions"
-        ) from error
+        problem = f"--gguf: {command[0]} cannot be run: {error.strerror}"
+        raise DependencyError(problem, hint="check the file and its permissions") from error
     if completed.returncode:
         last = (completed.stderr.strip().splitlines() or [f"it exited with code {completed.returncode}"])[-1]
         if missing := re.fullmatch(r"ModuleNotFoundError: No module named '([\w.-]+)'", last):
             raise DependencyError(f"--gguf: {CONVERTER} needs {missing[1]}", hint=f"pip install {missing[1]}")
-        raise ModelError(
-            f"--gguf: llama.cpp's {CONVERTER} cannot convert {name}: {redacted(last)}",
-            hint="remove --gguf, or try a newer llama.cpp",
-        )
+        problem = f"--gguf: llama.cpp's {CONVERTER} cannot convert {name}: {redacted(last)}"
+        raise ModelError(problem, hint="remove --gguf, or try a newer llama.cpp")

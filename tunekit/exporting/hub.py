@@ -64,10 +64,8 @@ def check_target(repo: str, *, private: bool, replace: bool) -> Target:
         except RepositoryNotFoundError:
             return Target(repo, None, private, has_files=False)
     if private and not info.private:
-        raise RunError(
-            f"--private: the repository {repo} already exists and is public",
-            hint="make it private in its settings on the Hub, or pass another one",
-        )
+        problem = f"--private: the repository {repo} already exists and is public"
+        raise RunError(problem, hint="make it private in its settings on the Hub, or pass another one")
     files = [file.rfilename for file in info.siblings or [] if file.rfilename not in UNTOUCHED]
     if files and not replace:
         raise RunError(
@@ -109,16 +107,12 @@ def push(target: Target, folder: Path, *, message: str) -> str:
 def _check_owner(who: dict[str, Any], owner: str, repo: str) -> None:
     names = [who["name"], *(organization["name"] for organization in who.get("orgs", []))]
     if owner.lower() not in (name.lower() for name in names):
-        raise RunError(
-            f"--push {repo}: you are logged in as {who['name']}, without write access to {owner}",
-            hint=f"use {who['name']}/{repo.partition('/')[2]}, or log in as another user with `hf auth login`",
-        )
+        hint = f"use {who['name']}/{repo.partition('/')[2]}, or log in as another user with `hf auth login`"
+        raise RunError(f"--push {repo}: you are logged in as {who['name']}, without write access to {owner}", hint=hint)
     token = who.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
-        raise RunError(
-            f"--push {repo}: your token is read-only",
-            hint="create a write token at https://huggingface.co/settings/tokens, and log in with `hf auth login`",
-        )
+        hint = "create a write token at https://huggingface.co/settings/tokens, and log in with `hf auth login`"
+        raise RunError(f"--push {repo}: your token is read-only", hint=hint)
 
 
 @contextlib.contextmanager
@@ -138,9 +132,8 @@ def _hub_errors(repo: str, hint: str | None = None) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         raise _refused(error.response.status_code, _first_line(error), repo, hint) from error
     except (httpx2.HTTPError, OSError) as error:
-        raise RunError(
-            f"--push {repo}: cannot reach the Hub at {constants.ENDPOINT}", hint=hint or "check the network"
-        ) from error
+        problem = f"--push {repo}: cannot reach the Hub at {constants.ENDPOINT}"
+        raise RunError(problem, hint=hint or "check the network") from error
 
 
 def _refused(status: int, said: str, repo: str, hint: str | None) -> RunError:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tunekit.errors import RunError
 from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
@@ -39,7 +39,7 @@ class Said:
     reason: str
 
 
-class Talk:
+class Talk(contextlib.AbstractContextManager["Talk"]):
     """A model that answers, in a process of its own.
 
         with tunekit.chat("my-run") as talk:
@@ -185,9 +185,6 @@ class Talk:
             process.stdout.close()
         self._words.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -238,10 +235,8 @@ class Talk:
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         detail = f": {lines[-1]}" if lines else ""
-        return RunError(
-            f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}",
-            hint="memory may have run out: close other models, or pass --device cpu",
-        )
+        problem = f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}"
+        return RunError(problem, hint="memory may have run out: close other models, or pass --device cpu")
 
 
 def chat(

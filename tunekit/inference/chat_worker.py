@@ -19,16 +19,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.inference.inference_model import (
-    Sampling,
-    dtype_on,
-    end_tokens,
-    find_trained,
-    load,
-    load_trained,
-    longest_of,
-    tokenizer_of,
-)
+from tunekit.inference import inference_model
 from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
@@ -97,9 +88,7 @@ class Worker:
         first = self.lines.get()
         does_not_fit = f"{first['name']} does not fit in free memory"
         if not self._tell_of(
-            partial(self._load_first, first),
-            does_not_fit,
-            "free some, use a smaller model, or pass --device cpu",
+            partial(self._load_first, first), does_not_fit, "free some, use a smaller model, or pass --device cpu"
         ):
             return
         while True:
@@ -122,7 +111,7 @@ class Worker:
 
     def _load_first(self, first: dict[str, Any]) -> dict[str, Any]:
         """Load what the first line names, and return the facts about it."""
-        trained = find_trained(first["name"], first["checkpoint"])
+        trained = inference_model.find_trained(first["name"], first["checkpoint"])
         compare = first["compare"]
         self.found = trained
         self.vllm: VllmModel | None = None
@@ -132,15 +121,16 @@ class Worker:
             if compare and trained.adapter is None:
                 what = "vLLM holds one model, but the model before training is another one"
                 raise RunError(what, hint="pass --backend transformers")
-            self.device, self.dtype, self.tokenizer = "cuda", dtype_on(trained, "cuda"), tokenizer_of(trained)
+            self.device, self.tokenizer = "cuda", inference_model.tokenizer_of(trained)
+            self.dtype = inference_model.dtype_on(trained, "cuda")
             self.vllm = VllmModel(trained, self.dtype)
         else:
-            loaded = load(trained, device=first["device"])
+            loaded = inference_model.load(trained, device=first["device"])
             self.device, self.dtype, self.tokenizer = loaded.device, loaded.dtype, loaded.tokenizer
             self.model = loaded.model
             if compare and trained.adapter is None and trained.before is not None:
-                self.before = load_trained(trained.before, dtype=self.dtype, device=self.device)
-        self.longest = longest_of(trained)
+                self.before = inference_model.load_trained(trained.before, dtype=self.dtype, device=self.device)
+        self.longest = inference_model.longest_of(trained)
         on_gpu = self.device == "cuda"
         return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -156,14 +146,13 @@ class Worker:
             torch.seed()
         is_base = question["base"]
         if is_base and self.before is None and self.found.adapter is None:
-            raise RunError(
-                f"the model before training of {self.found.name} is not loaded", hint="start the chat with compare"
-            )
+            problem = f"the model before training of {self.found.name} is not loaded"
+            raise RunError(problem, hint="start the chat with compare")
         if not question["say"]:
             raise RunError("the conversation is empty", hint="send a message")
         ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
         limit = self._room(ids, question["max_new_tokens"])
-        sampling = Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
+        sampling = inference_model.Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
         if self.vllm is not None:
             num_tokens, is_cut = 0, False
             for piece, more, ended in self.vllm.stream(ids, sampling, base=is_base, is_stopped=self.asked.is_set):
@@ -180,7 +169,7 @@ class Worker:
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=limit,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
-                eos_token_id=end_tokens(model, self.tokenizer) or None,
+                eos_token_id=inference_model.end_tokens(model, self.tokenizer) or None,
                 streamer=_Pieces(self.tokenizer, self),
                 stopping_criteria=StoppingCriteriaList([_Asked(self.asked)]),
                 **sampling.draws,

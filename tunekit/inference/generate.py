@@ -17,21 +17,7 @@ from typing import Any, BinaryIO, Literal
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.errors import DataError, DiskError, RunError
-from tunekit.inference.inference_model import (
-    BATCH_SIZE,
-    Answer,
-    Device,
-    Sampling,
-    Trained,
-    answer,
-    device_for,
-    dtype_on,
-    find_trained,
-    load,
-    longest_of,
-    refuse_judges,
-    tokenizer_of,
-)
+from tunekit.inference import inference_model
 from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
@@ -87,9 +73,9 @@ def generate(
     max_new_tokens: int = 256,
     num_samples: int = 1,
     seed: int | None = None,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = inference_model.BATCH_SIZE,
     column: str | None = None,
-    device: Device = "auto",
+    device: inference_model.Device = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     backend: Backend = "auto",
     on_event: Callable[[Event], None] | None = None,
@@ -121,11 +107,11 @@ def generate(
             be written.
     """
     tell = on_event or (lambda event: None)
-    sampling = Sampling(temperature, top_p, max_new_tokens, num_samples, seed)
+    sampling = inference_model.Sampling(temperature, top_p, max_new_tokens, num_samples, seed)
     if batch_size < 1:
         raise RunError(f"invalid batch size: {batch_size}", hint="set --batch-size to at least 1")
-    trained = find_trained(run, checkpoint)
-    refuse_judges(trained)
+    trained = inference_model.find_trained(run, checkpoint)
+    inference_model.refuse_judges(trained)
     name = column or ("answer" if num_samples == 1 else "answers")
     with_vllm = takes_vllm(backend, trained, device)
     file_prompts, rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
@@ -133,13 +119,14 @@ def generate(
     with _Answers(Path(out), name, rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
         ids = _encoded(trained, file_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
-        where = device_for(device)
-        chosen = dtype_on(trained, where) if dtype == "auto" else dtype
-        making: Callable[..., Iterator[tuple[int, tuple[Answer, ...]]]]
+        where = inference_model.device_for(device)
+        chosen = inference_model.dtype_on(trained, where) if dtype == "auto" else dtype
+        making: Callable[..., Iterator[tuple[int, tuple[inference_model.Answer, ...]]]]
         if with_vllm:
             making = VllmModel(trained, chosen).answer
         else:
-            making = partial(answer, load(trained, device=device, dtype=chosen), batch_size=batch_size)
+            loaded = inference_model.load(trained, device=device, dtype=chosen)
+            making = partial(inference_model.answer, loaded, batch_size=batch_size)
         tell({"event": "generate", "phase": "ready", "name": trained.name, "device": where})
         began = time.perf_counter()
         for index, reply in making(ids, sampling):
@@ -160,13 +147,13 @@ def generate(
     )
 
 
-def _encoded(found: Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+def _encoded(found: inference_model.Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
     """Token ids of prompts.
 
     Raises:
         DataError: The template refuses one, or one leaves no room for an answer; the first of them are named.
     """
-    longest, tokenizer = longest_of(found), tokenizer_of(found)
+    longest, tokenizer = inference_model.longest_of(found), inference_model.tokenizer_of(found)
     encoded: list[Sequence[int]] = []
     faults: list[str] = []
     for prompt in prompts:
@@ -222,7 +209,7 @@ class _Answers(AbstractContextManager["_Answers"]):
         """Prompts that are answered."""
         return len(self._places)
 
-    def write(self, index: int, answers: Sequence[Answer]) -> None:
+    def write(self, index: int, answers: Sequence[inference_model.Answer]) -> None:
         """Add the answers to a prompt.
 
         Raises:

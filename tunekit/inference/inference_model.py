@@ -180,11 +180,7 @@ def checkpoints_of(run: Run) -> list[int]:
 
 
 def load_trained(
-    found: Trained,
-    *,
-    dtype: Dtype | Literal["auto"],
-    device: str,
-    as_trained: bool = True,
+    found: Trained, *, dtype: Dtype | Literal["auto"], device: str, as_trained: bool = True
 ) -> "PreTrainedModel":
     """A model on a device, in evaluation mode; its adapter beside its weights, in float32.
 

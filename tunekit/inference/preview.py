@@ -4,17 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.data.formats.row_formats import Learner
+from tunekit.data.reports import preview
 from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
-from tunekit.data.reports.preview import (
-    DataPreview,
-    Problem,
-    RowPreview,
-    Show,
-    answered_sequences,
-    is_encoded,
-    show_rows,
-    trained_sequences,
-)
 from tunekit.data.sources.rows import Rows, shown
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError, TunekitError
@@ -32,12 +23,14 @@ from tunekit.runs.prepared_data import room_of
 class _Tokens:
     """Tokenization of rows, if possible."""
 
-    show: Show | None = None
+    show: preview.Show | None = None
     notes: tuple[str, ...] = ()
-    problem: Problem | None = None
+    problem: preview.Problem | None = None
 
 
-def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: int, num_rows: int) -> DataPreview:
+def preview_data(
+    recipe: Recipe, learner: Learner, *, key: str | None, start: int, num_rows: int
+) -> preview.DataPreview:
     """Some of the first rows of a source.
 
     Args:
@@ -60,18 +53,18 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
     )
     rows = look.rows
     tokens = _Tokens() if rows is None else _tokens(recipe, rows)
-    shown_rows: tuple[RowPreview, ...] = ()
+    shown_rows: tuple[preview.RowPreview, ...] = ()
     reads: dict[str, str] = {}
     if rows is not None:
         indices = range(min(start, len(rows)), min(start + num_rows, len(rows)))
-        shown_rows = tuple(show_rows(rows, indices, tokens.show))
+        shown_rows = tuple(preview.show_rows(rows, indices, tokens.show))
         if is_rewarded(recipe.method):
             reads = columns_read(recipe.method.rewards)
             shown_rows = tuple(
                 _with_fault(recipe.method, row, rows.select([index]))
                 for row, index in zip(shown_rows, indices, strict=True)
             )
-    return DataPreview(
+    return preview.DataPreview(
         key=source.key,
         sources=tuple((each.key, shown(each.path)) for each in (*section.sources, *section.eval_sources)),
         method=recipe.method.type,
@@ -87,7 +80,7 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
         bad=look.bad,
         max_bad_rows=section.max_bad_rows,
         notes=(*(() if rows is None else rows.notes), *tokens.notes),
-        problem=None if look.problem is None else Problem(look.problem.problem, look.problem.hint),
+        problem=None if look.problem is None else preview.Problem(look.problem.problem, look.problem.hint),
         model_problem=tokens.problem,
         reads=reads,
     )
@@ -107,16 +100,16 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
     try:
         recipe = continued(recipe)
         tokenizer = load_tokenizer(recipe.model)
-        if not is_encoded(rows.format):
+        if not preview.is_encoded(rows.format):
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
-            return _Tokens(answered_sequences(rows, tokenizer, room_of(recipe)), notes)
-        show, encoder = trained_sequences(rows, tokenizer, recipe.data.max_length)
+            return _Tokens(preview.answered_sequences(rows, tokenizer, room_of(recipe)), notes)
+        show, encoder = preview.trained_sequences(rows, tokenizer, recipe.data.max_length)
     except TunekitError as error:
-        return _Tokens(problem=Problem(error.problem, error.hint))
+        return _Tokens(problem=preview.Problem(error.problem, error.hint))
     return _Tokens(show, tuple(encoder.notes))
 
 
-def _with_fault(method: RewardedMethod, row: RowPreview, one: Rows) -> RowPreview:
+def _with_fault(method: RewardedMethod, row: preview.RowPreview, one: Rows) -> preview.RowPreview:
     """A row with what a reward finds wrong in it."""
     try:
         check_rows(method.rewards, [one])

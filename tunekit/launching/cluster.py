@@ -291,10 +291,8 @@ def write_task(run: Run, on: str) -> Path:
     """
     plan = run.plan
     if plan.num_nodes > 1 and plan.recipe.parallel.max_restarts:
-        raise RunError(
-            "parallel.max_restarts: unsupported on several cloud nodes, which share no disk for a common checkpoint",
-            hint="set it to 0, or train on one node",
-        )
+        what = "parallel.max_restarts: unsupported on several cloud nodes, which share no disk for a common checkpoint"
+        raise RunError(what, hint="set it to 0, or train on one node")
     folder, accelerator = str(run.path.resolve()), find_machine(on).accelerator.name
     task: dict[str, Any] = {
         "name": _name(run),

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from tunekit.errors import RunError, Stopped, TunekitError
-from tunekit.launching.local import FAULTS, raised
+from tunekit.errors import FAULTS, RunError, Stopped, TunekitError
+from tunekit.launching.local import raised
 from tunekit.process.processes import LAUNCHERS_OWN, tcp_store
 from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete

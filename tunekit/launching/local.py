@@ -27,16 +27,7 @@ from typing import Any, Protocol
 import platformdirs
 from filelock import FileLock, Timeout
 
-from tunekit.errors import (
-    DataWorkerError,
-    ExchangeError,
-    HostLostError,
-    RunError,
-    StandstillError,
-    Stopped,
-    TunekitError,
-    from_words,
-)
+from tunekit.errors import FAULTS, ExchangeError, HostLostError, RunError, Stopped, TunekitError, from_words
 from tunekit.estimates.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.process.processes import LOG, Group
@@ -52,9 +43,6 @@ from tunekit.runs.small_files import Place, Request, forget_request, requested, 
 
 POLL_SECONDS = 0.1
 """Seconds between two looks at the other processes and their events."""
-
-FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
-"""Errors that a restart may avoid. All others with a hint are for the user to fix first."""
 
 
 def launch(run: Run, listener: Listener | None = None) -> None:

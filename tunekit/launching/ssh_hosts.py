@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self, TextIO
+from typing import IO, Any, TextIO
 
 from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.estimates.facts import Hardware
@@ -144,7 +144,7 @@ class Host:
         self._inbox.put((self, {"said": "gone"}))
 
 
-class Hosts:
+class Hosts(contextlib.AbstractContextManager["Hosts"]):
     """All hosts of a run, connected from when this is made until it is left as a context.
 
     Args:
@@ -172,9 +172,6 @@ class Hosts:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

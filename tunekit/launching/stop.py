@@ -248,9 +248,8 @@ def _check_over(run: Run) -> None:
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
     remaining = _Left(run)
     if remaining.look():
-        raise RunError(
-            f"{run.name} is {state}, but still has {remaining.words()}", hint=f"stop it first: tunekit stop {run.path}"
-        )
+        problem = f"{run.name} is {state}, but still has {remaining.words()}"
+        raise RunError(problem, hint=f"stop it first: tunekit stop {run.path}")
 
 
 def _check_alone(folder: Path) -> None:

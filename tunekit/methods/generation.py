@@ -94,7 +94,7 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
 
 
 def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Parts, **own: Any) -> RunTrainer:
-    """A trainer of TRL's that learns from rewarded groups of the model's own answers.
+    """A trainer of TRL's, with our head, that learns from rewarded groups of the model's own answers.
 
     Args:
         base: TRL's class.
@@ -103,16 +103,17 @@ def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Par
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
         own: Arguments of the config that only this method has.
     """
+    from tunekit.methods.head import replace_heads
     from tunekit.methods.rewards.load import load_rewards
 
     generation = generation_arguments(method, parts.data, parts.plan)
-    return generating_trainer(
-        base,
-        method,
-        parts,
-        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
-        args=config(**arguments_in_groups(method, parts), **own, **{**method.trainer_args, **generation}),
-    )
+    arguments = config(**arguments_in_groups(method, parts), **own, **{**method.trainer_args, **generation})
+    functions = load_rewards(method.rewards, device=parts.plan.device.kind)
+    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments)
+    # Of these methods GRPO alone takes a gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
+    learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
+    replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")
+    return trainer
 
 
 def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:

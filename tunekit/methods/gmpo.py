@@ -15,9 +15,4 @@ def build(method: GMPOMethod, parts: Parts) -> RunTrainer:
     """
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    from tunekit.methods.head import replace_heads
-
-    trainer = rewarded_trainer(GMPOTrainer, GMPOConfig, method, parts, scale_rewards=method.scale_rewards)
-    # GMPO takes no gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
-    replace_heads(trainer, keeps_trls=parts.head == "tiles")
-    return trainer
+    return rewarded_trainer(GMPOTrainer, GMPOConfig, method, parts, scale_rewards=method.scale_rewards)

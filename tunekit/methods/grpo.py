@@ -15,9 +15,7 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
     """
     from trl import GRPOConfig, GRPOTrainer
 
-    from tunekit.methods.head import replace_heads
-
-    trainer = rewarded_trainer(
+    return rewarded_trainer(
         GRPOTrainer,
         GRPOConfig,
         method,
@@ -26,5 +24,3 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
         importance_sampling_level=method.importance_sampling_level,
         scale_rewards=method.scale_rewards,
     )
-    replace_heads(trainer, entropy_gradient=trainer._entropy_bonus_enabled, keeps_trls=parts.head == "tiles")
-    return trainer

@@ -178,9 +178,8 @@ def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_
 
 
 def _gone(how: str) -> DependencyError:
-    return DependencyError(
-        f"TRL's fused head is not as expected: {how}", hint="install the versions that tunekit requires"
-    )
+    problem = f"TRL's fused head is not as expected: {how}"
+    return DependencyError(problem, hint="install the versions that tunekit requires")
 
 
 def _forward_with(head: Head) -> Any:

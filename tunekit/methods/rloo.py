@@ -15,8 +15,4 @@ def build(method: RLOOMethod, parts: Parts) -> RunTrainer:
     """
     from trl import RLOOConfig, RLOOTrainer
 
-    from tunekit.methods.head import replace_heads
-
-    trainer = rewarded_trainer(RLOOTrainer, RLOOConfig, method, parts, normalize_advantages=method.normalize_advantages)
-    replace_heads(trainer, keeps_trls=parts.head == "tiles")
-    return trainer
+    return rewarded_trainer(RLOOTrainer, RLOOConfig, method, parts, normalize_advantages=method.normalize_advantages)

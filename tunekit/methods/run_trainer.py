@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import Trainer as Base
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState, TrainingArguments
 else:
     Base = object
 
@@ -250,9 +250,7 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
         for more in range(self.num_more):
             yield int(rows[more % self.num_rows]) if self.repeats else self.num_rows + more
 
-    def on_epoch_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
         """Take the order of the epoch that begins or is resumed."""
         self.epoch = int(state.epoch or 0)
 
@@ -292,15 +290,11 @@ class GroupOrder(TrainerCallback):  # type: ignore[misc]
         self._sampler = make(rows)
         return self._sampler
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: "TrainingArguments", state: "TrainerState", *_: object, **__: object) -> None:
         """Count the micro-batches of the steps that were taken before."""
         self.trainer.micro_step = state.global_step * args.gradient_accumulation_steps
 
-    def on_epoch_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
         """Take the order of the epoch that begins or is resumed."""
         if self._sampler.shuffle:
             self._sampler.generator.manual_seed(self.seed + int(state.epoch or 0))

@@ -2,19 +2,7 @@
 
 from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import training as hf
-from tunekit.migration.draft import (
-    Draft,
-    UnfitError,
-    carried,
-    figure,
-    is_off,
-    names,
-    no_method,
-    number,
-    reason,
-    text,
-    truth,
-)
+from tunekit.migration.draft import Draft, UnfitError, carried, figure, is_off, names, number, reason, text, truth
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
@@ -48,7 +36,7 @@ def _method(draft: Draft) -> None:
     if draft.get("reward_model") is True:
         draft.put("method.type", "reward", "reward_model")
     elif name and name not in _METHODS:
-        raise no_method(draft, "rl", str(name))
+        raise draft.no_method("rl", name)
     elif name:
         draft.put("method.type", _METHODS[name], "rl")
         if name in ("simpo", "ipo"):
@@ -68,15 +56,13 @@ def finish(draft: Draft) -> None:
     if draft.has_adapter:
         draft.assume({"adapter.rank": 8, "adapter.alpha": 8}, "PEFT's default; not set in the file")
         if "adapter.target_modules" not in draft.values and not draft.get("lora_target_linear"):
-            draft.suspect(
-                "adapter", "neither lora_target_linear nor lora_target_modules: the recipe adapts all linear layers"
-            )
+            words = "neither lora_target_linear nor lora_target_modules: the recipe adapts all linear layers"
+            draft.suspect("adapter", words)
     if draft.get("sample_packing") is True:
         _suspect_packing(draft)
     if draft.get("tokens") and draft.has_adapter and not draft.get("lora_modules_to_save"):
-        draft.suspect(
-            "tokens", "tokens are added without embed_tokens and lm_head in lora_modules_to_save: they stay random"
-        )
+        words = "tokens are added without embed_tokens and lm_head in lora_modules_to_save: they stay random"
+        draft.suspect("tokens", words)
     if draft.get("shuffle_merged_datasets") and draft.get("shuffle_before_merging_datasets"):
         draft.suspect("shuffle_before_merging_datasets", "rows are shuffled twice, before and after merging")
     if draft.get("load_in_4bit") and draft.get("load_in_8bit"):
@@ -84,10 +70,8 @@ def finish(draft: Draft) -> None:
     if draft.get("adapter") == "qlora" and not draft.get("load_in_4bit"):
         draft.suspect("adapter", "adapter: qlora without load_in_4bit: true")
     if draft.get("load_in_4bit") and is_off(draft.get("adapter", False)):
-        draft.suspect(
-            "load_in_4bit",
-            "load_in_4bit without an adapter: 4-bit weights cannot be trained; the recipe trains all parameters",
-        )
+        words = "load_in_4bit without an adapter: 4-bit weights cannot be trained; the recipe trains all parameters"
+        draft.suspect("load_in_4bit", words)
 
 
 def _suspect_packing(draft: Draft) -> None:
@@ -95,10 +79,8 @@ def _suspect_packing(draft: Draft) -> None:
     if not any(draft.get(key) for key in _NEEDS_FLASH) and "flash" not in attention and "flex" not in attention:
         hf.suspect_packing(draft, "sample_packing", "flash or flex attention")
     if draft.get("eval_sample_packing") is None and draft.get("val_set_size"):
-        draft.suspect(
-            "sample_packing",
-            "evaluation is packed too unless eval_sample_packing is off: few rows may not fill a batch",
-        )
+        words = "evaluation is packed too unless eval_sample_packing is off: few rows may not fill a batch"
+        draft.suspect("sample_packing", words)
 
 
 # Single keys
@@ -151,18 +133,15 @@ def modules(draft: Draft, entry: Entry) -> Fate:
     """The modules that are adapted, by their names."""
     value = names(entry.value)
     if any(sign in name for name in value for sign in "*\\|("):
-        raise UnfitError(
-            "a regular expression: adapter.target_modules accepts name endings; all linear layers are used"
-        )
+        words = "a regular expression: adapter.target_modules accepts name endings; all linear layers are used"
+        raise UnfitError(words)
     return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all-linear"] else value)
 
 
 def unfrozen(draft: Draft, entry: Entry) -> Fate:
     """Parts of a model that are trained by themselves."""
-    return Fate(
-        "unsupported",
-        "training parts of a model is unsupported: use adapter full, lora or qlora, or adapter.modules_to_save",
-    )
+    words = "training parts of a model is unsupported: use adapter full, lora or qlora, or adapter.modules_to_save"
+    return Fate("unsupported", words)
 
 
 def special(draft: Draft, entry: Entry) -> Fate:

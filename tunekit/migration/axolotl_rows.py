@@ -168,9 +168,8 @@ def training_field(draft: Draft, entry: Entry) -> Fate:
     """The key of a turn that says whether it is learned."""
     if entry.value in _TRAINING_FIELDS:
         return Fate("silent", f"{entry.value} of a turn is supported: false masks it from the loss")
-    raise UnfitError(
-        f"supported keys: {', '.join(_TRAINING_FIELDS)}; rename it with a function (data.format: module:function)"
-    )
+    words = f"supported keys: {', '.join(_TRAINING_FIELDS)}; rename it with a function (data.format: module:function)"
+    raise UnfitError(words)
 
 
 def split(draft: Draft, entry: Entry) -> Fate:
@@ -196,9 +195,8 @@ def data_files(draft: Draft, entry: Entry) -> Fate:
     """The files of a data set."""
     files = entry.value if isinstance(entry.value, list) else [entry.value]
     if len(files) > 1:
-        raise UnfitError(
-            "only the first of several files is used: add a source for each, or a pattern such as data/*.jsonl"
-        )
+        words = "only the first of several files is used: add a source for each, or a pattern such as data/*.jsonl"
+        raise UnfitError(words)
     return carried("data.train", files[0])
 
 

@@ -101,6 +101,12 @@ class Draft:
         """Note what may not be meant, at a key of the original."""
         self.suspicious.append(Suspicion(self.line_of(key), words))
 
+    def no_method(self, key: str, what: object) -> RecipeError:
+        """Return the error of a method that is not there: the recipe would be one of something else."""
+        where = f"{self.original.path}:{self.line_of(key)}" if self.line_of(key) else self.original.path
+        problem = f"{where}: {key}: method {what} is unsupported"
+        return RecipeError(problem, hint="available: sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation")
+
 
 Rule = Callable[[Draft, Entry], Fate]
 """Handler of a key."""
@@ -163,15 +169,6 @@ def trainer_arg(name: str) -> Rule:
         return Fate("silent", "is off") if is_off(value) else draft.carry(entry, f"method.trainer_args.{name}", value)
 
     return rule
-
-
-def no_method(draft: Draft, key: str, what: str) -> RecipeError:
-    """The error of a method that is not there: the recipe would be one of something else."""
-    where = f"{draft.original.path}:{draft.line_of(key)}" if draft.line_of(key) else draft.original.path
-    return RecipeError(
-        f"{where}: {key}: method {what} is unsupported",
-        hint="available: sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation",
-    )
 
 
 def is_off(value: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, names, no_method, number, reason, text, truth
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -19,7 +19,7 @@ def prepare(draft: Draft) -> None:
     hf.set_batch(draft, "per_device_train_batch_size", default_micro=8)
     stage, loss = draft.get("stage", "sft"), draft.get("pref_loss", "sigmoid")
     if stage not in _METHODS:
-        raise no_method(draft, "stage", str(stage))
+        raise draft.no_method("stage", stage)
     method = {"orpo": "orpo", "simpo": "cpo"}.get(loss, "dpo") if stage == "dpo" else _METHODS[stage]
     draft.put("method.type", method, "stage")
     if method == "cpo":
@@ -53,9 +53,8 @@ def finish(draft: Draft) -> None:
     if draft.get("packing") is True and not draft.get("neat_packing"):
         hf.suspect_packing(draft, "packing", "neat_packing")
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
-        draft.suspect(
-            "quantization_bit", "quantization_bit with finetuning_type full: quantized weights cannot be trained"
-        )
+        words = "quantization_bit with finetuning_type full: quantized weights cannot be trained"
+        draft.suspect("quantization_bit", words)
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
@@ -101,10 +100,8 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     media = next((name for name in ("images", "videos", "audios") if name in theirs), None)
     if media is not None:
         name = said.get("file_name") or said.get("hf_hub_url")
-        raise RecipeError(
-            f"{draft.original.path}: the dataset {name} has {media}, but tunekit trains on text only",
-            hint="set text datasets in the file",
-        )
+        problem = f"{draft.original.path}: the dataset {name} has {media}, but tunekit trains on text only"
+        raise RecipeError(problem, hint="set text datasets in the file")
     hub = said.get("hf_hub_url")
     split, limit = said.get("split"), draft.get("max_samples")
     if hub and isinstance(limit, int):
@@ -169,15 +166,12 @@ def template(draft: Draft, entry: Entry) -> Fate:
     """A template by name: the model's own is taken."""
     name, model = text(entry.value).lower(), str(draft.get("model_name_or_path", "")).lower()
     if name in ("default", "empty", "alpaca", "vicuna"):
-        draft.suspect(
-            entry.key,
-            f"template {name} is not the model's own, which the recipe uses: the chat format changes",
-        )
+        words = f"template {name} is not the model's own, which the recipe uses: the chat format changes"
+        draft.suspect(entry.key, words)
     for beginning, family in tool_table("llama-factory").words["templates"].items():
         if name.startswith(beginning) and family not in model.replace("_", "-") and "/" in model:
-            draft.suspect(
-                entry.key, f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
-            )
+            words = f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
+            draft.suspect(entry.key, words)
             break
     return Fate("different", f"LLaMA-Factory formats rows with its template {entry.value}; {reason('other_template')}")
 

@@ -66,7 +66,9 @@ def migrate(
     if tool is not None and tool not in TOOLS:
         raise RecipeError(f"--from {tool}: no such tool", hint=f"available: {', '.join(TOOLS)}")
     words = tuple(arguments)
-    original = read_original(path, _without_command(words))
+    # The `--key value` words behind `trl sft`.
+    first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    original = read_original(path, words[first:])
     if words and original.task is None and not words[0].startswith("-"):
         original.task = words[1] if words[0] in ("trl", "swift", "tune") and len(words) > 1 else words[0]
     name = tool or original.tool or _recognised(original)
@@ -92,12 +94,6 @@ def migrate(
         suspicious=tuple(sorted(dict.fromkeys(draft.suspicious))),
         unsaid=tuple(draft.unsaid),
     )
-
-
-def _without_command(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The `--key value` words behind `trl sft`."""
-    first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-    return words[first:]
 
 
 def _recognised(original: Original) -> str:

@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.reading.parse import (
-    MAX_BYTES,
-    Key,
-    Place,
-    Places,
-    YAMLProblem,
-    dotted,
-    plain_scalar,
-    raise_problems,
-    read_yaml,
-)
+from tunekit.recipe.reading import parse
 
 _HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
@@ -96,9 +86,8 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
         raise RecipeError(f"{label}: is a Python program, not a configuration", hint=_HINT)
     command = _find_command(text) if _is_script(Path(path), text) else None
     if command is None and Path(path).suffix in (".sh", ".bash"):
-        raise RecipeError(
-            f"{label}: no command of a known tool", hint="pass a script that calls `swift sft`, `trl sft` or similar"
-        )
+        problem = f"{label}: no command of a known tool"
+        raise RecipeError(problem, hint="pass a script that calls `swift sft`, `trl sft` or similar")
     original = _of_values(label, text) if command is None else _of_command(label, *command)
     added = _arguments([(word, 0) for word in words], label)
     if added:
@@ -127,8 +116,8 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path}: file not found", hint=_HINT) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise RecipeError(f"{path}: is larger than {MAX_BYTES // 1024} KiB", hint=_HINT)
+    if len(raw) > parse.MAX_BYTES:
+        raise RecipeError(f"{path}: is larger than {parse.MAX_BYTES // 1024} KiB", hint=_HINT)
     if b"\0" in raw:
         raise RecipeError(f"{path}: is a binary file, not a configuration", hint=_HINT)
     try:
@@ -143,10 +132,10 @@ def _of_values(shown: str, text: str) -> Original:
     if text.lstrip().startswith(("{", "[")):
         text = re.sub(r"^\t+", lambda tabs: "  " * len(tabs[0]), text, flags=re.MULTILINE)
     try:
-        values, places, problems = read_yaml(text, Place(0, 1, 1, shown))
-    except YAMLProblem as error:
+        values, places, problems = parse.read_yaml(text, parse.Place(0, 1, 1, shown))
+    except parse.YAMLProblem as error:
         raise RecipeError(str(error.problem)) from None
-    raise_problems(problems)
+    parse.raise_problems(problems)
     if values is None:
         raise RecipeError(f"{shown}: is empty", hint=_HINT)
     if not isinstance(values, dict):
@@ -155,7 +144,7 @@ def _of_values(shown: str, text: str) -> Original:
     return Original(shown, values, tuple(_flat(values, (), places)))
 
 
-def _flat(value: Any, key: Key, places: Places) -> Iterator[Entry]:
+def _flat(value: Any, key: parse.Key, places: parse.Places) -> Iterator[Entry]:
     """The keys below a value, down to values and to lists of values."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
@@ -164,7 +153,7 @@ def _flat(value: Any, key: Key, places: Places) -> Iterator[Entry]:
         for position, item in enumerate(value):
             yield from _flat(item, (*key, position), places)
     else:
-        yield Entry(dotted(key), value, places.of_key(key).line)
+        yield Entry(parse.dotted(key), value, places.of_key(key).line)
 
 
 # Shell scripts
@@ -246,5 +235,5 @@ def _arguments(words: Iterable[tuple[str, int]], shown: str) -> tuple[Entry, ...
 
 
 def _value(*words: str) -> Any:
-    values = [plain_scalar(word) for word in words] or [True]
+    values = [parse.plain_scalar(word) for word in words] or [True]
     return values[0] if len(values) == 1 else values

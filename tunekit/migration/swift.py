@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, no_method, number, reason, text
+from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
@@ -29,7 +29,7 @@ def prepare(draft: Draft) -> None:
     hf.set_batch(draft, "per_device_train_batch_size", default_accumulation=times)
     kind = draft.get("rlhf_type", "dpo" if draft.original.task == "rlhf" else None)
     if kind is not None and kind not in _METHODS:
-        raise no_method(draft, "rlhf_type", str(kind))
+        raise draft.no_method("rlhf_type", kind)
     draft.put("method.type", _METHODS[kind] if kind else "sft", "rlhf_type")
     if kind == "simpo":
         draft.put("method.loss_type", "simpo", "rlhf_type")

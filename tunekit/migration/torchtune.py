@@ -130,10 +130,8 @@ def finish(draft: Draft) -> None:
     """Record torchtune's defaults for what the file does not set, and what looks wrong."""
     own = "torchtune's default; not set in the file"
     if draft.get("tokenizer.max_seq_len") is None:
-        draft.suspect(
-            "tokenizer",
-            "max_seq_len is null: torchtune truncates nothing; the recipe has tunekit's default data.max_length",
-        )
+        what = "max_seq_len is null: torchtune truncates nothing; the recipe has tunekit's default data.max_length"
+        draft.suspect("tokenizer", what)
     if draft.get("lr_scheduler._component_") is None:
         draft.assume({"train.lr_scheduler_type": "constant", "train.warmup_steps": 0}, own)
     optimizer_name = draft.get("optimizer._component_")

@@ -7,19 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from tunekit.migration.draft import (
-    Draft,
-    UnfitError,
-    carried,
-    is_off,
-    lower,
-    names,
-    number,
-    reason,
-    text,
-    truth,
-    whole,
-)
+from tunekit.migration.draft import Draft, UnfitError, carried, is_off, lower, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table
@@ -108,14 +96,10 @@ def max_steps(draft: Draft, entry: Entry) -> Fate:
 def epochs(draft: Draft, entry: Entry) -> Fate:
     """Epochs, unless steps are given."""
     num_epochs = number(entry.value)
-    if _steps(draft) > 0:
+    max_steps = draft.get("max_steps")
+    if isinstance(max_steps, int | float) and max_steps > 0:
         return Fate("silent", "max_steps takes precedence")
     return draft.carry(entry, "train.num_epochs", num_epochs)
-
-
-def _steps(draft: Draft) -> float:
-    max_steps = draft.get("max_steps", 0)
-    return max_steps if isinstance(max_steps, int | float) else 0
 
 
 def eval_steps(draft: Draft, entry: Entry) -> Fate:

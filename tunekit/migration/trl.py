@@ -7,7 +7,7 @@ itself is passed on under its name.
 import contextlib
 
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, no_method, number, text, trainer_arg
+from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, number, text, trainer_arg
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -36,7 +36,7 @@ def _method(draft: Draft) -> str:
     if task in CONFIGS:
         return task
     if task is not None:
-        raise no_method(draft, task, task)
+        raise draft.no_method(task, task)
     keys = set(draft.original.values)
     for method, telling in tool_table("trl").words["telling"].items():
         if keys & {*telling.split()}:
@@ -78,10 +78,8 @@ def finish(draft: Draft) -> None:
     if draft.has_adapter:
         draft.assume({"adapter.rank": 16, "adapter.alpha": 32, "adapter.dropout": 0.05})
         if "adapter.target_modules" not in draft.values:
-            draft.suspect(
-                "use_peft",
-                "lora_target_modules is not set: PEFT adapts few modules by default, the recipe all linear layers",
-            )
+            words = "lora_target_modules is not set: PEFT adapts few modules by default, the recipe all linear layers"
+            draft.suspect("use_peft", words)
     elif any(key.startswith("lora_") for key in draft.original.values):
         draft.suspect("lora_r", "lora settings without use_peft: full fine-tuning")
     attention = str(draft.get("attn_implementation", ""))

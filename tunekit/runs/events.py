@@ -55,7 +55,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from tunekit.errors import RunError
 from tunekit.files import open_regular, parse_json, read_table
@@ -118,13 +118,10 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     Raises:
         RunError: A line is damaged.
     """
-    try:
-        stream = open_regular(path)
-    except FileNotFoundError:
+    opened = open_events(path)
+    if opened is None:
         return [], offset
-    except OSError as error:
-        raise unreadable(path, error) from error
-    with stream:
+    with opened as stream:
         stream.seek(offset)
         whole, newline, _ = stream.read().rpartition(b"\n")
     events = []
@@ -138,9 +135,18 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     return events, offset + len(whole) + len(newline)
 
 
-def unreadable(path: Path, error: OSError) -> RunError:
-    """Return the error for an events file that is none, or another user's."""
-    return RunError(f"{path} cannot be read: {error.strerror}", hint="restore it from a copy")
+def open_events(path: Path) -> IO[bytes] | None:
+    """Open an events file, if it exists.
+
+    Raises:
+        RunError: It is no file, or another user's.
+    """
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}", hint="restore it from a copy") from error
 
 
 def parse_event(line: bytes) -> Event:

@@ -19,8 +19,7 @@ from operator import itemgetter, lt
 from pathlib import Path
 from typing import NamedTuple
 
-from tunekit.files import open_regular
-from tunekit.runs.events import Event, is_event, parse_event, unreadable
+from tunekit.runs.events import Event, is_event, open_events, parse_event
 
 MAX_POINTS = 2000
 """Points that are kept of a curve; a screen has about as many columns."""
@@ -178,15 +177,12 @@ class EventReader:
         Args:
             max_bytes: Approximate limit of bytes to read; the rest follows with the next call.
         """
-        try:
-            stream = open_regular(self.path)
-        except FileNotFoundError:
+        opened = open_events(self.path)
+        if opened is None:
             was_there = self._seen is not None
             self._forget()
             return was_there
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        with stream:
+        with opened as stream:
             status = os.fstat(stream.fileno())
             signature = (status.st_ino, status.st_size, status.st_mtime_ns)
             if signature == self._seen:
@@ -319,15 +315,13 @@ class EventReader:
 
 def last_events(path: Path) -> list[Event]:
     """Return the events in the last `TAIL_BYTES` of a file; none if it does not exist."""
-    try:
-        with open_regular(path) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - TAIL_BYTES))
-            tail = stream.read(TAIL_BYTES)
-    except FileNotFoundError:
+    opened = open_events(path)
+    if opened is None:
         return []
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with opened as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - TAIL_BYTES))
+        tail = stream.read(TAIL_BYTES)
     lines = tail.split(b"\n")[:-1]
     if size > TAIL_BYTES:
         # Its beginning may lie before.

@@ -105,10 +105,8 @@ def tokenizers_errors() -> Iterator[None]:
 def disk_full(run: Run, where: str, error: OSError) -> DiskError:
     """Return the error for a file other than a checkpoint that could not be written."""
     give_room(run)
-    return DiskError(
-        f"{where}: {words_of(error)}; events and status are written to {run.path}",
-        hint=f"free space on its disk, then {next_command(run)}",
-    )
+    problem = f"{where}: {words_of(error)}; events and status are written to {run.path}"
+    return DiskError(problem, hint=f"free space on its disk, then {next_command(run)}")
 
 
 def free_bytes(folder: Path) -> int:
@@ -148,10 +146,8 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
     newest = newest_complete(run.path)
     note = f"checkpoint-{newest.step} is complete" if newest.path else "no checkpoint yet"
     much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "space"
-    return DiskError(
-        f"{what} could not be written: {why}{needs}; {note}",
-        hint=f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}",
-    )
+    hint = f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}"
+    return DiskError(f"{what} could not be written: {why}{needs}; {note}", hint=hint)
 
 
 ERRORS = "errors"
@@ -316,6 +312,9 @@ def _with_less(run: Run) -> Plan | None:
 NUM_RUNS = 10
 """Finished runs that are looked at, the newest: each is to be read and checked, and older ones tell of older code."""
 
+MEASURED = ("peak_memory_bytes", "planned_memory_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+"""What a result and a record have under the same names."""
+
 
 def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
     """Records of the newest finished runs in a folder; of those that tell nothing, none."""
@@ -342,11 +341,8 @@ def _record(run: Run) -> RunRecord | None:
             tokens_per_second=result["tokens_per_second"],
             by_vllm=plan.vllm is not None,
             generation_share=None if seconds is None else seconds / result["step_seconds"],
-            peak_memory_bytes=result["peak_memory_bytes"],
-            planned_memory_bytes=result["planned_memory_bytes"],
             planned_tensor_bytes=plan.memory.tensor_bytes,
-            peak_allocated_bytes=result["peak_allocated_bytes"],
-            peak_reserved_bytes=result["peak_reserved_bytes"],
+            **{name: result[name] for name in MEASURED},
             layout=plan.layout,
             num_nodes=plan.num_nodes,
         )

@@ -124,12 +124,9 @@ class _Planned:
         place, sizes = place_of_run(self.plans[0].recipe), [plan.saving.run_bytes or 0 for plan in self.plans]
         needed, free = sum(sizes) * num_runs // len(sizes), free_bytes(place)
         if needed > free:
-            raise PlanError(
-                f"{num_runs} runs need up to {gib(needed)} on the disk of {place.absolute()}, {gib(free)} free",
-                hint=f"free {gib(needed - free)} there, or try fewer combinations",
-                needed_bytes=needed,
-                limit_bytes=free,
-            )
+            problem = f"{num_runs} runs need up to {gib(needed)} on the disk of {place.absolute()}, {gib(free)} free"
+            hint = f"free {gib(needed - free)} there, or try fewer combinations"
+            raise PlanError(problem, hint=hint, needed_bytes=needed, limit_bytes=free)
 
     def _sum(self, ranges: Sequence[Range], factor: float) -> Range | None:
         if len(ranges) < len(self.plans):

@@ -89,10 +89,8 @@ def measure_of(plan: Plan, by: str | None) -> Measure:
     if not any(fnmatch(bare, measure) for measure in measures):
         near = get_close_matches(bare, measures, n=1)
         suggestion = f"did you mean {near[0]!r}? " if near else ""
-        raise PlanError(
-            f"--by {by}: {plan.recipe.method.type} runs log no such metric",
-            hint=f"{suggestion}available: {', '.join(measures)}, with the prefix {PREFIX} for evaluations",
-        )
+        hint = f"{suggestion}available: {', '.join(measures)}, with the prefix {PREFIX} for evaluations"
+        raise PlanError(f"--by {by}: {plan.recipe.method.type} runs log no such metric", hint=hint)
     if by.startswith(PREFIX) and name is None:
         raise PlanError(f"--by {by}: no evaluation data", hint=f"set data.eval, or pass --by {bare}")
     return Measure(by, not by.endswith(LESS_IS_BETTER))

@@ -163,16 +163,14 @@ def grid(axes: Mapping[str, Axis]) -> list[Changes]:
     """
     spans = [key for key, axis in axes.items() if isinstance(axis, Span)]
     if spans:
-        raise RecipeError(
-            f"{', '.join(spans)}: a grid needs lists, not ranges", hint="sample ranges with --random N or --optuna N"
-        )
+        problem = f"{', '.join(spans)}: a grid needs lists, not ranges"
+        raise RecipeError(problem, hint="sample ranges with --random N or --optuna N")
     lists = {key: axis for key, axis in axes.items() if not isinstance(axis, Span)}
     numbers = [len(values) for values in lists.values()]
     if prod(numbers) > MAX_RUNS:
         words = f"{' x '.join(map(str, numbers))} = {prod(numbers)}"
-        raise RecipeError(
-            f"{words} runs exceed the limit of {MAX_RUNS} per sweep", hint="try fewer values, or sample with --random N"
-        )
+        problem = f"{words} runs exceed the limit of {MAX_RUNS} per sweep"
+        raise RecipeError(problem, hint="try fewer values, or sample with --random N")
     return [dict(zip(lists, chosen, strict=True)) for chosen in product(*lists.values())]
 
 
@@ -209,9 +207,8 @@ def check_number(axes: Mapping[str, Axis], num: int) -> None:
         for axis in axes.values()
     ]
     if num > prod(sizes):
-        raise RecipeError(
-            f"{num} runs exceed the {prod(sizes)} combinations", hint="sample fewer, or omit the number to try all"
-        )
+        problem = f"{num} runs exceed the {prod(sizes)} combinations"
+        raise RecipeError(problem, hint="sample fewer, or omit the number to try all")
 
 
 def corners(axes: Mapping[str, Axis]) -> list[Changes]:

@@ -143,10 +143,8 @@ def _check_wandb() -> None:
     if account["mode"] != "online":
         return
     if not account["has_login"]:
-        raise RunError(
-            f"output.report_to: wandb is not logged in to {account['server']}",
-            hint="run `wandb login`, set WANDB_API_KEY, or log to the run folder only with WANDB_MODE=offline",
-        )
+        hint = "run `wandb login`, set WANDB_API_KEY, or log to the run folder only with WANDB_MODE=offline"
+        raise RunError(f"output.report_to: wandb is not logged in to {account['server']}", hint=hint)
     _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and upload the run later with `wandb sync`")
 
 
@@ -245,13 +243,6 @@ class Reporting:
         )
         self._reader.start()
 
-    def _say(self, words: str) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        # It may be gone; the run does without.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(words)
-            self._process.stdin.flush()
-
     def _hand_on(self) -> None:
         """Write what the reporter says into the events of the run."""
         assert self._process is not None and self._process.stdout is not None
@@ -263,10 +254,10 @@ class Reporting:
 
     def _end(self, process: "subprocess.Popen[str]", phase: str) -> None:
         self._is_over = True
-        self._say(f"{phase}\n")
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+        # It may be gone; the run does without.
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(f"{phase}\n")
         try:
             process.wait(WAIT_SECONDS[phase])
         except subprocess.TimeoutExpired:

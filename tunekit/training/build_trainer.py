@@ -198,10 +198,8 @@ def check_upstream(method: str) -> None:
     if problems:
         libraries = ("transformers", "trl", "accelerate")
         installed = ", ".join(f"{name} {version(name)}" for name in libraries)
-        raise DependencyError(
-            f"{installed} lack names that tunekit overrides: " + "; ".join(map(str, problems)),
-            hint="install versions that this tunekit was tested with, or a newer tunekit",
-        )
+        problem = f"{installed} lack names that tunekit overrides: " + "; ".join(map(str, problems))
+        raise DependencyError(problem, hint="install versions that this tunekit was tested with, or a newer tunekit")
 
 
 def method_names(method: str) -> tuple[str, ...]:

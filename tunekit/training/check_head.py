@@ -143,9 +143,8 @@ def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
         if output.get("aux_loss") is not None:
             return
     if plan.recipe.method.trainer_args.get("router_aux_loss_coef"):
-        raise RunError(
-            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no router loss", hint="unset it"
-        )
+        problem = f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no router loss"
+        raise RunError(problem, hint="unset it")
     trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
     text_config.output_router_logits = False
 
@@ -182,10 +181,9 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
             if replaced is not None:
                 model.forward = replaced
         if why is not None:
-            raise RunError(
-                f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head",
-                hint="distill with another model family, or train on the teacher's answers with method.type=sft",
-            )
+            problem = f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head"
+            hint = "distill with another model family, or train on the teacher's answers with method.type=sft"
+            raise RunError(problem, hint=hint)
 
 
 def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
@@ -195,15 +193,11 @@ def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
         RunError: One does.
     """
     if head.bound["cast_lm_head_to_fp32"]:
-        raise RunError(
-            f"{problem}; its own logits do not support a float32 head",
-            hint="unset method.trainer_args.cast_lm_head_to_fp32",
-        )
+        what = f"{problem}; its own logits do not support a float32 head"
+        raise RunError(what, hint="unset method.trainer_args.cast_lm_head_to_fp32")
     if vars(trainer).get("precompute_ref_logps"):
-        raise RunError(
-            f"{problem}; the reference log-probabilities were precomputed with a fused head",
-            hint="set method.precompute_ref_log_probs=false",
-        )
+        what = f"{problem}; the reference log-probabilities were precomputed with a fused head"
+        raise RunError(what, hint="set method.precompute_ref_log_probs=false")
 
 
 def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: Plan, vocabulary: int) -> str | None:

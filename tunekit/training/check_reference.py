@@ -252,9 +252,8 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
     try:
         change = _change(trainer, first, other, second)
     except (TypeError, ValueError) as error:
-        raise RunError(
-            f"{path} does not support packed documents: {str(error).strip()}", hint=f"set {asked}=false"
-        ) from error
+        problem = f"{path} does not support packed documents: {str(error).strip()}"
+        raise RunError(problem, hint=f"set {asked}=false") from error
     half = trainer.args.bf16 or trainer.args.fp16 or trainer.model.dtype.itemsize < 4
     # Written so that what is not a number does not pass.
     if not change <= (HALF_TOLERANCE if half else FLOAT32_TOLERANCE):

@@ -67,10 +67,8 @@ def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocab
                 problem = _problem(plan, record, folder, device, rows, trained)
     problem = same_everywhere(problem, record.place)
     if problem is not None:
-        raise RunError(
-            f"the saved model differs from the trained one: {problem}",
-            hint=f"it is in {folder}; please report this with recipe.yaml and plan.yaml of the run",
-        )
+        what = f"the saved model differs from the trained one: {problem}"
+        raise RunError(what, hint=f"it is in {folder}; please report this with recipe.yaml and plan.yaml of the run")
 
 
 def _problem(

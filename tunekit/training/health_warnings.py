@@ -170,9 +170,7 @@ def gradient_grows(logs: Logs, method: Method) -> Figures:
     if len(norms) < 2 * WINDOW:
         return None
     usual, last = quantiles(norms[:-3], n=10)[-1], fmean(norms[-3:])
-    if usual <= 0 or last < GROWN_GRADIENT * usual:
-        return None
-    return {"last": last, "usual": usual}
+    return {"last": last, "usual": usual} if last >= GROWN_GRADIENT * usual > 0 else None
 
 
 def chosen_falls(logs: Logs, method: Method) -> Figures:
@@ -230,8 +228,7 @@ def answers_run_away(logs: Logs, method: Method) -> Figures:
         return None
     (first, last), (cut_first, cut) = _ends(lengths), _ends(cuts)
     longest = method.max_completion_length
-    grows = last >= GROWN_LENGTH * first and last >= NEAR_LIMIT * longest
-    if cut < CUT_SHARE and not grows:
+    if cut < CUT_SHARE and last < max(GROWN_LENGTH * first, NEAR_LIMIT * longest):
         return None
     return {"cut": cut, "cut_first": cut_first, "longest": longest, "first": first, "last": last}
 

@@ -5,6 +5,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import psutil
@@ -134,22 +135,12 @@ def shortage(plan: Plan, held: dict[Part, int], context_bytes: int | None, error
     """
     match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
     asked_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    short = partial(Shortage, planned=plan.memory, held=held, asked_bytes=asked_bytes)
     if plan.device.kind == "cpu":
         resident = resident_bytes()
         context = resident if context_bytes is None else context_bytes
-        taken_bytes = max(0, resident - context)
-        return Shortage(
-            planned=plan.memory, held=held, context_bytes=context, taken_bytes=taken_bytes, asked_bytes=asked_bytes
-        )
+        return short(context_bytes=context, taken_bytes=max(0, resident - context))
     from torch import cuda
 
-    free_bytes, _ = cuda.mem_get_info()
-    return Shortage(
-        planned=plan.memory,
-        held=held,
-        context_bytes=None,
-        taken_bytes=cuda.memory_reserved(),
-        free_bytes=free_bytes,
-        asked_bytes=asked_bytes,
-        allocated_bytes=cuda.memory_allocated(),
-    )
+    free, taken, allocated = cuda.mem_get_info()[0], cuda.memory_reserved(), cuda.memory_allocated()
+    return short(context_bytes=None, taken_bytes=taken, free_bytes=free, allocated_bytes=allocated)

@@ -304,17 +304,12 @@ class Guard:
         """Apply the recipe's policy, in all processes alike."""
         policy, most = self.train.non_finite, self.train.max_non_finite
         if policy == "stop":
-            raise NonFiniteError(
-                problem,
-                hint="lower train.learning_rate, inspect these rows, or skip such steps: train.non_finite=skip",
-                changes=self._changes,
-            )
+            hint = "lower train.learning_rate, inspect these rows, or skip such steps: train.non_finite=skip"
+            raise NonFiniteError(problem, hint=hint, changes=self._changes)
         if len(self._left_out) == most:
-            raise NonFiniteError(
-                f"{problem}; {most} such steps were skipped before",
-                hint="lower train.learning_rate, inspect these rows, or raise train.max_non_finite",
-                changes=self._changes,
-            )
+            what = f"{problem}; {most} such steps were skipped before"
+            hint = "lower train.learning_rate, inspect these rows, or raise train.max_non_finite"
+            raise NonFiniteError(what, hint=hint, changes=self._changes)
         self._left_out.add(step)
         if self.record.place.is_main:
             file = self.record.run.path / LEFT_OUT

@@ -143,11 +143,8 @@ def _memory_error(watch: "Watch", error: BaseException) -> RunError:
     words, method = found.words(), plan.recipe.method
     teacher = probe_model(method.teacher) if has_teacher(method) else None
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
-    return MemoryShortError(
-        f"{_where(watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
-        hint=f"{change.words}\n{found.table()}",
-        changes=change.changes,
-    )
+    problem = f"{_where(watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}"
+    return MemoryShortError(problem, hint=f"{change.words}\n{found.table()}", changes=change.changes)
 
 
 def _where(watch: "Watch", between: str) -> str:

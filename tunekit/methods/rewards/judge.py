@@ -51,10 +51,8 @@ def judge(section: JudgeReward) -> Judge:
     key = _NO_KEY
     if section.api_key_env is not None:
         if not os.environ.get(section.api_key_env):
-            raise RecipeError(
-                f"method.rewards: judge: the environment variable {section.api_key_env} is not set",
-                hint=f"export {section.api_key_env}=...",
-            )
+            problem = f"method.rewards: judge: the environment variable {section.api_key_env} is not set"
+            raise RecipeError(problem, hint=f"export {section.api_key_env}=...")
         key = os.environ[section.api_key_env]
         keep_secret(section.api_key_env)
     client = InferenceClient(base_url=section.base_url, api_key=key, timeout=section.timeout_seconds)

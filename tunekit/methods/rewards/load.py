@@ -151,10 +151,8 @@ def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | N
     try:
         values = list(returned)
     except TypeError:
-        raise RunError(
-            f"method.rewards: {path} returned a value of type {type(returned).__name__}, not a list",
-            hint="return a list with one number per completion",
-        ) from None
+        problem = f"method.rewards: {path} returned a value of type {type(returned).__name__}, not a list"
+        raise RunError(problem, hint="return a list with one number per completion") from None
     if len(values) != num_expected:
         raise RunError(
             f"method.rewards: {path} returned {len(values)} values for {num_expected} completions; the first was "
@@ -172,10 +170,8 @@ def _number(path: str, value: Any, columns: dict[str, Any], index: int) -> float
     if math.isfinite(number):
         return number
     shown_value = value if isinstance(value, int | float | str) else f"a value of type {type(value).__name__}"
-    raise RunError(
-        f"method.rewards: {path} returned {shown_value} for {_shown(columns, index)}",
-        hint="return a finite number, or None where the reward does not apply",
-    )
+    problem = f"method.rewards: {path} returned {shown_value} for {_shown(columns, index)}"
+    raise RunError(problem, hint="return a finite number, or None where the reward does not apply")
 
 
 def _raised(path: str, function: Callable[..., Any], columns: dict[str, Any], error: Exception) -> RunError:
@@ -254,7 +250,5 @@ def _check_row(name: str, judge: Judge, column: str, row: dict[str, object], pla
     except ValueError as error:
         text = str(row[column])
         text = text if len(text) <= 60 else text[:60] + "..."
-        raise DataError(
-            f"{place}: method.rewards: {name} cannot use the column {column!r}: {text!r} {error}",
-            hint="correct the row, or set another column",
-        ) from None
+        problem = f"{place}: method.rewards: {name} cannot use the column {column!r}: {text!r} {error}"
+        raise DataError(problem, hint="correct the row, or set another column") from None

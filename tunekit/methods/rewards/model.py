@@ -84,10 +84,8 @@ def _load(section: ModelSection, device: str, *, pad_token_id: int | None) -> "P
             )
             _refuse_untrained(section, loading_info["missing_keys"])
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"method.rewards: reward_model: {section.path!r} cannot be loaded: {str(error).strip().splitlines()[0]}",
-            hint="use a sequence classifier with one output, stored as safetensors",
-        ) from error
+        what = f"method.rewards: reward_model: {section.path!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        raise ModelError(what, hint="use a sequence classifier with one output, stored as safetensors") from error
     model.config.pad_token_id = pad_token_id
     model.requires_grad_(requires_grad=False)
     on_device: PreTrainedModel = model.eval().to(device)
@@ -101,7 +99,5 @@ def _refuse_untrained(section: ModelSection, missing: Any) -> None:
         ModelError: It lacks weights.
     """
     if missing:
-        raise ModelError(
-            f"method.rewards: reward_model: {section.path!r} is not a reward model: it has no {sorted(missing)[0]}",
-            hint="train one with method reward, or use a sequence classifier with one output",
-        )
+        what = f"method.rewards: reward_model: {section.path!r} is not a reward model: it has no {sorted(missing)[0]}"
+        raise ModelError(what, hint="train one with method reward, or use a sequence classifier with one output")

@@ -176,9 +176,8 @@ def _filter() -> bytes:
     except ImportError as error:
         raise DependencyError("method.rewards: code needs pyseccomp", hint="pip install 'tunekit[rewards]'") from error
     except RuntimeError as error:
-        raise DependencyError(
-            "method.rewards: code needs libseccomp", hint="apt install libseccomp2, or dnf install libseccomp"
-        ) from error
+        problem = "method.rewards: code needs libseccomp"
+        raise DependencyError(problem, hint="apt install libseccomp2, or dnf install libseccomp") from error
     import errno
     import fcntl
 

@@ -8,21 +8,14 @@ JSON does not have (`NaN`, `Infinity`) or what is nested too deep to be read is 
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.methods.rewards.answers import Answers, Judge, each
 from tunekit.methods.rewards.numbers import NUMBER, Number, last_number, plain, read_number
-from tunekit.recipe.sections.rewards import (
-    ExactMatchReward,
-    Extract,
-    JsonSchemaReward,
-    LengthReward,
-    NumericMatchReward,
-    RegexReward,
-    RepetitionReward,
-)
+from tunekit.recipe.sections import rewards
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -35,7 +28,7 @@ _BOXED = "\\boxed{"
 _TAGS = ("<answer>", "</answer>")
 
 
-def exact_match(section: ExactMatchReward) -> Judge:
+def exact_match(section: rewards.ExactMatchReward) -> Judge:
     """1 where the part of an answer that counts is the expected text, but for the space around both."""
 
     def same(text: str, expected: str) -> float:
@@ -48,7 +41,7 @@ def exact_match(section: ExactMatchReward) -> Judge:
     return Judge(each(same), section.column, _expected_text)
 
 
-def numeric_match(section: NumericMatchReward) -> Judge:
+def numeric_match(section: rewards.NumericMatchReward) -> Judge:
     """1 where the last number of an answer, or of a part of it, is the expected one, with its unit."""
 
     def same(text: str, expected: Number) -> float:
@@ -70,7 +63,7 @@ def _expected_text(value: Any) -> str:
     return str(value)
 
 
-def extract(text: str, part: Extract) -> str | None:
+def extract(text: str, part: rewards.Extract) -> str | None:
     """A part of an answer; None where it has none, or none that is closed."""
     match part:
         case "all":
@@ -114,7 +107,7 @@ def _boxed(text: str) -> str | None:
     return last[1] if last is not None else None
 
 
-def regex(section: RegexReward) -> Judge:
+def regex(section: rewards.RegexReward) -> Judge:
     """1 where an answer, without the space around it, has the form of a pattern; 0 where that takes too long to say."""
     import regex as backtracking  # unlike `re` it can be told to stop
 
@@ -130,7 +123,7 @@ def regex(section: RegexReward) -> Judge:
     return Judge(each(matches))
 
 
-def length(section: LengthReward) -> Judge:
+def length(section: rewards.LengthReward) -> Judge:
     """0 up to so many tokens, from there in a straight line to -1; the end token counts."""
     free, most = section.free_tokens, section.max_tokens
 
@@ -141,7 +134,7 @@ def length(section: LengthReward) -> Judge:
     return Judge(score)
 
 
-def repetition(section: RepetitionReward) -> Judge:
+def repetition(section: rewards.RepetitionReward) -> Judge:
     """Minus the share of n-grams of words that were there before, whatever their case; 0 for an answer too short."""
 
     def score(text: str, _: Any) -> float:
@@ -152,19 +145,15 @@ def repetition(section: RepetitionReward) -> Judge:
     return Judge(each(score))
 
 
-def json_schema(section: JsonSchemaReward) -> Judge:
+def json_schema(section: rewards.JsonSchemaReward) -> Judge:
     """1 where an answer is JSON that a schema allows, a quarter where it is JSON at all, else 0.
 
     Raises:
         DependencyError: jsonschema is not installed.
         RecipeError: The file is not there, or holds no schema.
     """
-    try:
-        import jsonschema  # noqa: F401  (so that it is missed before training)
-    except ImportError as error:
-        raise DependencyError(
-            "method.rewards: json_schema needs jsonschema", hint="pip install 'tunekit[rewards]'"
-        ) from error
+    if find_spec("jsonschema") is None:
+        raise DependencyError("method.rewards: json_schema needs jsonschema", hint="pip install 'tunekit[rewards]'")
     of_all = _read_file(section.path) if section.path is not None else None
 
     def allowed(text: str, of_row: "Validator | None") -> float:

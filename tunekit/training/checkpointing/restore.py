@@ -23,12 +23,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
@@ -164,7 +160,7 @@ def _weights(model: Module) -> dict[str, Tensor]:
     if isinstance(model, PeftModel):
         adapter: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
         return adapter
-    return cast("dict[str, Tensor]", get_model_state_dict(model))
+    return cast("dict[str, Tensor]", state_dict.get_model_state_dict(model))
 
 
 def _weights_of_parts(model: Module, folder: Path) -> None:
@@ -201,9 +197,9 @@ def _as_is(value: Tensor, like: Tensor) -> Tensor:
 def _states_of_parts(trainer: Trainer, folder: Path) -> None:
     # The optimizer itself, without what Accelerate puts around it.
     model, optimizer = trainer.model, trainer.optimizer.optimizer
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {"optimizer": state_dict.get_optimizer_state_dict(model, optimizer)}
     load(state, storage_reader=FileSystemReader(folder / OPTIMIZER_IN_PARTS), no_dist=True)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     _load_scheduler(trainer, folder)
 
 
@@ -273,10 +269,8 @@ class Carried:
         states = [torch.load(source / carried_name(rank), weights_only=True) for rank in range(saved.num_processes)]
         first = states[0]
         if "answers" in first and saved.num_processes != self.place.num_processes:
-            raise RunError(
-                f"{source.name} contains unused answers of {saved.num_processes} processes",
-                hint=f"resume with as many: parallel.num_processes={saved.num_processes}",
-            )
+            problem = f"{source.name} contains unused answers of {saved.num_processes} processes"
+            raise RunError(problem, hint=f"resume with as many: parallel.num_processes={saved.num_processes}")
         # It is what is logged next: the mean of all processes.
         first["loss"] = sum((other["loss"] for other in states[1:]), first["loss"]) / saved.num_processes
         return first
@@ -371,7 +365,5 @@ def check_whole(folder: Path, strategy: str, place: Place) -> None:
         needed.append("optimizer_0" if strategy == "fsdp2" else "optimizer.pt")
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
-        raise RunError(
-            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} cannot resume exactly",
-            hint=f"move {folder} away to resume from an earlier checkpoint",
-        )
+        problem = f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} cannot resume exactly"
+        raise RunError(problem, hint=f"move {folder} away to resume from an earlier checkpoint")

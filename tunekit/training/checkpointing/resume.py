@@ -90,7 +90,9 @@ def decide(
     edited = edits(before, recipe)
     again = _another_run(run, chosen)
     _refuse_edits(run, edited, before, saved, again=again, weights_only=weights_only)
-    _refuse_changes(run, before, again)
+    inputs = fingerprints.changes(run, before)
+    if inputs:
+        raise RunError("\n".join((f"the inputs of {run.name} have changed:", *inputs)), hint=f"restore them; {again}")
     replans = weights_only or any(ruling(edit, before, saved.layout.strategy).replans for edit in edited)
     if (edited and replans) or not is_here(saved):
         plan = make_plan(recipe, saved)
@@ -148,16 +150,12 @@ def _check_free(run: Run) -> None:
     state = run.state
     if state not in FINAL_PHASES and state != "died":
         status = run.status()
-        raise RunError(
-            f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint=f"wait until it ends, or stop it first: tunekit stop {run.path}",
-        )
+        problem = f"{run.name} is {state} in process {status['pid']} of {status['host']}"
+        raise RunError(problem, hint=f"wait until it ends, or stop it first: tunekit stop {run.path}")
     for folder in (run.path, run.path / CHECKPOINTS):
         if folder.exists() and not os.access(folder, os.W_OK):
-            raise RunError(
-                f"cannot write to {folder}: it is read-only, or another user's",
-                hint=f"make it writable, or copy {run.path} to a writable folder and resume it there",
-            )
+            what = f"cannot write to {folder}: it is read-only, or another user's"
+            raise RunError(what, hint=f"make it writable, or copy {run.path} to a writable folder and resume it there")
 
 
 def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:
@@ -218,19 +216,11 @@ def _refuse_edits(
         raise RunError("\n".join((f"{run.name} cannot resume with these edits of its recipe:", *lines)), hint=hint)
 
 
-def _refuse_changes(run: Run, recipe: Recipe, again: str) -> None:
-    changed = fingerprints.changes(run, recipe)
-    if changed:
-        raise RunError("\n".join((f"the inputs of {run.name} have changed:", *changed)), hint=f"restore them; {again}")
-
-
 def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only: bool) -> None:
     """Refuse a plan that a checkpoint does not fit."""
     if weights_only and plan.layout.strategy == "zero3":
-        raise RunError(
-            f"{run.name}: ZeRO-3 shards weights before those of a checkpoint can be loaded into them",
-            hint="set parallel.strategy=fsdp2, or zero2",
-        )
+        problem = f"{run.name}: ZeRO-3 shards weights before those of a checkpoint can be loaded into them"
+        raise RunError(problem, hint="set parallel.strategy=fsdp2, or zero2")
     barrier = None if weights_only else obstacle(saved.layout, plan.layout)
     if barrier is not None:
         num, name = plan.layout.num_processes, plan.layout.name
