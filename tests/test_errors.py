@@ -52,7 +52,7 @@ def test_a_hub_that_cannot_be_reached_is_told_to_a_starter():
     assert type(error) is _HubError
     there = through_a_pipe(error)
     assert type(there) is ModelError and str(there) == str(error)
-    assert "the hub cannot be reached" in there.problem and there.hint is not None
+    assert "the Hub cannot be reached" in there.problem and there.hint is not None
 
 
 def test_a_plan_that_does_not_fit_crosses_with_its_sizes():

@@ -41,7 +41,7 @@ def test_a_plan_counts_the_rows(tmp_path, method, rows, kind):
     [
         ("dpo", PROMPTS, r"holds prompts without completions \(prompt\), but method dpo trains on preference pairs"),
         ("grpo", PAIRS, r"holds preference pairs \(chosen, rejected\), but method grpo trains on prompts"),
-        ("sft", PAIRS, "and method sft learns from conversations"),
+        ("sft", PAIRS, "but method sft trains on conversations"),
     ],
 )
 def test_rows_of_another_shape_are_refused(tmp_path, method, rows, why):
@@ -54,7 +54,7 @@ def test_rows_of_another_shape_are_refused(tmp_path, method, rows, why):
     ("recipe", "problem"),
     [
         ({"method": "grpo"}, "method.rewards: empty, but grpo learns only from rewards"),
-        ({"method": "dpo", "streaming": True}, "data.streaming: rows of dpo can be planned but not trained"),
+        ({"method": "dpo", "streaming": True}, "data.streaming: unsupported in training with dpo"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_read_or_written(

@@ -26,10 +26,10 @@ def test_devices_are_chosen_by_index_or_uuid_and_seen_by_uuid(found, names, visi
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["4"], "there are 0 H100 SXM 80 GB GPU-aa11"),
-        (["GPU-aa"], "'GPU-aa' is none"),
-        ([""], "'' is none"),
-        (["cpu"], "'cpu' is none"),
+        (["4"], "available: 0 H100 SXM 80 GB GPU-aa11"),
+        (["GPU-aa"], "no device 'GPU-aa'"),
+        ([""], "no device ''"),
+        (["cpu"], "no device 'cpu'"),
         (["0", "GPU-aa11"], "lists a device twice"),
     ],
 )

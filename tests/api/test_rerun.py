@@ -152,7 +152,7 @@ def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
 def test_a_run_without_its_events_is_not_repeated_in_vain(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "events.jsonl").unlink()
-    with pytest.raises(tunekit.TunekitError, match=r"events\.jsonl tells of no result"):
+    with pytest.raises(tunekit.TunekitError, match=r"events\.jsonl has no result"):
         tunekit.rerun(other)
 
 

@@ -50,7 +50,7 @@ def test_what_is_kept_is_shown_the_largest_first_with_its_total(caches):
     answer = data("cache")
     assert answer.returncode == 0, answer.stderr
     header, *lines, fetched, total = [re.split(r"\s{2,}", line.strip()) for line in answer.stdout.splitlines()]
-    assert header == ["source", "holds", "sequences", "tokens", "size", "age"]
+    assert header == ["source", "contents", "sequences", "tokens", "size", "age"]
     assert [line[:3] for line in lines] == [
         ["many.jsonl", "training sequences", "1,600"],
         ["many.jsonl", "tokens of a source", "1,600"],

@@ -190,7 +190,7 @@ def test_each_source_is_looked_at_by_its_key(folder):
     seen = tunekit.preview(given, key="data.train[1]", num_rows=1)
     assert seen.sources == (("data.train[0]", "example:pirate.jsonl"), ("data.train[1]", "example:manners.jsonl"))
     assert seen.rows[0].place == "example:manners.jsonl:1"
-    with pytest.raises(DataError, match=r"no source data\.eval; there are data\.train\[0\], data\.train\[1\]"):
+    with pytest.raises(DataError, match=r"no source data\.eval; available: data\.train\[0\], data\.train\[1\]"):
         tunekit.preview(given, key="data.eval")
 
 

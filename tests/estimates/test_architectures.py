@@ -14,6 +14,7 @@ from tunekit.estimates.memory.experts import Mixture
 from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
 from tunekit.estimates.models.architectures import FAMILIES, tensors_of
 from tunekit.estimates.models.model_config import complete, layer_types_of, model_types
+from tunekit.models.load import attach_adapter
 from tunekit.planner.decisions.checks import expert_faults
 from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.sections.model import LoraAdapter, ModelSection
@@ -136,11 +137,9 @@ def test_a_vision_tower_is_counted_with_its_decoder(with_head):
     assert tensors_of(config) == shapes(built(config))
 
 
-def test_adapters_reach_the_vision_tower():
-    from peft import LoraConfig, get_peft_model
-
-    config = tiny_with_vision(vision_use_head=False)
-    adapted = get_peft_model(built(config), LoraConfig(r=4, target_modules="all-linear"))
+def test_adapters_do_not_reach_the_vision_tower():
+    config, adapter = tiny_with_vision(vision_use_head=False), LoraAdapter(target_modules="all-linear")
+    adapted = attach_adapter(built(config), adapter, seed=0)
     facts = facts_of(config)
     assert set(facts.adapter_linears("all-linear")) == set(adapted.targeted_module_names)
     assert any("vision_tower" in name for name in facts.linears)

@@ -252,7 +252,7 @@ def test_an_epoch_has_as_many_steps_as_trls_sampler_gives(num_rows, num_iteratio
 
 def test_each_prompt_of_distillation_has_one_answer():
     assert steps_per_epoch(DISTILLATION, 103, 32) == 3
-    with pytest.raises(PlanError, match="1 to each prompt, need 32 prompts"):
+    with pytest.raises(PlanError, match="1 per prompt, need 32 prompts"):
         steps_per_epoch(DISTILLATION, 31, 32)
 
 
@@ -283,7 +283,7 @@ def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, b
 
 
 def test_too_few_prompts_for_a_step_are_refused():
-    with pytest.raises(PlanError, match=r"need 4 prompts, and data\.train has 3"):
+    with pytest.raises(PlanError, match=r"need 4 prompts, but data\.train has 3"):
         steps_per_epoch(GRPOMethod(num_generations=8), 3, 32)
 
 
@@ -382,7 +382,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "grpo, 8 completions of up to 512 tokens",
-                "beta 0.04: the reference is the model without its adapters; used for 2 optimizer steps",
+                "beta 0.04: the model without its adapters as reference; used for 2 optimizer steps",
             ),
         ),
         (RLOOMethod(beta=0), FullAdapter(), ("rloo, 2 completions of up to 512 tokens", "beta 0: no reference")),
@@ -399,7 +399,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             LoraAdapter(),
             (
                 "dpo, loss sigmoid + 0.5 sft, beta 0.1",
-                "each row is two sequences; the reference is the model without its adapters; the sft loss is "
+                "each row is two sequences; the model without its adapters as reference; the sft loss is "
                 "averaged over the tokens of a micro-batch, so it depends slightly on the micro-batch size",
             ),
         ),

@@ -78,7 +78,7 @@ def test_offloaded_states_are_updated_by_the_recipes_own_optimizer():
     layout = {"num_processes": 2, "strategy": "zero3", "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}
     plan = planned(adapter="full", parallel=layout)
     assert plan.layout.name == "ZeRO-3, CPU offload"
-    assert any(reason.choice == "updated by adamw_torch_fused on the processor" for reason in plan.reasons)
+    assert any(reason.choice == "updated by adamw_torch_fused on the CPU" for reason in plan.reasons)
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
@@ -93,6 +93,6 @@ def test_each_device_that_divides_sequences_brings_a_micro_batch_to_a_step():
     plan = planned(train={"global_batch_size": 12}, parallel={"num_processes": 2, "sp_size": 2})
     assert plan.micro_batch_size == 6 and plan.gradient_accumulation_steps == 2
     whole = {"global_batch_size": 8, "micro_batch_size": 8}
-    with pytest.raises(PlanError, match="each of the 2 devices brings a micro-batch") as error:
+    with pytest.raises(PlanError, match="each of the 2 devices contributes its own micro-batch") as error:
         planned(train=whole, parallel={"num_processes": 2, "sp_size": 2})
     assert "train.global_batch_size to a multiple of 16" in str(error.value)

@@ -176,7 +176,7 @@ def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch
         (("lora", tmp_path / "full" / "mine" / "below"), {}, "cannot be created"),
         (("full", tmp_path / "out"), {"kind": "adapter"}, "has no adapter"),
         (("lora", tmp_path / "out"), {"kind": "adapter", "dtype": "bfloat16"}, "stays in float32"),
-        (("lora", tmp_path / "out"), {"checkpoint": "3"}, "no such checkpoint; there is checkpoint-2, checkpoint-4"),
+        (("lora", tmp_path / "out"), {"checkpoint": "3"}, "no such checkpoint; available: checkpoint-2, checkpoint-4"),
         (("lora", tmp_path / "out"), {"checkpoint": "../../full"}, "no such checkpoint"),
     ]
     for (kind, dest), options, words in cases:

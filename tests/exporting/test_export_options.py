@@ -211,7 +211,7 @@ def test_each_command_says_which_run_or_checkpoint_is_not_there(runs, tmp_path, 
     for command in BOTH:
         for step in ("7", "x"):
             said = refusal(command, str(runs["lora"].path), "--checkpoint", step)
-            assert f"checkpoint {step}: lora has no such checkpoint; there is checkpoint-1, checkpoint-2" in said
+            assert f"checkpoint {step}: lora has no such checkpoint; available: checkpoint-1, checkpoint-2" in said
     said = refusal("report", str(runs["lora"].path), "--out", "no/report.html")
     assert "cannot write 'no/report.html'" in said
 

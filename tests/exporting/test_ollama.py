@@ -161,7 +161,7 @@ def saved(folder: Path, tokenizer, architecture="LlamaForCausalLM", *, adds_bos=
 def test_a_token_that_ollama_puts_before_a_conversation_is_not_written_twice(tmp_path):
     assert "<|begin_of_text|>" not in saved(tmp_path, FAMILIES["Llama 3"].tokenizer(), adds_bos=True)
     told = saved(tmp_path, FAMILIES["ChatML"].tokenizer(), adds_bos=True)
-    assert "TEMPLATE" not in told.replace("no TEMPLATE", "") and "would put <s> before each conversation" in told
+    assert "TEMPLATE" not in told.replace("no TEMPLATE", "") and "would add <s> before each conversation" in told
 
 
 def test_an_answer_ends_at_every_token_that_ends_one(tmp_path):

@@ -171,7 +171,7 @@ LONG = {"prompt": "long " * 2000}
         ("nothing", ROWS, {}, "no run 'nothing'"),
         ("pico", [{"prompt": "a"}, {"promt": "b"}], {}, r"prompts.jsonl:2: .*rename promt to prompt"),
         ("pico", [{"prompt": "a"}, {"prompt": ""}, {"messages": []}], {}, r"jsonl:2: prompt is empty\n.*:3: messages"),
-        ("pico", [{"messages": [{"role": "assistant", "content": "a"}]}], {}, "no turn that could be answered"),
+        ("pico", [{"messages": [{"role": "assistant", "content": "a"}]}], {}, "has no system, user or tool message"),
         ("pico", [{"prompt": "a", "answer": "b"}], {}, "the column answer already exists"),
         ("pico", [{"prompt": "a"}, LONG], {}, r"prompts.jsonl:2: the prompt has .* tokens; pico accepts 1,024"),
         ("pico", ROWS, {"num_samples": 2}, "2 answers per prompt would be identical"),

@@ -232,7 +232,7 @@ def test_limits_are_read_as_sbatch_does(time, seconds):
 
 
 def test_nodes_are_counted_once():
-    with pytest.raises(PlanError, match="--on 2x8xh100 names 2 nodes, --num-nodes 4"):
+    with pytest.raises(PlanError, match="--on 2x8xh100 has 2 nodes, --num-nodes is 4"):
         nodes_of("2x8xh100", 4)
     assert nodes_of("8xh100", 4).num_nodes == 4
 

@@ -128,8 +128,8 @@ def test_what_is_trained_alike_is_not_different(config, more) -> None:
     ("size", "share", "words"),
     [
         (0.1, 0.1, ""),
-        (1, None, "1 rows: tunekit holds out a share"),
-        (200, None, "200 rows: tunekit holds out a share"),
+        (1, None, "1 rows: tunekit holds out a fraction"),
+        (200, None, "200 rows: tunekit holds out a fraction"),
     ],
 )
 def test_a_share_of_the_rows_is_held_out_and_a_number_of_them_is_named(size, share, words) -> None:
@@ -165,9 +165,9 @@ MEDIA = [
         "vit_gradient_checkpointing configures images, video",
     ),
     (LLAMA_FACTORY, {"dataset": "chats", "model_name_or_path": "llava-hf/llava-1.5-7b-hf"}, "processes images"),
-    (LLAMA_FACTORY, {"dataset": "chats", "image_max_pixels": 262144}, "image_max_pixels says how images"),
+    (LLAMA_FACTORY, {"dataset": "chats", "image_max_pixels": 262144}, "image_max_pixels configures images"),
     (AXOLOTL, {"datasets": [CHAT], "base_model": "meta-llama/Llama-3.2-11B-Vision-Instruct"}, "processes images"),
-    (AXOLOTL, {"datasets": [CHAT], "processor_type": "AutoProcessor"}, "processor_type says how images"),
+    (AXOLOTL, {"datasets": [CHAT], "processor_type": "AutoProcessor"}, "processor_type configures images"),
     (TRL, {"model_name_or_path": "HuggingFaceTB/SmolVLM-Instruct"}, "processes images"),
 ]
 

@@ -630,7 +630,7 @@ BROKEN = {
     "word.yaml": ("hello\n", r"word\.yaml: is a single value, not a YAML mapping"),
     "syntax.yaml": ("base_model: [a\n", r"syntax\.yaml:1:13: unclosed '\['"),
     "syntax.json": ('{"model": ', r"syntax\.json:1"),
-    "twice.yaml": ("base_model: a\nbase_model: b\n", r"twice\.yaml:2:1: base_model: given twice, first at line 1"),
+    "twice.yaml": ("base_model: a\nbase_model: b\n", r"twice\.yaml:2:1: base_model: duplicate key, first at line 1"),
     "config.py": ("model = 'a'\n", r"config\.py: is a Python program, not a configuration"),
     "other.yaml": (
         "services:\n  web: 1\nvolumes: 2\n",

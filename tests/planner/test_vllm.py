@@ -83,7 +83,7 @@ def test_a_server_takes_nothing_of_the_devices():
         (H100.model_copy(update={"vllm": False}), {}, r"vLLM is not installed.*pip install 'tunekit\[vllm\]'"),
         (ON_ROCM, {}, "vLLM is supported on CUDA devices only"),
         (H100, {"adapter": "qlora"}, "TRL merges the adapter into the 4-bit weights"),
-        (H100, {"loss_type": "vespo"}, "vespo needs another correction"),
+        (H100, {"loss_type": "vespo"}, "vespo needs another importance-sampling correction"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_with_the_reason(hardware, changes, problem):

@@ -108,7 +108,7 @@ def pickled_weights(folder):
 
 
 BROKEN = {
-    "no-config": (drop("config.json"), "{path!r} has no config.json; name a folder saved by save_pretrained"),
+    "no-config": (drop("config.json"), "{path!r} has no config.json; set it to a folder saved by save_pretrained"),
     "broken-config": (
         rewrite("config.json", b"{"),
         "{path!r} has a broken config.json: Expecting property name enclosed in double quotes: "

@@ -122,7 +122,7 @@ CONTRADICTIONS = {
     "uneven": (
         8,
         TORCHRUN | {"WORLD_SIZE": "12"},
-        "the launcher says WORLD_SIZE=12, but 2 nodes with 8 processes each are 16; "
+        "the launcher set WORLD_SIZE=12, but 2 nodes with 8 processes each are 16; "
         "start the same number of processes on every node",
     ),
     "no-number": (

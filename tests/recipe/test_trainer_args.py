@@ -125,6 +125,7 @@ def test_what_tunekit_sets_is_refused_with_what_to_use(name: str) -> None:
     assert (refused, what, hint, in_value) == (name, "set by tunekit", OWNED[name], False)
 
 
+@pytest.mark.parametrize("name", ["hub_model_id", "hub_token", "ddp_backend", "ddp_find_unused_parameters"])
 def test_families_of_arguments_are_refused_whole(name: str) -> None:
     assert faults(**{name: None}) == {name: "set by tunekit"}
 

@@ -123,7 +123,9 @@ def test_a_line_without_an_end_is_not_kept(tmp_path):
 @pytest.mark.parametrize("what", ["deep", "a list"])
 def test_a_plan_that_is_none_is_told_by_its_file(what, damage):
     damage("plan.yaml", what)
-    with pytest.raises(RunError, match=r"bad/plan\.yaml is damaged: (nested too deep|not a YAML mapping); restore it"):
+    with pytest.raises(
+        RunError, match=r"bad/plan\.yaml is damaged: (nested too deeply|not a YAML mapping); restore it"
+    ):
         _ = Run("runs/bad").plan
 
 

@@ -60,7 +60,7 @@ def test_what_changes_a_run_needs_its_whole_name(runs, verb):
 
 
 def test_only_a_whole_folder_name_is_deleted(runs):
-    for name, why in (("zz", "no run is called 'zz'"), ("zz-x-", "no run named 'zz-x-'")):
+    for name, why in (("zz", "no run named 'zz'"), ("zz-x-", "no run named 'zz-x-'")):
         told = CliRunner().invoke(app, ["runs", "delete", name, "--yes"])
         assert why in str(told.exception)
     assert all(run.path.is_dir() for run in runs.values())

@@ -223,7 +223,9 @@ def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path, monkeypatc
     made_run(tmp_path / "runs" / "good")
     told = CliRunner().invoke(app, ["runs", "show", "good", "--plot", "no/loss.png"])
     assert isinstance(told.exception, tunekit.TunekitError)
-    assert str(told.exception).startswith("cannot write 'no/loss.png': No such file or directory; name a file")
+    assert str(told.exception).startswith(
+        "cannot write 'no/loss.png': No such file or directory; pass a file in an existing folder"
+    )
 
 
 def test_one_damaged_file_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch):

@@ -179,7 +179,7 @@ def test_a_pair_whose_prompt_leaves_no_room_is_left_out_and_longer_answers_are_c
     )
     data = run.plan.data
     assert (data.num_rows, data.num_train, data.num_dropped, data.num_truncated) == (10, 9, 1, 1)
-    assert any("1 row left out: prompt longer than 63 tokens" in note for note in notes)
+    assert any("1 row skipped: prompt longer than 63 tokens" in note for note in notes)
     assert any(note.startswith("long.jsonl: prompts are plain text and bypass the chat template") for note in notes)
     assert data.longest_tokens == len(f"double {10**60}{10**60} no") + 1, "the worse answer, and an end token"
     with pytest.raises(DataError, match="none of 16 prompts leaves room for a completion"):

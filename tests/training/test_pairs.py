@@ -356,12 +356,15 @@ def test_kto_keeps_rows_that_share_a_micro_batch_together_in_every_epoch(here, m
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([{"prompt": "a", "completion": "b", "label": "good"}] * 3, r"bad.jsonl:1: label must be true .a good answer."),
+        (
+            [{"prompt": "a", "completion": "b", "label": "good"}] * 3,
+            r"bad.jsonl:1: label must be true .good completion.",
+        ),
         ([{"prompt": "a", "completion": "b", "label": 2}], "bad.jsonl:1: label must be true"),
         ([{"prompt": "a", "completion": "b", "label": True}] * 9, "bad.jsonl:1: label is true, as in all 9"),
         ([{"prompt": "a", "completion": "b", "label": False}] * 9, "bad.jsonl:1: label is false, .* all are bad"),
-        ([{"prompt": "a", "completion": "b"}], "learns from rated completions; add a column label"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "learns from rated completions; for pairs use method dpo"),
+        ([{"prompt": "a", "completion": "b"}], "trains on rated completions; add a column label"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "trains on rated completions; for pairs use method dpo"),
     ],
 )
 def test_rows_that_kto_cannot_learn_from_are_told_with_their_place(here, rows, problem):
@@ -402,7 +405,7 @@ def test_a_plan_says_what_these_methods_do(here):
     run = verbs.make_run(recipe({"type": "kto"}, data={"train": "few-good.jsonl", "eval": None}))
     said = {reason.topic: reason for reason in run.plan.reasons}
     assert said["balance"].choice == "3 good, 9 bad answers"
-    assert "method.desirable_weight from 3 to 4 would be" in said["balance"].why
+    assert "method.desirable_weight from 3 to 4" in said["balance"].why
     assert "keep it in every epoch" in said["method"].why
     orpo = {reason.topic: reason for reason in verbs.plan(recipe({"type": "orpo"})).reasons}
     assert orpo["method"].why.startswith("experimental in TRL")

@@ -136,7 +136,7 @@ def test_a_model_that_is_not_its_reference_is_not_trained(fault, here, monkeypat
     rows = "prompts" if method == GRPO else "pairs"
     loss = "" if method == GRPO else r", and the loss is 0\.\d+ instead of ln 2"
     with pytest.raises(
-        RunError, match=rf"log-probabilities of an answer differ by [\d.]+ nats, [\d.e-]+ a token{loss}"
+        RunError, match=rf"log-probabilities of an answer differ by [\d.]+ nats, [\d.e-]+ per token{loss}"
     ):
         tunekit.train(recipe(model, adapter, method=method, rows=rows))
 

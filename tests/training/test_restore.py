@@ -141,7 +141,7 @@ def test_epochs_can_be_added_instead_of_steps(short, long, tmp_path):
     notes = said(run, "train.num_epochs=2.5")
     # An epoch of 20 rows has 4 steps of 6, the last one filled.
     assert notes[0] == f"resuming from step {SHORT} of 10"
-    assert notes[1] == "applied: train.num_epochs (left out) -> 2.5"
+    assert notes[1] == "applied: train.num_epochs (not set) -> 2.5"
     assert not any("learning rate follows" in note for note in notes)
 
 
@@ -182,7 +182,10 @@ def test_what_is_reached_is_refused(overrides, words, short):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.learning_rate=0.5", "train.learning_rate 0.001 -> 0.5: the schedule of the checkpoint has its own"),
+        (
+            "train.learning_rate=0.5",
+            "train.learning_rate 0.001 -> 0.5: the learning-rate schedule in the checkpoint overrides it",
+        ),
         ("adapter.rank=4", "adapter.rank 16 -> 4: the checkpoint has the tensors of another adapter"),
         ("model=pico", "model.path .* -> pico: the checkpoint has the weights of another model"),
         ("data.max_length=32", "data.max_length 64 -> 32: the rows were prepared"),

@@ -155,5 +155,5 @@ def test_loss_and_gradient_are_those_of_the_paper_in_float64(here):
 
 
 def test_rewards_are_wanted_as_for_grpo(here):
-    with pytest.raises(TunekitError, match=r"method\.rewards: .*, and rloo learns from nothing else"):
+    with pytest.raises(TunekitError, match=r"method\.rewards: .*, but rloo learns only from rewards"):
         verbs.train(recipe(here), ["method.rewards=[]"])

@@ -216,7 +216,7 @@ def _problem(error: ErrorDetails, places: Places) -> Problem:
         hint = f"did you mean '{near[0]}'?" if near else f"available: {', '.join(MachineFile.model_fields)}"
         return Problem(places.of_key(key), "unknown key", key, hint)
     if error["type"] == "missing":
-        return Problem(places.of_key(key), "is required, but missing", key)
+        return Problem(places.of_key(key), "missing required key", key)
     message = error["msg"]
     return Problem(places.of_value(key), f"{message[0].lower()}{message[1:]}, got {show(error['input'])}", key)
 

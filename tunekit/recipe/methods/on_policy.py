@@ -296,8 +296,8 @@ class TeacherMethod(OnPolicyMethod):
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and settings of the teacher that are the model's."""
         yield from super().conflicts(others)
-        for name in AS_THE_MODEL:
-            if dict(self.teacher)[name] != "auto":
+        for name, value in zip(AS_THE_MODEL, _as_the_model(self.teacher), strict=True):
+            if value != "auto":
                 what = "not configurable: the teacher uses the setting of the model"
                 yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 
@@ -305,3 +305,7 @@ class TeacherMethod(OnPolicyMethod):
     def offers(cls, key: tuple[str, ...]) -> bool:
         """Return whether a field of the recipe may differ from its default with the method."""
         return super().offers(key) and not (key[:2] == ("method", "teacher") and key[-1] in AS_THE_MODEL)
+
+
+def _as_the_model(teacher: ModelSection) -> tuple[str, ...]:
+    return teacher.dtype, teacher.attn_implementation, teacher.kernels
