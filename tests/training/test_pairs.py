@@ -406,7 +406,7 @@ def test_a_plan_says_what_these_methods_do(here):
     said = {reason.topic: reason for reason in run.plan.reasons}
     assert said["balance"].choice == "3 good, 9 bad answers"
     assert "method.desirable_weight from 3 to 4" in said["balance"].why
-    assert "keep it in every epoch" in said["method"].why
+    assert "every epoch has the same order" in said["method"].why
     orpo = {reason.topic: reason for reason in verbs.plan(recipe({"type": "orpo"})).reasons}
     assert orpo["method"].why.startswith("experimental in TRL")
     assert "TRL_EXPERIMENTAL_SILENCE=1" in orpo["environment"].why
