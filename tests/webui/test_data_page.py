@@ -250,7 +250,7 @@ def test_an_upload_is_refused_where_pages_only_show_or_it_is_too_large(workspace
     with pytest.raises(tunekit.TunekitError, match="exceeds the upload limit"):
         save_upload(Site(workspace, max_upload_bytes=2), tmp_path / "x.jsonl")
     (workspace / "uploads").symlink_to("/tmp")
-    with pytest.raises(tunekit.TunekitError, match="leads out"):
+    with pytest.raises(tunekit.TunekitError, match="outside the workspace"):
         save_upload(Site(workspace), tmp_path / "x.jsonl")
 
 

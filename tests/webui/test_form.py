@@ -278,7 +278,7 @@ def test_a_draft_is_saved_once_and_replaced_only_where_that_is_said(site: Site) 
     for name in ("../mine.yaml", "mine.py", "runs/a.yaml", "no/folder.yaml", "", "/tmp/mine.yaml"):
         with pytest.raises(tunekit.TunekitError):
             draft.save(site, name, "x", replace=True)
-    with pytest.raises(tunekit.TunekitError, match="only shows"):
+    with pytest.raises(tunekit.TunekitError, match="read-only"):
         draft.save(Site(site.root, read_only=True), "other.yaml", "x", replace=False)
 
 
