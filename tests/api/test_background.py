@@ -116,7 +116,7 @@ def test_a_hub_that_cannot_be_reached_is_told_in_the_same_words_with_detach(work
         for options in ([], ["--detach"])
     )
     assert (plain.returncode, detached.returncode) == (2, 2)
-    assert "the hub cannot be reached" in detached.stderr and detached.stderr == plain.stderr
+    assert "the Hub cannot be reached" in detached.stderr and detached.stderr == plain.stderr
 
 
 def test_a_detached_run_is_stopped_in_its_first_moment_and_at_any_other(workspace):

@@ -91,7 +91,7 @@ def test_a_well_known_model_is_planned_for_without_a_network_and_not_trained(wor
     assert "268 M parameters" in planned.stdout
     assert "from the built-in table" in " ".join(planned.stdout.split())
     assert refused.returncode == 2
-    assert "the hub cannot be reached" in refused.stderr
+    assert "the Hub cannot be reached" in refused.stderr
 
 
 def test_train_prints_plan_progress_summary_and_answers(trained):

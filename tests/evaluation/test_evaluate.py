@@ -430,7 +430,7 @@ def test_what_cannot_be_evaluated_is_said_in_a_line_before_a_model_is_loaded(
         ("has no config.json", ["damaged", "--data", chats]),
         ("no metric 'exact_mach'; did you mean 'exact_match'?", [run, "--metric", "exact_mach"]),
         ("metric regex: pattern", [run, "--metric", "regex", "--data", "prompts.jsonl"]),
-        ("there is no module 'my_rewards'", [run, "--metric", "my_rewards:score", "--data", "prompts.jsonl"]),
+        ("no module 'my_rewards'", [run, "--metric", "my_rewards:score", "--data", "prompts.jsonl"]),
         ("prompts.jsonl:2: exact_match reads", [run, "--metric", "exact_match", "--data", "prompts.jsonl"]),
         ("no metric to score the answers", [run, "--data", "prompts.jsonl"]),
         ("a metric needs prompts", [run, "--metric", "exact_match"]),

@@ -235,7 +235,7 @@ def without_network(cache, code):
 def test_a_hub_name_without_network_is_one_line_and_no_retry(probe, tmp_path):
     code = f"try: {probe}(ModelSection(path='some-org/some-model'))\nexcept ModelError as error: print(error)"
     assert without_network(tmp_path, code) == (
-        "model.path: 'some-org/some-model' is not a folder here, and the hub cannot be reached; "
+        "model.path: 'some-org/some-model' is not a folder here, and the Hub cannot be reached; "
         "name a local folder, or connect to the network"
     )
 

@@ -343,7 +343,8 @@ def work_while_a_checkpoint_takes_all_room(path):
     import threading
 
     import tunekit.runs.record
-    from tunekit.training.checkpointing.save import Saver, draft_of
+    from tunekit.runs.checkpoints.complete import draft_of
+    from tunekit.training.checkpointing.save import Saver
 
     write, give, has_taken = Saver._write, tunekit.runs.record.give_room, threading.Event()
     taken = draft_of(path, 4) / f"taken-{os.environ['RANK']}"
