@@ -221,15 +221,22 @@ def towers(model: "Module") -> list[str]:
 
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config(decoder=True) is model.config:
         return []
-    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings(), vars(model).get("score")}
-    own = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
-    names: list[str] = []
-    for name, module in model.named_modules():
-        parameters = [id(parameter) for parameter in module.parameters()]
-        is_below = any(name.startswith(f"{tower}.") for tower in names)
-        if parameters and own.isdisjoint(parameters) and not is_below:
-            names.append(name)
-    return names
+    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+    text.add(dict(model.named_children()).get("score"))
+    return list(_outermost_without(text, model, ""))
+
+
+def _outermost_without(parts: "set[Module | None]", module: "Module", prefix: str) -> Iterator[str]:
+    """Yield the names of the outermost modules below a module that have parameters, and none of those of some parts."""
+    own = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    for name, child in module.named_children():
+        parameters = [id(parameter) for parameter in child.parameters()]
+        if child in parts or not parameters:
+            continue
+        if own.isdisjoint(parameters):
+            yield prefix + name
+        else:
+            yield from _outermost_without(parts, child, f"{prefix}{name}.")
 
 
 @contextlib.contextmanager
@@ -416,9 +423,10 @@ def lora_config(
     """
     from peft import LoraConfig
 
-    excluded = _never_adapted(model)
     if trained is not None and (trained / ADAPTER_CONFIG).is_file():
         excluded = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("exclude_modules")
+    else:
+        excluded = _never_adapted(model)
     return LoraConfig(
         task_type=task,
         r=adapter.rank,
