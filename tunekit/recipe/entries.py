@@ -54,7 +54,7 @@ class Entry:
     """The schema's sentences about it."""
 
     takes: str
-    """What it takes, in words: `an integer greater than 0`."""
+    """Values that it takes, in words: `an integer greater than 0`."""
 
     default: Any
     """What holds where it is not given, as plain data; None where nothing does."""

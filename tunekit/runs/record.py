@@ -313,7 +313,7 @@ NUM_RUNS = 10
 """Finished runs that are looked at, the newest: each is to be read and checked, and older ones tell of older code."""
 
 MEASURED = ("peak_memory_bytes", "planned_memory_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
-"""What a result and a record have under the same names."""
+"""Fields that a result and a record have under the same names."""
 
 
 def recorded_runs(root: Path = RUNS) -> list[RunRecord]:

@@ -98,7 +98,7 @@ _COMPLAINTS = {
     "string_too_short": "must not be empty",
     "string_too_long": "must be at most {max_length} characters long, got {length}",
 }
-"""What is wrong with a value, by pydantic's names for that."""
+"""Errors of a value, by pydantic's names for that."""
 
 _FUNCTION = "must be module:function, such as my_module:my_function"
 _MANY = 8
