@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import typing
@@ -39,7 +40,9 @@ print("\\n" + json.dumps({"status": status or 0, "modules": sorted({name.partiti
 def tunekit(cwd: Path, *args: str) -> tuple[int, set[str], str]:
     """Exit status, loaded packages and all output of a tunekit command in a new process."""
     command = [sys.executable, "-c", RUN, *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    # One of the commands clears the cache: it is not the one that other tests prepare their rows in.
+    own = os.environ | {"XDG_CACHE_HOME": str(cwd / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=own)
     shown, _, last = done.stdout.rstrip().rpartition("\n")
     assert last.startswith("{"), done.stdout + done.stderr
     result = json.loads(last)

@@ -2,9 +2,11 @@
 in what is said of them."""
 
 import gzip
+import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -15,7 +17,7 @@ from tests.data.servers import PASSWORD, USER, web_server
 from tests.processes import own_port
 from tunekit.data.sources.load import load_data
 from tunekit.data.sources.remote import clear_downloads, downloads_root, list_downloads
-from tunekit.data.sources.rows import is_url, shown, without_user
+from tunekit.data.sources.rows import clear_folder, is_url, shown, without_user
 from tunekit.errors import DataError, DependencyError
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.prepared_data import record
@@ -205,6 +207,22 @@ def test_what_was_half_written_is_no_copy_and_goes_with_the_copies(web):
     assert len(list_downloads()) == 1
     assert clear_downloads() == 100 + len(ROWS)
     assert list_downloads() == [] and clear_downloads() == 0
+
+
+def test_a_folder_that_vanishes_while_it_is_cleared_is_no_error(tmp_path, monkeypatch):
+    draft = tmp_path / "cache" / ".draft"
+    draft.mkdir(parents=True)
+    (tmp_path / "cache" / "rows").write_bytes(b"x" * 10)
+    scandir = os.scandir
+
+    def scan_after_removal(path):
+        if not isinstance(path, int) and Path(path) == draft and draft.exists():
+            draft.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan_after_removal)
+    assert clear_folder(tmp_path / "cache") == 10
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])

@@ -25,6 +25,7 @@ import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast, overload
@@ -89,8 +90,15 @@ def cache_folder() -> Path:
 
 
 def clear_folder(folder: Path) -> int:
-    """Remove a folder of what can be made again; return the bytes that were freed."""
-    freed = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Remove a folder of what can be made again; return the bytes that were freed.
+
+    Another process may write to it or clear it at the same time.
+    """
+    freed = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                freed += Path(parent, name).lstat().st_size
     shutil.rmtree(folder, ignore_errors=True)
     return freed
 
