@@ -76,13 +76,15 @@ def _tiny_fields(model_type: str) -> dict[str, Any]:
 
 
 def _tiny_value(name: str, default: Any) -> Any:
-    """The value that a field is given; None where it keeps its own."""
+    """The value that a field is given; None where it keeps its own. Nothing is dropped out: runs are compared."""
     small = _sizes()["small"]
     if name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         return {"eos_token_id": EOS, "pad_token_id": PAD}.get(name)
     if name.endswith(("token_id", "token_index")):
         # Ids of pictures and the like: any that the rows have nowhere.
         return 200 + len(name) if isinstance(default, int) and default >= VOCAB_SIZE else None
+    if "drop" in name and isinstance(default, float):
+        return 0.0
     if name not in small or isinstance(default, bool):
         return None
     if default is None or default is dataclasses.MISSING:

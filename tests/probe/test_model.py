@@ -159,14 +159,13 @@ def test_a_broken_model_folder_is_one_clear_line(name, model):
 
 
 OTHERS = {
-    "mamba": (
-        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 71, "state_size": 8},
-        "the config.json of {path!r} (mamba) has no num_attention_heads or n_head or n_heads or num_heads or "
-        "attention_heads; use a decoder-only transformer: tunekit plans by these values",
-    ),
     "bart": (
         {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 71},
-        "{path!r} (bart) is an encoder-decoder model, which tunekit does not train; use a decoder-only model",
+        "{path!r} is of an encoder-decoder type (bart), which tunekit does not train; use a decoder-only model",
+    ),
+    "prophetnet": (
+        {"hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2, "vocab_size": 71},
+        "{path!r} is of an encoder-decoder type (prophetnet), which tunekit does not train; use a decoder-only model",
     ),
 }
 
@@ -184,6 +183,8 @@ def test_a_model_of_another_build_is_refused_for_what_it_is_and_not_as_incomplet
 NAMED_OTHERWISE = {
     "gpt_neo": {"num_layers": 3, "num_heads": 2, "attention_types": [[["global", "local", "global"], 1]]},
     "xglm": {"d_model": 32, "num_layers": 3, "attention_heads": 2},
+    "xlm": {"emb_dim": 32, "n_layers": 3, "n_heads": 2},
+    "nemotron_h": {"num_attention_heads": 2, "layers_block_type": ["mamba", "attention", "moe"]},
 }
 
 
@@ -191,11 +192,29 @@ NAMED_OTHERWISE = {
 def test_sizes_are_read_by_the_names_that_a_family_has_for_them(kind, model):
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(kind, **{"hidden_size": 32, **NAMED_OTHERWISE[kind]})
+    config = AutoConfig.for_model(kind, **{"hidden_size": 32} | NAMED_OTHERWISE[kind])
     config.architectures = ["SomeForCausalLM"]
     config.save_pretrained(model)
     facts = probe_model(ModelSection(path=str(model)))
     assert (facts.num_layers, facts.num_heads, facts.hidden_size) == (3, 2, 32)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "rwkv"])
+def test_a_model_without_attention_counts_as_one_head(kind, model):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=3)
+    config.architectures = ["SomeForCausalLM"]
+    config.save_pretrained(model)
+    facts = probe_model(ModelSection(path=str(model)))
+    assert (facts.num_layers, facts.num_heads, facts.head_dim) == (3, 1, 32)
+
+
+def test_a_causal_model_by_transformers_own_table_is_known_whatever_its_name(model):
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 71}
+    config = {"architectures": ["BertGenerationDecoder"], "model_type": "bert-generation", **fields}
+    (model / "config.json").write_text(json.dumps(config))
+    assert probe_model(ModelSection(path=str(model))).architecture == "BertGenerationDecoder"
 
 
 def test_a_width_for_each_layer_is_the_widest(model):

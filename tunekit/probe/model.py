@@ -9,8 +9,9 @@ import json
 import os
 import re
 import struct
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,7 +313,7 @@ def _check_causal(config: Mapping[str, Any], path: str) -> None:
     is_causal = any("CausalLM" in name or "LMHead" in name for name in architectures)
     is_multimodal = "text_config" in config and not config.get("is_encoder_decoder")
     has_text_decoder = is_multimodal and any("ForConditionalGeneration" in name for name in architectures)
-    if not is_causal and not has_text_decoder:
+    if not is_causal and not has_text_decoder and not _in_causal_table(architectures):
         names = ", ".join(architectures) or "none"
         raise ModelError(
             f"model.path: {path!r} is not a causal language model (architectures: {names})",
@@ -320,12 +321,23 @@ def _check_causal(config: Mapping[str, Any], path: str) -> None:
         )
 
 
+def _in_causal_table(architectures: Sequence[str]) -> bool:
+    """Return whether transformers itself lists one of these as a causal language model, whatever it is called."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).isdisjoint(architectures)
+
+
 def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_template: bool) -> ModelFacts:
     types = [dtype for _, dtype in tensors.values()]
     is_supported = is_known(config)
     text = text_config(complete(config) if is_supported else config)
     hidden = _number(text, path, "hidden_size", "n_embd", "d_model")
-    heads = _number(text, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    # State-space models have no heads: they count as one of the full width.
+    headless = {"num_attention_heads": 1} if text.get("model_type") in _WITHOUT_HEADS else {}
+    heads = _number(
+        {**text, **headless}, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
+    )
     num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     shapes = {name: shape for name, (shape, _) in tensors.items() if _is_loaded(name, num_layers)}
     num_experts = num_experts_of(text)
@@ -353,6 +365,8 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         is_multimodal="text_config" in config,
     )
 
+
+_WITHOUT_HEADS = ("mamba", "falcon_mamba", "rwkv")
 
 _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 
@@ -386,19 +400,43 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
         if isinstance(config.get(name), int):
             return int(config[name])
     kind = config.get("model_type")
+    has_encoder = config.get("is_encoder_decoder") or any(
+        name in config for name in ("encoder_layers", "num_encoder_layers")
+    )
+    if kind and not is_known(config) and not has_encoder:
+        value = _by_config_class(config, names[0])
+        if value is not None:
+            return value
     if is_known(config):
         raise ModelError(
             f"model.path: the config.json of {path!r} has no {names[0]}", hint="the folder may be incomplete"
         )
-    if "encoder_layers" in config or config.get("is_encoder_decoder"):
+    if has_encoder:
         raise ModelError(
-            f"model.path: {path!r} ({kind}) is an encoder-decoder model, which tunekit does not train",
+            f"model.path: {path!r} is of an encoder-decoder type ({kind}), which tunekit does not train",
             hint="use a decoder-only model",
         )
     raise ModelError(
         f"model.path: the config.json of {path!r} ({kind}) has no {' or '.join(names)}",
         hint="use a decoder-only transformer: tunekit plans by these values",
     )
+
+
+def _by_config_class(config: Mapping[str, Any], name: str) -> int | None:
+    """Return a number that transformers' class of this type derives, or has under another name or as its default."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        return None
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(config, file)
+        file.flush()
+        try:
+            value = getattr(CONFIG_MAPPING[config["model_type"]].from_json_file(file.name), name, None)
+        except (TypeError, ValueError, StrictDataclassError):
+            return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _folder_tensors(folder: Path, path: str) -> Tensors:
