@@ -42,6 +42,7 @@ from benchmarks.circumstances import circumstances, in_words
 from benchmarks.tiny_models import MULTIMODAL, auto_class, tiny_model
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer
+from tunekit.models.load import complete_outputs
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -282,6 +283,7 @@ RUNS: dict[str, Callable[[], str]] = {
 def _model(folder: Path = Path("model")) -> PreTrainedModel:
     loader: Any = auto_class(AutoConfig.from_pretrained(folder).model_type)
     model: PreTrainedModel = loader.from_pretrained(folder, dtype=torch.float32).train()
+    complete_outputs(model)
     return model
 
 

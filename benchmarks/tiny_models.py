@@ -25,6 +25,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from tunekit.models.load import complete_outputs
+
 VOCAB_SIZE = 259
 """Entries of the tokenizer of `tests/tiny.py`: one a byte, and three of ChatML."""
 
@@ -117,6 +119,7 @@ def tiny_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedM
         raise ValueError(f"{model_type}: {num:,} parameters with tiny sizes")
     torch.manual_seed(seed)
     model: PreTrainedModel = auto_class(model_type).from_config(config, dtype=torch.float32)
+    complete_outputs(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+import tunekit
+from benchmarks.tiny_models import tiny_model
+from tests.tiny import make_tokenizer, save_chats
+from tunekit.errors import PlanError
+from tunekit.estimates.models.model_config import model_types
 from tunekit.models.load import attach_adapter
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.probe.model import probe_model
+from tunekit.recipe.sections.model import LoraAdapter, ModelSection
 
 SIZES = {
     "vocab_size": 71,
@@ -44,3 +52,39 @@ def test_routers_have_no_adapter_and_what_was_saved_is_what_peft_loads(kind, tmp
     loaded = PeftModel.from_pretrained(tiny(kind), tmp_path)
     torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
     assert not torch.allclose(model(input_ids=ids).logits, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", sorted(model_types().refused_targets))
+def test_modules_that_peft_refuses_of_mamba_layers_get_none_and_are_refused_before(kind, tmp_path):
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    save_chats(tmp_path / "chats.jsonl", [("1 + 1?", "2"), ("2 + 2?", "4")])
+    facts = probe_model(ModelSection(path=str(tmp_path / "model")))
+    assert any(name.endswith("out_proj") for name in facts.linears)
+    adapted = attach_adapter(model, LoraAdapter(rank=4, target_modules="all-linear"), seed=0)
+    names = [name for name, module in adapted.named_modules() if isinstance(module, BaseTunerLayer)]
+    # nemotron_h is saved with another name for its decoder.
+    in_plan = {name.partition(".")[2] for name in facts.adapter_linears("all-linear")}
+    assert {name.removeprefix("base_model.model.").partition(".")[2] for name in names} == in_plan
+
+    recipe = {"model": str(tmp_path / "model"), "data": {"train": str(tmp_path / "chats.jsonl"), "max_length": 64}}
+    targets = ["in_proj", "out_proj"]
+    with pytest.raises(PlanError, match=f"target_modules: PEFT does not adapt out_proj of {kind} models; remove them"):
+        tunekit.plan(recipe | {"adapter": {"type": "lora", "target_modules": targets}})
+    with pytest.raises(ValueError, match="'out_proj' is incompatible"):
+        get_peft_model(tiny_model(kind), LoraConfig(target_modules=targets))
+
+
+NAMED_OTHERWISE = ["bert", "biogpt", "mamba", "modernbert-decoder", "openai-gpt", "opt", "rembert", "roc_bert", "rwkv"]
+
+
+@pytest.mark.parametrize("kind", NAMED_OTHERWISE)
+def test_the_linear_layers_of_a_plan_are_those_of_the_model_whatever_its_tables_are_called(kind, tmp_path):
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    head = model.get_output_embeddings()
+    kinds = (Linear, Conv1D)
+    linears = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+    assert set(probe_model(ModelSection(path=str(tmp_path))).linears) == linears

@@ -554,17 +554,24 @@ class ModelFacts(Facts):
         """Cache of `states.trained_bytes`, by adapter and optimizer."""
         return {}
 
+    @property
+    def refused_targets(self) -> frozenset[str]:
+        """Last names of modules of this type that PEFT refuses to adapt."""
+        return model_types().refused_targets.get(self.model_type, frozenset())
+
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
         # PEFT goes by the type of the whole model.
         is_converted = self.num_experts and not self.is_multimodal
         former = model_types().former_linears.get(self.model_type) if is_converted else None
         targets = None if target_modules == "all-linear" else target_modules
+        refused = self.refused_targets
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
             if not self.is_tower(name)
             and (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
             and not (former and _leaf(name) in former)
+            and _leaf(name) not in refused
         }
         return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
 
@@ -626,7 +633,7 @@ def is_embedding(name: str) -> bool:
 
 def is_head(name: str) -> bool:
     """Return whether a weight is that of a head of its own."""
-    return _leaf(name) in {"embed_out", "lm_head", "output"}
+    return _leaf(name) in model_types().heads and _LAYER.match(name) is None
 
 
 def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
@@ -637,15 +644,9 @@ def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]
     return shape
 
 
-_EMBEDDINGS = frozenset(
-    {"embed_tokens", "embed_tokens_per_layer", "wte", "wpe", "embed_in", "word_embeddings", "position_embedding"}
-)
-"""Names of modules that are embedding tables."""
-
-
 def _is_vocabulary(name: str) -> bool:
     """Return whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
-    return is_head(name) or _leaf(name) in _EMBEDDINGS
+    return is_head(name) or _leaf(name) in model_types().embeddings
 
 
 def _is_expert(name: str) -> bool:

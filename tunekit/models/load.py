@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
+from tunekit.estimates.models.model_config import model_types
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
-from tunekit.probe.model import model_folder, with_tokenizer
+from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
@@ -168,11 +169,27 @@ def load_model(
             f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
             hint="download or save them again",
         ) from error
+    complete_outputs(model)
     if is_given:
         _give_unwritten_memory(model)
     if quantization is not None:
         keep_quantised_layout(model)
     return model
+
+
+def complete_outputs(model: "PreTrainedModel") -> None:
+    """Give the output of Llama 4's text decoder the field that the model around it reads.
+
+    In transformers 5.24 its forward method reads `image_outputs`, which is not there, and fails without pictures.
+    """
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.get_submodule("language_model").register_forward_hook(_without_pictures)
+
+
+def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
+    return output
 
 
 def read_config(section: ModelSection) -> "PretrainedConfig":
@@ -195,20 +212,6 @@ def _of_text(attn_implementation: str | None, config: "PretrainedConfig") -> str
     text = config.get_text_config(decoder=True)
     names = [name for name in config.sub_configs if vars(config).get(name) is text]
     return {names[0]: attn_implementation} if attn_implementation is not None and names else attn_implementation
-
-
-def auto_class(config: "PretrainedConfig") -> Any:
-    """Return the auto class that loads the architecture of a model, vision and audio towers included.
-
-    For some multimodal configurations `AutoModelForCausalLM` builds the text decoder alone, and for others nothing.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-    from transformers.models.auto import modeling_auto
-
-    architectures = config.architectures or []
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    return AutoModelForMultimodalLM if multimodal in architectures and causal != multimodal else AutoModelForCausalLM
 
 
 def towers(model: "Module") -> list[str]:
@@ -444,12 +447,18 @@ def _never_adapted(model: "torch.nn.Module") -> list[str] | str | None:
     """Return the linear layers that get no adapter whatever the target modules are, as PEFT's `exclude_modules`.
 
     PEFT adapts every linear layer by class. Layers of a subclass that the model's own code defines compute something
-    else (the routers of PhiMoE and Llama 4 return more than a product), and towers see no text.
+    else (the routers of PhiMoE and Llama 4 return more than a product), towers see no text, and Mamba layers read some
+    weights past their modules.
     """
     from torch import nn
 
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    own = [name for name, module in linears if type(module).__module__ == type(model).__module__]
+    refused = model_types().refused_targets.get(getattr(model.config, "model_type", ""), frozenset())
+    own = [
+        name
+        for name, module in linears
+        if type(module).__module__ == type(model).__module__ or name.rpartition(".")[2] in refused
+    ]
     names = towers(model)
     if not names:
         return own or None

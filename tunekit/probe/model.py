@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import ModelFacts, Origin
@@ -35,6 +35,9 @@ from tunekit.estimates.models.model_config import (
 )
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PICO = Path(__file__).parents[1] / "models" / "pico"
 """Folder of the chat model that ships with tunekit."""
@@ -182,10 +185,74 @@ def _from_config(config: Mapping[str, Any], path: str, has_chat_template: bool) 
 def _config_tensors(config: Mapping[str, Any], path: str) -> Tensors:
     """Shape and type of every tensor by config.json: of float32 where it names no type, as transformers has it."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if not is_known(config):
+        built = _built_tensors(config, path)
+        if built is not None:
+            return {name: (shape, dtype) for name, shape in built.items()}
     try:
         return {name: (shape, dtype) for name, shape in tensors_of(config).items()}
     except ModelError as error:
         raise ModelError(f"model.path: {path!r}: {error.problem}", hint=error.hint) from error
+
+
+def _built_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]] | None:
+    """Shape of every parameter of the model that transformers builds of a config.json, without memory for any of them.
+
+    Returns:
+        None where transformers does not know the type.
+
+    Raises:
+        ModelError: It cannot build the model.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    import torch
+
+    try:
+        settings = _as_config_class(config)
+        with torch.device("meta"):
+            model = auto_class(settings).from_config(settings)
+    except (
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        StrictDataclassError,
+    ) as error:
+        reason = f"{type(error).__name__}: {error}"
+        problem = f"model.path: transformers cannot build the model that config.json of {path!r} describes: {reason}"
+        raise ModelError(problem, hint="fix config.json") from error
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _as_config_class(config: Mapping[str, Any]) -> "PretrainedConfig":
+    """Return a config.json as transformers' class of its type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(config, file)
+        file.flush()
+        settings: PretrainedConfig = CONFIG_MAPPING[config["model_type"]].from_json_file(file.name)
+    return settings
+
+
+def auto_class(config: "PretrainedConfig") -> Any:
+    """Return the auto class that loads the architecture of a model, vision and audio towers included.
+
+    For some multimodal configurations `AutoModelForCausalLM` builds the text decoder alone, and for others nothing.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto import modeling_auto
+
+    architectures = config.architectures or []
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    return AutoModelForMultimodalLM if multimodal in architectures and causal != multimodal else AutoModelForCausalLM
 
 
 def _near(folder: Path) -> str:
@@ -429,13 +496,10 @@ def _by_config_class(config: Mapping[str, Any], name: str) -> int | None:
 
     if config["model_type"] not in CONFIG_MAPPING:
         return None
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        json.dump(config, file)
-        file.flush()
-        try:
-            value = getattr(CONFIG_MAPPING[config["model_type"]].from_json_file(file.name), name, None)
-        except (TypeError, ValueError, StrictDataclassError):
-            return None
+    try:
+        value = getattr(_as_config_class(config), name, None)
+    except (TypeError, ValueError, StrictDataclassError):
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -42,6 +42,12 @@ class ModelTypes(BaseModel):
     """Types with layers that carry a state from token to token."""
     traced: frozenset[str]
     """Types whose activations were compared with a trace."""
+    embeddings: frozenset[str]
+    """Last names of modules that are embedding tables."""
+    heads: frozenset[str]
+    """Last names of modules that are heads."""
+    refused_targets: dict[str, frozenset[str]]
+    """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
     former_linears: dict[str, dict[str, str]]
     """Of types whose experts PEFT adapts: what became of the linear layers that they once had, by their last names."""
 

@@ -23,7 +23,8 @@ from tunekit.models.fusion.attention import attention_rule
 from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.lora_layers import linear_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
-from tunekit.models.load import auto_class, read_config
+from tunekit.models.load import read_config
+from tunekit.probe.model import auto_class
 from tunekit.recipe.sections.model import ModelSection
 
 RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)

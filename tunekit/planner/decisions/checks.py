@@ -131,8 +131,12 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
         return
     yield from expert_faults(model, adapter)
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
-    missing = [target for target in targets if not model.adapter_linears([target])]
-    if missing or not model.adapter_linears(adapter.target_modules):
+    refused = [target for target in targets if last_part(target) in model.refused_targets]
+    if refused:
+        problem = f"adapter.target_modules: PEFT does not adapt {', '.join(refused)} of {model.model_type} models"
+        yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"
+    missing = [target for target in targets if target not in refused and not model.adapter_linears([target])]
+    if missing or not (refused or model.adapter_linears(adapter.target_modules)):
         endings = sorted({name.rpartition(".")[2] for name in model.linears})
         named = ", ".join(missing) or adapter.target_modules
         problem = f"adapter.target_modules: {model.path} has no linear layer named {named}"
