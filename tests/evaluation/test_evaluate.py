@@ -156,6 +156,7 @@ def test_packed_sequences_are_measured_one_by_one():
     assert found == [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
 
 
+@pytest.mark.slow
 def test_pairs_have_the_rewards_of_dpo_against_the_model_before(dpo, workspace):
     tokenizer, model = AutoTokenizer.from_pretrained(workspace / "llama"), bare(workspace)
     trained = AutoModelForCausalLM.from_pretrained(dpo.model_path, dtype=torch.float64).eval()
@@ -207,6 +208,7 @@ def test_other_methods_are_measured_as_their_trainers_do(method, names, workspac
         assert made[name].after.value == pytest.approx(last[f"eval_{name}"], rel=1e-3), name
 
 
+@pytest.mark.slow
 def test_a_run_that_learned_from_rewards_is_judged_by_them(workspace):
     rows = [{"prompt": f"double {n} is ", "answer": str(2 * n)} for n in range(12)]
     for name, part in (("sums", rows[:8]), ("sums_eval", rows[8:])):
@@ -230,6 +232,7 @@ def test_a_run_that_learned_from_rewards_is_judged_by_them(workspace):
     assert made["reward"].before.value == pytest.approx(sums)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_judged_by_the_pairs_it_tells_apart(workspace):
     run = train(workspace, "judge", "pairs", "pairs_eval", method="reward")
     made = by_name(tunekit.evaluate(run))

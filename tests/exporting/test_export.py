@@ -93,6 +93,7 @@ def test_an_export_says_what_it_is_and_how_it_was_checked(runs, tmp_path):
     assert (tmp_path / "out" / "generation_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_as_peft_loads_it(runs, tmp_path):
     done = tunekit.export(runs["lora"], tmp_path / "out", kind="adapter")
     ours = logits_of(PeftModel.from_pretrained(loaded(PICO), tmp_path / "out"), tmp_path / "out")
@@ -165,6 +166,7 @@ def test_an_adapter_that_changes_less_than_its_type_can_hold_is_not_lost_in_sile
     assert tunekit.export(run, tmp_path / "out", dtype="float32").check.adapter_change > 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")

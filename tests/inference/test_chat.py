@@ -69,6 +69,7 @@ def test_a_greedy_answer_is_what_transformers_generates(talk, runs):
     assert talk.last.reason in ("end", "length") and talk.last.num_tokens > 0
 
 
+@pytest.mark.slow
 def test_beside_it_the_base_answers_with_the_adapter_switched_off(talk):
     assert said(talk, base=True) == greedy(pico())
     assert said(talk) != greedy(pico()), "the adapter is on again"

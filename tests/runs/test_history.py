@@ -94,6 +94,7 @@ def test_runs_without_a_speed_or_an_end_tell_nothing(here):
     assert recorded_runs() == []
 
 
+@pytest.mark.slow
 def test_the_time_of_a_run_is_told_by_part(here):
     """Rows that come slowly are waited for, outside of the steps; updates are a part of the steps."""
     (here / "slow_rows.py").write_text(

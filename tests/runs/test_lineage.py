@@ -164,6 +164,7 @@ def test_a_run_that_has_no_model_or_one_that_judges_is_refused(here, sft):
     shutil.rmtree(unfinished)
 
 
+@pytest.mark.slow
 def test_three_methods_in_a_row_train_one_adapter(here, sft):
     dpo = tunekit.train(recipe("dpo", "my-sft"))
     grpo = tunekit.train(recipe("grpo", "my-dpo"))
@@ -238,6 +239,7 @@ def test_training_starts_from_what_the_adapter_computes(kind, here):
     torch.testing.assert_close(logits_of(merged.model_path), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_trained_embedding_that_the_head_shares_stays_one_of_an_adapter(here):
     tied = save_tied_model(here / "tied")
     adapter = save_adapter(here / "adapter-tied", tied, target_modules=["o_proj"], modules_to_save=["embed_tokens"])
@@ -268,6 +270,7 @@ def test_an_adapter_that_no_recipe_describes_is_refused(here):
         verbs.plan(recipe("sft", str(adapter)))
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_over_a_quantised_base_and_the_plan_says_so(here, sft):
     run = tunekit.train(recipe("dpo", "my-sft", adapter="qlora"))
     assert run.plan.recipe.adapter.rank == 4

@@ -156,6 +156,7 @@ def test_rows_that_end_within_a_block_of_4_bits_are_multiplied_as_they_were_quan
     assert {layer.in_features for layer in layers.values()} == {48, 112}
 
 
+@pytest.mark.slow
 def test_trained_parameters_stay_in_float32(model_folder, data, tmp_path):
     for kind in ("lora", "qlora"):
         _, model = train_and_keep_model(recipe_for(kind, model_folder, data, tmp_path / kind))

@@ -74,6 +74,7 @@ def programs(folder, *names):
     return f"{folder}:{os.environ['PATH']}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EVIL)
 def test_a_run_of_any_name_trains_and_is_a_job(name, workspace, here, monkeypatch):
     monkeypatch.setenv("PATH", programs(here / "bin", "sbatch", "srun", "scontrol", "grep"))
@@ -117,6 +118,7 @@ def test_a_secret_in_an_option_of_sbatch_is_refused(workspace, here):
     assert secret not in str(refused.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EVIL)
 def test_a_run_of_any_name_is_a_task_of_a_cloud(name, workspace, here, monkeypatch):
     monkeypatch.setenv("PATH", programs(here / "bin", "sky"))

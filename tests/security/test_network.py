@@ -53,6 +53,7 @@ _telemetry._TELEMETRY_QUEUE.join()
 """Sends what a library reports, and waits until its thread has done so."""
 
 
+@pytest.mark.slow
 def test_a_report_of_a_library_would_be_seen(watched):
     environment, file = watched
     subprocess.run([sys.executable, "-c", SEND], env=environment, check=True)

@@ -104,6 +104,7 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(part, entry, workspace,
     assert not sentinel.exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("entry", RUNNING)
 @pytest.mark.parametrize("where", ["teacher", "reward_model"])
 def test_nor_is_that_of_a_second_model(where, entry, workspace, tmp_path, sentinel):

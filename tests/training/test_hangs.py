@@ -255,6 +255,7 @@ def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
     assert "main memory" in error.hint
 
 
+@pytest.mark.slow
 def test_a_killed_process_that_makes_rows_is_told_also_where_its_signal_comes_with_another_error(here, monkeypatch):
     def lose_the_others(*_):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
@@ -272,6 +273,7 @@ def say_it_is_killed(*_):
     raise RuntimeError("DataLoader worker (pid 1355) is killed by signal: Killed. ")
 
 
+@pytest.mark.slow
 def test_a_lost_data_worker_is_named_where_its_connection_breaks_before_its_signal(here, monkeypatch):
     def break_the_connection(*_):
         signal.signal(signal.SIGCHLD, say_it_is_killed)
@@ -287,6 +289,7 @@ def test_a_lost_data_worker_is_named_where_its_connection_breaks_before_its_sign
         signal.signal(signal.SIGCHLD, before)
 
 
+@pytest.mark.slow
 def test_a_lost_data_worker_is_named_where_its_signal_comes_when_the_watchdog_ends(here, monkeypatch):
     def fail(*_):
         raise ValueError("something else")

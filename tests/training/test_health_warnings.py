@@ -115,6 +115,7 @@ def test_pairs_that_are_learned_well_are_no_reason_to_warn(here):
     assert logged(run)[-1]["rewards/margins"] > 0.5
 
 
+@pytest.mark.slow
 def test_better_answers_that_become_less_likely_are_told_with_the_margin_that_grows(here):
     run = trained("pairs", "dpo", 0.1, "full")
     assert warned(run) == {"chosen_falls", "margins_saturate"}
@@ -146,6 +147,7 @@ def test_best_and_worst_answers_are_written_with_what_each_reward_gave_them(here
     assert warned(run) == {"reward_is_constant"}
 
 
+@pytest.mark.slow
 def test_rewards_that_tell_no_answers_of_a_group_apart_are_told(here):
     assert warned(trained("prompts", grpo("of_the_prompt"), 1e-2)) == {"no_signal"}
 

@@ -209,12 +209,14 @@ def test_the_first_losses_are_those_of_the_paper_in_float64(workspace, trained, 
         assert logged(run, kind)[0][first[kind]] == pytest.approx(expected, rel=2e-6), kind
 
 
+@pytest.mark.slow
 def test_nothing_has_moved_from_the_reference_of_kto_in_the_first_step(trained):
     first, second = logged(trained("kto"))[:2]
     assert (first["kl"], first["rewards/chosen"], first["rewards/rejected"]) == (0, 0, 0)
     assert second["rewards/margins"] > 0
 
 
+@pytest.mark.slow
 def test_the_last_loss_of_kto_is_that_of_the_paper_with_each_prompt_beside_the_answer_before_it(workspace, trained):
     """Equations 7 and 8 of arXiv 2402.01306, the divergence from mismatched answers, in float64 of the saved model."""
     run, rows = trained("kto"), rows_of(range(20, 24))[1]
@@ -244,7 +246,7 @@ def judge(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_a_reward_model_begins_with_a_seeded_score_and_is_saved_with_the_trained_one(here, trained, adapter):
     run = trained("reward") if adapter == "lora" else tunekit.train(recipe(METHODS["reward"], adapter))
@@ -285,7 +287,7 @@ MANY = [name for name in METHODS if name not in ("kto apo", "simpo")]
 """Those that are not mere variants of another one's loss."""
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "full", "qlora"])
 @pytest.mark.parametrize("name", [name for name in MANY if name != "reward"])
 def test_ten_steps_lower_the_loss_with_every_adapter(here, trained, name, adapter):

@@ -204,7 +204,7 @@ def steps_and_passes(asked):
     return run, len(passes)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "adapter"), [("adapter", "lora"), ("model", "full")])
 def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model, adapter, here, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

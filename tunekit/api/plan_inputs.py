@@ -14,7 +14,7 @@ from tunekit.data.tokenization.chat import check_first_rows
 from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.estimates.models.model_config import known_models
+from tunekit.estimates.models.model_config import is_known, known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
@@ -167,7 +167,8 @@ class Lookup:
             num_rows = counted_facts(recipe, self.data(recipe)).num_train
             num_devices = max(1, self.hardware(machine).num_accelerators)
             return largest_batch(recipe, plan_of, machine, num_devices=num_devices, num_rows=num_rows)
-        models = known_models()
+        # Others have to be built by transformers, and their activations are estimates.
+        models = {name: known for name, known in known_models().items() if is_known(known.config)}
         # The largest first; of one size the newer and the trained to chat first.
         sizes = {name: (-models[name].num_params, not models[name].has_chat_template) for name in reversed(models)}
 
