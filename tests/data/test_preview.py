@@ -216,7 +216,7 @@ def test_a_row_that_the_template_refuses_stands_among_the_others_with_its_reason
 HOSTILE = {
     "a long line": ("a.jsonl", lambda: b'{"text":"a"}\n{"text":"' + b"x" * LINE_BYTES + b'"}\n', "too long to preview"),
     "a long cell": ("a.csv", lambda: b'text\na\n"' + b"x\n" * LOOK_BYTES, None),
-    "a large list": ("a.json", lambda: b"[" + b'{"text": "aaaaaaa"},\n' * (LOOK_BYTES // 20), "read whole"),
+    "a large list": ("a.json", lambda: b"[" + b'{"text": "aaaaaaa"},\n' * (LOOK_BYTES // 20), "too large to preview"),
     "brackets": ("a.jsonl", lambda: b'{"text":"a"}\n' + b"[" * (LINE_BYTES // 2) + b"\n", None),
     "no text": ("a.jsonl", lambda: b'{"text":"a"}\n\0\0\0\n', "NUL byte"),
     "another encoding": ("a.csv", lambda: b"text\na\nna\xefve\n", "not UTF-8"),

@@ -155,7 +155,7 @@ def interrupted(folder: Path) -> None:
 ALONE, BOTH, ALL = ("export",), ("export", "chat"), ("export", "chat", "report")
 
 DAMAGES = [
-    ("lora", BOTH, interrupted, r"is interrupted, after step 2 of 2: it has no model yet; .*--checkpoint 2"),
+    ("lora", BOTH, interrupted, r"is interrupted, after step 2 of 2: no model yet; .*--checkpoint 2"),
     ("lora", BOTH, lambda run: cut(run / "model/adapter_model.safetensors"), "adapter_model.safetensors is damaged"),
     ("full", ALONE, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
     ("full", BOTH, lambda run: cut(run / "model/config.json"), "is not a valid JSON file"),

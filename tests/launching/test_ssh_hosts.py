@@ -143,7 +143,7 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
     try:
         code, words = command.end()
         assert code == 2, words
-        assert "10.77.0.2: no sign of life" in words
+        assert "10.77.0.2: no heartbeat" in words
         assert "10.77.0.1:" not in words
         run = Run(folder)
         assert run.state == "failed"
@@ -193,7 +193,7 @@ def test_a_run_starts_again_once_a_lost_host_answers_and_ctrl_c_ends_it_on_all_h
         ("10.77.0.1,10.77.0.9", "", r"^10\.77\.0\.9: .*No route to host"),
         ("10.77.0.1,nobody@10.77.0.2", "", r"^nobody@10\.77\.0\.2: .*Permission denied"),
         ("10.77.0.1,root@10.77.0.1", "", r"^root@10\.77\.0\.1: same machine as 10\.77\.0\.1"),
-        ("10.77.0.1,10.77.0.1", "", "10.77.0.1 is named twice"),
+        ("10.77.0.1,10.77.0.1", "", "duplicate host 10.77.0.1"),
         ("10.77.0.1,10.77.0.2", "parallel.num_processes=3", "3 processes cannot be spread evenly over 2 hosts"),
     ],
 )
@@ -234,7 +234,7 @@ def test_hosts_with_other_versions_or_another_disk_are_refused_by_name(hosts, wo
     )
     code, words = old.end()
     assert code == 2, words
-    assert "10.77.0.2:2201: it has torch 1.0, but 10.77.0.1 has torch 2" in words
+    assert "10.77.0.2:2201: has torch 1.0, but 10.77.0.1 has torch 2" in words
     code, words = blind.end()
     assert code == 2, words
     assert f"10.77.0.2:2202: does not see {workspace / 'other' / 'run'}" in words

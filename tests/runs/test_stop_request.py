@@ -78,7 +78,7 @@ class Held:
             self._hold(place, num_steps)
 
     def _hold(self, place, num_steps):
-        import tunekit.training.train
+        from tunekit.training import build_trainer
         from tunekit.training.callbacks import Boundary
         from tunekit.training.checkpointing.save import Saver
 
@@ -86,7 +86,7 @@ class Held:
             "step": (Boundary, "on_step_begin", lambda args: args[2].global_step),
             "evaluation": (Boundary, "on_prediction_step", lambda args: args[2].global_step),
             "save": (Saver, "_begin", lambda args: args[1].step),
-            "loading": (tunekit.training.train, "load_adapted", lambda args: 0),
+            "loading": (build_trainer, "load_adapted", lambda args: 0),
         }[place]
         original = getattr(owner, name)
 

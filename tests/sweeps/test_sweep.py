@@ -180,7 +180,7 @@ def test_what_is_swept_is_nothing_that_all_runs_have_in_common(stopped, tmp_path
     axes = "axes:\n  adapter.type: [lora, full]\n  train.learning_rate: log:0.0001..0.01\nsearch:"
     (other.path / "sweep.yaml").write_text(re.sub("axes:.*?search:", axes, text, flags=re.DOTALL), encoding="utf-8")
     (other.path / "trials.json").write_text("[]", encoding="utf-8")
-    common = page(other).partition("have in common")[2]
+    common = page(other).partition("Common to all runs")[2]
     assert "max_steps: 12" in common and "rows.jsonl" in common
     assert not any(words in common for words in ("adapter", "rank", "lora", "learning_rate"))
 

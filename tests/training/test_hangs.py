@@ -252,7 +252,7 @@ def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
     error, _ = end_of("row-kill", "row kill", num_workers=1)
     assert isinstance(error, DataWorkerError)
     assert re.search(r"data worker \d+ of rank 1 was killed by a signal \(Killed\)", str(error))
-    assert "main memory" in error.hint
+    assert "host memory" in error.hint
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_a_copy_is_merged_too_where_trl_loads_it(here):
 @pytest.mark.slow
 def test_dropout_stops_a_run_that_is_held_to_a_reference(here):
     lora = {"type": "lora", "dropout": 0.3}
-    with pytest.raises(RunError, match=r"dropout of 0\.3 is on: set adapter\.dropout=0"):
+    with pytest.raises(RunError, match=r"dropout 0\.3 is on: set adapter\.dropout=0"):
         tunekit.train(recipe("adapter", lora, method=GRPO, rows="prompts"))
     run = tunekit.train(
         recipe("adapter", lora, method={**GRPO, "trainer_args": {"disable_dropout": True}}, rows="prompts")

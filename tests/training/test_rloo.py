@@ -83,7 +83,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_answers(here, adapter):
         assert [its[step][name] for step in range(1, 11)] == pytest.approx(values, rel=1e-4, abs=1e-6), name
     assert mine[1]["kl"] == pytest.approx(0, abs=1e-6)
     assert whole.result()["measures"]["reward"] == [mine[1]["reward"], mine[10]["reward"]]
-    assert "reward tells" in (resumed.model_path / "README.md").read_text()
+    assert "progress shows in the reward" in (resumed.model_path / "README.md").read_text()
     share = whole.result()["generation_seconds"] / whole.result()["step_seconds"]
     planned = resumed.plan.speed.generation_share
     assert whole.plan.speed.generation_share is None and 0 < share < 1

@@ -71,7 +71,7 @@ def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"", "nothing in it"), (b"\xff", "cannot")])
+@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "cannot")])
 def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, content, words):
     file = tmp_path / "password"
     if content is not None:
