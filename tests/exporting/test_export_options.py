@@ -164,13 +164,13 @@ DAMAGES = [
         "full",
         BOTH,
         lambda run: (run / "model/model.safetensors").unlink(),
-        r"there is no \*.safetensors in it; put it back",
+        r"is not a complete model: no \*\.safetensors; restore it",
     ),
     (
         "full",
         ALONE,
         lambda run: [one.unlink() for one in (run / "model").glob("tokenizer*")],
-        "holds no tokenizer; put",
+        "has no tokenizer; restore its",
     ),
     ("lora", ALONE, lambda run: cut(run / "model/tokenizer.json"), "the tokenizer in .* cannot be loaded"),
     ("lora", BOTH, lambda run: shutil.rmtree(run / "model"), "is finished, but .*model is missing; .*restore it, or"),
@@ -178,7 +178,7 @@ DAMAGES = [
     ("lora", ALL, lambda run: (run / "plan.yaml").unlink(), "plan.yaml cannot be read: No such file"),
     ("lora", ALL, lambda run: (run / "plan.yaml").write_text("a: ["), "plan.yaml is damaged"),
     ("lora", ALL, lambda run: (run / "recipe.yaml").unlink(), "recipe.yaml cannot be read: No such file"),
-    ("lora", ALONE, lambda run: (run / "events.jsonl").unlink(), "events.jsonl tells of no result"),
+    ("lora", ALONE, lambda run: (run / "events.jsonl").unlink(), "events.jsonl has no result"),
 ]
 
 
@@ -192,13 +192,16 @@ def refusal(*words: str) -> str:
 
 @pytest.mark.slow
 def test_each_command_says_of_a_damaged_run_what_is_wrong_with_it_in_one_line(runs, tmp_path):
+    others = []
     for number, (adapter, commands, damage, words) in enumerate(DAMAGES):
         run = shutil.copytree(runs[adapter].path, tmp_path / f"run-{number}")
         damage(run)
         for command in commands:
             more = {"export": [str(tmp_path / "out")], "chat": ["--device", "cpu"], "report": []}[command]
             said = refusal(command, str(run), *more)
-            assert re.search(words, said), (command, words, said)
+            if not re.search(words, said):
+                others.append((command, words, said))
+    assert not others
     assert not (tmp_path / "out").exists()
 
 

@@ -89,7 +89,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_answers(here, adapter):
     assert whole.plan.speed.generation_share is None and 0 < share < 1
     assert planned.low == pytest.approx(share) == planned.high, "the plan knows it from the run before"
     own = resumed.result()["generation_seconds"] / resumed.result()["step_seconds"]
-    assert f"{own:.0%} of the steps (planned {share:.0%})" in shown(resumed)
+    assert f"{own:.0%} of the step time (planned {share:.0%})" in shown(resumed)
 
 
 def test_loss_and_gradient_are_those_of_the_paper_in_float64(here):
