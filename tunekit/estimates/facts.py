@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
-from tunekit.estimates.models.model_config import model_types
+from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -554,17 +554,12 @@ class ModelFacts(Facts):
         """Cache of `states.trained_bytes`, by adapter and optimizer."""
         return {}
 
-    @property
-    def refused_targets(self) -> frozenset[str]:
-        """Last names of modules of this type that PEFT refuses to adapt."""
-        return model_types().refused_targets.get(self.model_type, frozenset())
-
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
         # PEFT goes by the type of the whole model.
         is_converted = self.num_experts and not self.is_multimodal
         former = model_types().former_linears.get(self.model_type) if is_converted else None
         targets = None if target_modules == "all-linear" else target_modules
-        refused = self.refused_targets
+        refused = refused_targets_of(self.model_type)
         matched = {
             name: sizes
             for name, sizes in self.linears.items()

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
-from tunekit.estimates.models.model_config import model_types
+from tunekit.estimates.models.model_config import refused_targets_of
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
@@ -187,8 +187,7 @@ def complete_outputs(model: "PreTrainedModel") -> None:
 
 
 def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:
-    if not hasattr(output, "image_outputs"):
-        output.image_outputs = None
+    output.image_outputs = None
     return output
 
 
@@ -414,7 +413,7 @@ def attach_adapter(
 
 
 def lora_config(
-    adapter: LoraAdapter, model: "torch.nn.Module", *, task: Task = "CAUSAL_LM", trained: Path | None = None
+    adapter: LoraAdapter, model: "PreTrainedModel", *, task: Task = "CAUSAL_LM", trained: Path | None = None
 ) -> "LoraConfig":
     """Return an adapter section as PEFT has it.
 
@@ -443,7 +442,7 @@ def lora_config(
     )
 
 
-def _never_adapted(model: "torch.nn.Module") -> list[str] | str | None:
+def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
     """Return the linear layers that get no adapter whatever the target modules are, as PEFT's `exclude_modules`.
 
     PEFT adapts every linear layer by class. Layers of a subclass that the model's own code defines compute something
@@ -453,7 +452,7 @@ def _never_adapted(model: "torch.nn.Module") -> list[str] | str | None:
     from torch import nn
 
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    refused = model_types().refused_targets.get(getattr(model.config, "model_type", ""), frozenset())
+    refused = refused_targets_of(model.config.model_type)
     own = [
         name
         for name, module in linears

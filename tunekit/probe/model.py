@@ -27,6 +27,7 @@ from tunekit.estimates.models.model_config import (
     known_models,
     layer_types_of,
     mlp_width_of,
+    model_types,
     num_experts_of,
     num_experts_per_token_of,
     router_aux_loss_coef_of,
@@ -185,17 +186,14 @@ def _from_config(config: Mapping[str, Any], path: str, has_chat_template: bool) 
 def _config_tensors(config: Mapping[str, Any], path: str) -> Tensors:
     """Shape and type of every tensor by config.json: of float32 where it names no type, as transformers has it."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    if not is_known(config):
-        built = _built_tensors(config, path)
-        if built is not None:
-            return {name: (shape, dtype) for name, shape in built.items()}
     try:
-        return {name: (shape, dtype) for name, shape in tensors_of(config).items()}
+        shapes = (None if is_known(config) else _built_tensors(config)) or tensors_of(config)
     except ModelError as error:
         raise ModelError(f"model.path: {path!r}: {error.problem}", hint=error.hint) from error
+    return {name: (shape, dtype) for name, shape in shapes.items()}
 
 
-def _built_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]] | None:
+def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
     """Shape of every parameter of the model that transformers builds of a config.json, without memory for any of them.
 
     Returns:
@@ -205,14 +203,13 @@ def _built_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[int,
         ModelError: It cannot build the model.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if config.get("model_type") not in CONFIG_MAPPING:
-        return None
-    import torch
 
     try:
         settings = _as_config_class(config)
+        if settings is None:
+            return None
+        import torch
+
         with torch.device("meta"):
             model = auto_class(settings).from_config(settings)
     except (
@@ -225,15 +222,18 @@ def _built_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[int,
         StrictDataclassError,
     ) as error:
         reason = f"{type(error).__name__}: {error}"
-        problem = f"model.path: transformers cannot build the model that config.json of {path!r} describes: {reason}"
-        raise ModelError(problem, hint="fix config.json") from error
+        raise ModelError(
+            f"transformers cannot build what its config.json describes: {reason}", hint="fix config.json"
+        ) from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _as_config_class(config: Mapping[str, Any]) -> "PretrainedConfig":
-    """Return a config.json as transformers' class of its type."""
+def _as_config_class(config: Mapping[str, Any]) -> "PretrainedConfig | None":
+    """Return a config.json as transformers' class of its type; None where transformers does not know the type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         json.dump(config, file)
         file.flush()
@@ -400,11 +400,10 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
     is_supported = is_known(config)
     text = text_config(complete(config) if is_supported else config)
     hidden = _number(text, path, "hidden_size", "n_embd", "d_model")
-    # State-space models have no heads: they count as one of the full width.
-    headless = {"num_attention_heads": 1} if text.get("model_type") in _WITHOUT_HEADS else {}
-    heads = _number(
-        {**text, **headless}, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
-    )
+    if text.get("model_type") in model_types().without_heads:
+        heads = 1  # of the full width
+    else:
+        heads = _number(text, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     shapes = {name: shape for name, (shape, _) in tensors.items() if _is_loaded(name, num_layers)}
     num_experts = num_experts_of(text)
@@ -432,8 +431,6 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         is_multimodal="text_config" in config,
     )
 
-
-_WITHOUT_HEADS = ("mamba", "falcon_mamba", "rwkv")
 
 _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 
@@ -492,13 +489,10 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
 def _by_config_class(config: Mapping[str, Any], name: str) -> int | None:
     """Return a number that transformers' class of this type derives, or has under another name or as its default."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config["model_type"] not in CONFIG_MAPPING:
-        return None
     try:
         value = getattr(_as_config_class(config), name, None)
-    except (TypeError, ValueError, StrictDataclassError):
+    except (RuntimeError, TypeError, ValueError, StrictDataclassError):
         return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -46,6 +46,8 @@ class ModelTypes(BaseModel):
     """Last names of modules that are embedding tables."""
     heads: frozenset[str]
     """Last names of modules that are heads."""
+    without_heads: frozenset[str]
+    """Types without attention, which have no heads."""
     refused_targets: dict[str, frozenset[str]]
     """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
     former_linears: dict[str, dict[str, str]]
@@ -56,6 +58,11 @@ class ModelTypes(BaseModel):
 def model_types() -> ModelTypes:
     """The table of types."""
     return ModelTypes.model_validate(read_table(Path(__file__).with_name("model_types.yaml")))
+
+
+def refused_targets_of(model_type: str) -> frozenset[str]:
+    """Last names of modules of a type that PEFT refuses to adapt."""
+    return model_types().refused_targets.get(model_type, frozenset())
 
 
 WITH_VISION = frozenset({"gemma3"})

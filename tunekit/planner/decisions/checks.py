@@ -8,7 +8,7 @@ from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
-from tunekit.estimates.models.model_config import model_types
+from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.methods import generates, is_rewarded
@@ -131,7 +131,7 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
         return
     yield from expert_faults(model, adapter)
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
-    refused = [target for target in targets if last_part(target) in model.refused_targets]
+    refused = [target for target in targets if last_part(target) in refused_targets_of(model.model_type)]
     if refused:
         problem = f"adapter.target_modules: PEFT does not adapt {', '.join(refused)} of {model.model_type} models"
         yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"

@@ -110,7 +110,8 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
         deepspeed.cast_trained(trainer, plan)
     if plan.layout.sp_size > 1:
         deepspeed.divide_every_epoch(trainer)
-    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
+    # Where Accelerate took another engine, that is refused by name once the model is wrapped.
+    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1 and trainer.is_fsdp_enabled:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
         fsdp2.set_buffers_aside(trainer)

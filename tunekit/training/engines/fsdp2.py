@@ -99,13 +99,10 @@ def name_layers(trainer: Trainer) -> None:
     Accelerate refuses a name without a module (1.15, `fsdp2_prepare_auto_wrap_policy`), and transformers gathers the
     names of all that a model might consist of: with Gemma 3's, those of SigLIP's text encoder, which is not in it.
     """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is None:
-        return  # Accelerate took another engine, which is refused by name once the model is wrapped.
     model = trainer.model
     present = {type(module).__name__ for module in model.modules()}
     named = cast("Collection[str]", model._no_split_modules)
-    plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
+    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
 
 
 def set_buffers_aside(trainer: "RunTrainer") -> None:
