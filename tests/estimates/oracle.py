@@ -9,6 +9,7 @@ allocator's rounding and fragmentation, workspaces of cuBLAS and of the attentio
 """
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import transformers.integrations.moe
 import transformers.masking_utils
 import trl.kernels.chunked_logprob as chunked_logprob
 import trl.trainer.utils as trl_head
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,6 +35,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations import replace_with_bnb_linear
 
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
@@ -46,8 +50,9 @@ from tunekit.estimates.models.model_config import (
     num_experts_per_token_of,
 )
 from tunekit.models.load import keep_trained_in_float32
+from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def _words(adapter: LoraAdapter) -> str:
     on = "" if names == "all-linear" else " " + "".join(name[0] for name in names)
     more = f" drop{adapter.dropout:g}" if adapter.dropout else ""
     more += "".join(f" +{name.partition('_')[0]}" for name in adapter.modules_to_save or [])
-    return f"{'dora' if adapter.use_dora else 'lora'}{adapter.rank}{on}{more}"
+    kind = "dora" if adapter.use_dora else adapter.type
+    return f"{kind}{adapter.rank}{on}{more}"
 
 
 @dataclass
@@ -139,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
         self.phase = phase
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
+        if DTensor in types or Stack in types:
             # It computes by operations on what is local, which come here again.
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
@@ -189,8 +195,11 @@ def trace(step: Step) -> Trace:
         model, base = built(step)
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
         materialise(model)
+        if isinstance(step.adapter, QloraAdapter):
+            quantize(base, step.adapter, getattr(torch, step.dtype))
         model.train()
-        own = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
+        parts = [part for tensor in (*model.parameters(), *model.buffers()) for part in stored_tensors(tensor)]
+        own = {part.untyped_storage()._cdata: part.nbytes for part in parts}
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
         tracker = LiveBytes(own)
         watch(base, tracker)
@@ -278,6 +287,9 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
     if not judges:
         trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model: torch.nn.Module = base
+    if isinstance(step.adapter, QloraAdapter):
+        replace_with_bnb_linear(base, ["lm_head"], quantization_config(step.adapter, weights))
+        base.is_loaded_in_4bit = True
     if not full:
         from peft import LoraConfig, get_peft_model
 
@@ -307,6 +319,34 @@ def materialise(model: torch.nn.Module) -> None:
     for name, first in aliases.items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, model.get_parameter(first))
+
+
+def quantize(model: torch.nn.Module, adapter: QloraAdapter, dtype: torch.dtype) -> None:
+    """Give a model weights in 4 bits where QLoRA has them."""
+
+    def quantized(*shape: int) -> Nf4:
+        size = math.prod(shape)
+        blocks, code = math.ceil(size / 64), torch.empty(16)
+        absmax, nested = torch.empty(blocks), None
+        if adapter.double_quant:
+            absmax = torch.empty(blocks, dtype=torch.uint8)
+            nested = QuantState(
+                torch.empty(math.ceil(blocks / 256)), code=torch.empty(256), blocksize=256, dtype=torch.float
+            )
+        state = QuantState(
+            absmax, torch.Size(shape), code, blocksize=64, quant_type=adapter.quant_type, dtype=dtype,
+            offset=torch.empty(()) if nested else None, state2=nested,
+        )  # fmt: skip
+        return Nf4(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8), state)
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            made = quantized(module.out_features, module.in_features)
+            # Its own type of parameter cannot be made of a tensor without storage.
+            module.weight = torch.nn.Parameter(made.packed, requires_grad=False)
+            module.weight.quant_state = module.quant_state = made.state
+        for name in expert_stacks(module):
+            setattr(module, name, torch.nn.Parameter(Stack(quantized(*getattr(module, name).shape)), False))
 
 
 def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
@@ -341,19 +381,30 @@ class _GroupedMm(torch.autograd.Function):
             *(t if n else None for t, n in zip((rows, weight), ctx.needs_input_grad[::-1], strict=True))
         )
         ctx.sizes = rows.shape, weight.shape, weight.transpose(1, 2).is_contiguous()
-        return rows.new_empty(rows.shape[0], weight.shape[2])
+        ctx.stack = weight if isinstance(weight, Stack) else None
+        with _made_dense(ctx.stack):
+            return rows.new_empty(rows.shape[0], weight.shape[2])
 
     @staticmethod
     def backward(ctx, gradient):
         (num_rows, inputs), (experts, _, outputs), transposed = ctx.sizes
         of_rows = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_rows = gradient.new_empty(num_rows, inputs)
+            with _made_dense(ctx.stack):
+                of_rows = gradient.new_empty(num_rows, inputs)
         if ctx.needs_input_grad[1]:
             shape = (experts, outputs, inputs) if transposed else (experts, inputs, outputs)
             of_weight = gradient.new_empty(shape)
             of_weight = of_weight.transpose(1, 2) if transposed else of_weight
         return of_rows, of_weight
+
+
+@contextlib.contextmanager
+def _made_dense(stack: Stack | None) -> Iterator[None]:
+    """Within it the values of experts in 4 bits are there, as while their product is computed."""
+    values = None if stack is None else stack.dense()
+    yield
+    del values
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -399,7 +450,7 @@ def _attention(query, key, value, attn_mask=None, **options):
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
-    apply = chunked_logprob.ChunkedLogProbFunction.apply
+    apply, is_autocast_enabled = chunked_logprob.ChunkedLogProbFunction.apply, torch.is_autocast_enabled
 
     def compacted(hidden, *rest):
         # Indexing by the mask copies, also where taking a view would do.
@@ -411,6 +462,8 @@ def as_on_cuda() -> Iterator[None]:
         mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
         mock.patch.object(torch.nn.functional, "dropout", dropout),
+        # Without a device it asks of CUDA.
+        mock.patch.object(torch, "is_autocast_enabled", lambda device="cpu": is_autocast_enabled(device)),
         # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
         mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
         mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),

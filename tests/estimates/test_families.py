@@ -9,7 +9,7 @@ from tunekit.estimates.memory.activations import is_traced
 from tunekit.estimates.models.architectures import FAMILIES
 from tunekit.estimates.models.model_config import model_types
 from tunekit.planner.decisions.backends import families
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -38,6 +38,14 @@ OTHERS = {
 }  # fmt: skip
 
 
+LARGE_EXPERTS = {
+    "deepseek_v3": {"moe_intermediate_size": 768, "vocab_size": 2000},
+    "gpt_oss": {"intermediate_size": 1408, "num_local_experts": 32, "vocab_size": 2000},
+    "mixtral": {"vocab_size": 2000},
+    "olmoe": {"intermediate_size": 768, "vocab_size": 2000},
+    "qwen3_moe": {"moe_intermediate_size": 768, "vocab_size": 2000},
+}
+
 ON_ATTENTION = LoraAdapter(rank=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
@@ -59,6 +67,21 @@ def test_the_peak_of_a_traced_type_is_what_is_traced(family, adapter, checkpoint
         # In so small a model the peak is the head's; a layer's own backward pass is what experts change.
         of_layer = traced.weights_bytes + traced.optimizer_bytes + traced.step_bytes["last layer"]
         assert estimated.phases["last layer"] == pytest.approx(of_layer, rel=0.015)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("on", ["attention", "all-linear"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
+def test_the_peak_with_weights_in_4_bits_is_what_is_traced(family, on, checkpointing):
+    """With experts that are large beside the rows, as those of published models are."""
+    adapter = QloraAdapter(rank=16, target_modules=ON_ATTENTION.target_modules if on == "attention" else on)
+    how = step(family, adapter, checkpointing=checkpointing)
+    how = Step(**{**vars(how), "length": 128, "sizes": (*how.sizes, *LARGE_EXPERTS.get(family, {}).items())})
+    estimated, traced = estimate_of(how), trace(how)
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
+    of_layer = traced.weights_bytes + traced.optimizer_bytes + traced.step_bytes["last layer"]
+    assert estimated.phases["last layer"] == pytest.approx(of_layer, rel=0.03)
 
 
 def test_every_type_that_is_known_without_weights_is_traced():

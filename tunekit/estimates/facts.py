@@ -355,6 +355,8 @@ class ModelFacts(Facts):
     router_aux_loss_coef: float | None = None
     """Coefficient of the routers' auxiliary loss by its config; None where its code has none."""
     has_chat_template: bool
+    published_as: str | None = None
+    """Quantization of the stored weights, by transformers' `quant_method`; None where they are not quantized."""
     origin: Origin | None = None
     """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
     judges: bool = False
@@ -437,7 +439,7 @@ class ModelFacts(Facts):
         """The two sizes of every linear layer but the head, by module name.
 
         Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
-        linear modules, so that bitsandbytes does not quantize them. The linear layers of a vision tower are.
+        linear modules. The linear layers of a vision tower are.
         """
         return self.all_linears.sizes
 
@@ -505,6 +507,13 @@ class ModelFacts(Facts):
     def num_linear_params(self) -> int:
         """Number of parameters of the linear layers but the head."""
         return self.all_linears.num_params
+
+    @cached_property
+    def expert_stacks(self) -> Counter[tuple[int, ...]]:
+        """Number of stacks of each shape that hold a matrix of every expert of a layer, and that QLoRA quantizes."""
+        if self.model_type in model_types().unquantized_experts:
+            return Counter()
+        return Counter(shape for name, shape in self.tensors.items() if _is_expert(name) and len(shape) == 3)
 
     @cached_property
     def num_stream_norms(self) -> int:

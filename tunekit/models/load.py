@@ -24,9 +24,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from copy import copy
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
@@ -44,10 +42,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
-
-
-BLOCK_SIZE = 64
-"""Values of a weight in 4 bits that share a scale, as transformers has bitsandbytes quantise it."""
 
 
 def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
@@ -110,7 +104,7 @@ def load_model(
         dtype: Type of the weights; of those that stay unquantised, where `quantization` is given.
         attn_implementation: Attention implementation by its transformers name; None for the model's default.
         device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
-        quantization: How to quantise the linear layers to 4 bits, or None.
+        quantization: How to quantize linear layers and experts to 4 bits, or None.
         distributed: How to divide it over the processes, each of which loads its part to its own device then.
         head_seed: For a model that judges: seed of the score that it has for a head, one number for a text. One that
             has a score already keeps it.
@@ -120,7 +114,7 @@ def load_model(
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
+    from transformers import AutoModelForSequenceClassification, set_seed
 
     from tunekit.models.attention import register_packed_attention
 
@@ -130,16 +124,15 @@ def load_model(
     if head_seed is not None:
         set_seed(head_seed)
     is_given = device == "meta" and distributed is None
-    config = None
-    if quantization is not None:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization.quant_type,
-            bnb_4bit_use_double_quant=quantization.double_quant,
-            bnb_4bit_compute_dtype=torch_dtype,
-        )
     try:
         files = read_config(section)
+        config = None
+        if quantization is not None or is_quantized(files):
+            from tunekit.models.quantization import how_to_read
+
+            config = how_to_read(files, quantization, torch_dtype)
+        if head_seed is not None:
+            files.num_labels = 1
         kind = auto_class(files) if head_seed is None else AutoModelForSequenceClassification
         with _keeping_buffers() if is_given else contextlib.nullcontext():
             model = kind.from_pretrained(
@@ -147,12 +140,12 @@ def load_model(
                 revision=section.revision,
                 dtype=torch_dtype,
                 attn_implementation=_of_text(attn_implementation, files),
+                config=files,
                 quantization_config=config,
                 trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,
                 device_map=None if device is None or distributed is not None else {"": device},
                 distributed_config=distributed,
-                **({} if head_seed is None else {"num_labels": 1}),
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         folder = Path(section.path)
@@ -173,7 +166,9 @@ def load_model(
     if is_given:
         _give_unwritten_memory(model)
     if quantization is not None:
-        keep_quantised_layout(model)
+        from tunekit.models.quantization import finish_quantization
+
+        finish_quantization(model)
     return model
 
 
@@ -204,6 +199,11 @@ def read_config(section: ModelSection) -> "PretrainedConfig":
         model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
     )
     return config
+
+
+def is_quantized(config: "PretrainedConfig") -> bool:
+    """Return whether the weights of a model are published quantized."""
+    return "quantization_config" in vars(config) or "quantization_config" in vars(config.get_text_config(decoder=True))
 
 
 def _of_text(attn_implementation: str | None, config: "PretrainedConfig") -> str | dict[str, str] | None:
@@ -272,38 +272,6 @@ def _give_unwritten_memory(model: "PreTrainedModel") -> None:
     model.tie_weights()
     # Where it is known to be goes by this: the trainer takes a model on another device than its own for a divided one.
     model.hf_device_map = {"": "cpu"}
-
-
-def keep_quantised_layout(model: "PreTrainedModel") -> None:
-    """Keep bitsandbytes from reading 4-bit weights on a CPU in ways that are wrong in training.
-
-    In evaluation mode it repacks them for inference: the backward pass of that layout gives wrong gradients (cosine
-    0.72 with the right ones on bitsandbytes 0.50.2), and weights merged from it are wrong. With AVX-512 it misreads
-    rows that end within a block: nine of ten values of a matrix of 48 columns. Both go without a message.
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-            if module.weight.device.type == "cpu" and module.in_features % BLOCK_SIZE:
-                vars(module)["forward"] = MethodType(_forward_of_whole_blocks, module)
-
-
-def _forward_of_whole_blocks(layer: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """Return the product of a 4-bit layer, whose weight is read as rows of a block each."""
-    from bitsandbytes.functional import dequantize_4bit
-    from torch.nn.functional import linear
-
-    # FSDP gives a weight another type, which has lost its state; the layer keeps it.
-    state = vars(layer.weight).get("quant_state") or layer.quant_state
-    blocks = copy(state)
-    if state.shape.numel() % state.blocksize == 0:
-        blocks.shape = (state.shape.numel() // state.blocksize, state.blocksize)
-    dtype = layer.compute_dtype or x.dtype
-    weight = dequantize_4bit(layer.weight.data, blocks).view(state.shape).to(dtype)
-    bias = None if layer.bias is None else layer.bias.to(dtype)
-    return linear(x.to(dtype), weight, bias).to(x.dtype)
 
 
 def _about_code(error: Exception) -> str | None:

@@ -126,7 +126,7 @@ def resolve(
             chosen.reason(setting),
             *reasons.reserve_reasons(setting.reserve_share, setting.why_reserve),
             *reasons.model_reasons(recipe, model),
-            reasons.precision_reason(recipe, layout, dtype, why_dtype),
+            reasons.precision_reason(recipe, model, layout, dtype, why_dtype),
             Reason(topic="attention", choice=attention, why=why_attention),
             Reason(topic="kernels", choice=kernels, why=why_kernels),
             *backends.compile_reasons(recipe, model, compiled, why_compiled),

@@ -228,11 +228,17 @@ def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | No
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+def _is_of_transformers(config: Mapping[str, Any]) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
 def _as_config_class(config: Mapping[str, Any]) -> "PretrainedConfig | None":
     """Return a config.json as transformers' class of its type; None where transformers does not know the type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if not _is_of_transformers(config):
         return None
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         json.dump(config, file)
@@ -357,7 +363,7 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
             hint="the folder is incomplete: save the tokenizer beside the model",
         )
     tensors = stored if stored is not None else _folder_tensors(folder, path)
-    if "quantization_config" in config and is_known(config):
+    if _quant_method(config) is not None and (is_known(config) or _is_of_transformers(config)):
         # What is stored then are packed blocks and their scales, not the weights that are trained.
         tensors = _config_tensors(config, path)
     return _facts(config, path, tensors, _has_chat_template(folder))
@@ -428,8 +434,18 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         num_experts_per_token=num_experts_per_token_of(text),
         router_aux_loss_coef=router_aux_loss_coef_of(text) if num_experts else None,
         has_chat_template=has_chat_template,
+        published_as=_quant_method(config),
         is_multimodal="text_config" in config,
     )
+
+
+def _quant_method(config: Mapping[str, Any]) -> str | None:
+    """Return the quantization that a config.json states, by transformers' name."""
+    stated = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if stated is None:
+        return None
+    method = str(stated.get("quant_method") or "bitsandbytes")
+    return f"{method}_8bit" if stated.get("load_in_8bit") else method
 
 
 _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")

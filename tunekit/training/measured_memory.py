@@ -4,7 +4,7 @@ import ctypes
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
@@ -16,7 +16,7 @@ from tunekit.planner.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
     from torch.optim import Optimizer
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -51,11 +51,13 @@ def tensors_of(model: "Module", optimizer: "Optimizer | None", *, full: bool) ->
         optimizer: Its optimizer, None before there is one.
         full: Whether the weights themselves are trained, so that what is trained is no adapter.
     """
+    from tunekit.models.quantization import stored_tensors
+
     parameters = list(model.parameters())
     weights = [parameter for parameter in parameters if full or not parameter.requires_grad]
     states = [] if optimizer is None else [value for held in optimizer.state.values() for value in held.values()]
     return {
-        "weights": [tensor for parameter in weights for tensor in _stored(parameter)],
+        "weights": [tensor for parameter in weights for tensor in stored_tensors(parameter)],
         "adapters": [parameter for parameter in parameters if not full and parameter.requires_grad],
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer": states,
@@ -66,19 +68,6 @@ def held_bytes(parts: "Mapping[Part, Iterable[Tensor]]") -> dict[Part, int]:
     """Return the bytes of each part's tensors in this process, without parts that it has nothing of."""
     sizes = {part: _sum_bytes(tensors) for part, tensors in parts.items()}
     return {part: size for part, size in sizes.items() if size}
-
-
-def _stored(parameter: "Parameter") -> "Iterator[Tensor]":
-    """A parameter, and what bitsandbytes keeps besides one that it quantised to 4 bits."""
-    from bitsandbytes.nn import Params4bit
-
-    yield parameter
-    if not isinstance(parameter, Params4bit) or parameter.quant_state is None:
-        return
-    state = parameter.quant_state
-    yield from (state.absmax, state.code)
-    if state.nested:
-        yield from (state.offset, state.state2.absmax, state.state2.code)
 
 
 def _sum_bytes(tensors: "Iterable[Tensor]") -> int:

@@ -90,6 +90,7 @@ class Products:
         mlp: Last names of those of the MLP.
         cast_bytes: Bytes of the copies of weights that autocast keeps for the backward pass.
         dora: What DoRA adds; None without it.
+        quantised: Whether weights are kept in 4 bits, and made dense for each product.
     """
 
     model: ModelFacts
@@ -107,6 +108,7 @@ class Products:
     mlp: frozenset[str]
     cast_bytes: int
     dora: Dora | None
+    quantised: bool
 
     @property
     def stream_bytes(self) -> int:
@@ -161,6 +163,7 @@ def products_of(
         mlp=mlp,
         cast_bytes=cast_weights_bytes(model, adapter, dtype) if casted else 0,
         dora=dora_of(model, lora, e, casted=casted, last=_FROM_MLP) if lora and lora.use_dora else None,
+        quantised=isinstance(adapter, QloraAdapter),
     )
 
 
@@ -411,7 +414,7 @@ def _sparse_mlp(
         accumulates: Whether gradients of an earlier micro-batch are there, which new ones are added to.
         beside: Bytes of the layer that are not there while its experts are computed again, nor in their backward pass.
     """
-    h, e, model_type = products.model.hidden_size, products.e, products.model.model_type
+    model, h, e, model_type = products.model, products.model.hidden_size, products.e, products.model.model_type
     trained = trained_experts(None if products.full else products.adapted)
     x = 4 if trained.whole and products.casted else e
     w = e if model_type in ROUTED_IN_COMPUTE_TYPE and not (trained.whole and products.casted) else 4
@@ -429,13 +432,16 @@ def _sparse_mlp(
     merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
     merged_down = 0 if trained.whole or not trained.down else x * down
     kept_bytes += merged_gate_up + merged_down
+    # Experts in 4 bits, made dense for one product; PEFT's sum is made of them, and then they are not there any more.
+    dense_gate_up, dense_down = (x * gate_up, x * down) if products.quantised and model.expert_stacks else (0, 0)
     # What the rows are, and that they are weighted, and put back into the order of the tokens.
     unkept_rows = 0 if trained.gate_up else selected
-    passing = 2 * w * h * rows + unkept_rows
+    passing = max(2 * w * h * rows + unkept_rows, dense_gate_up - gates, dense_down - x * h * rows)
     if recomputes:
-        last = merged_down + x * h * rows + max(product, 2 * w * h * rows)
+        last = merged_down + x * h * rows + max(product, 2 * w * h * rows, dense_down)
         # Besides, the stream and its norm.
-        passing = merged_gate_up + selected + max(4 * product, last) + 2 * x * h * num_tokens
+        first = max(4 * product, 2 * product + dense_gate_up, last)
+        passing = merged_gate_up + selected + first + 2 * x * h * num_tokens
     # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
     normed = e == 2 or not trained.router if trained.whole else not trained.router
     named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
@@ -447,12 +453,12 @@ def _sparse_mlp(
         # The end of computing again, whose results wait beside the gradient that asked for them.
         2 * w * h * rows + unkept_rows + named if recomputes else 0,
         # The last product: gradients of its rows and its weight.
-        product + (x * down if trained.down else 0),
+        product + (x * down if trained.down else dense_down),
         # Where gate and up are taken apart: gradients of both and of their product.
         (3 * product if trained.whole else gates) - gone_down - merged_down + (x * down if stays else 0),
         # The first product: the gradient of both, of the rows and of its weight.
         2 * product + selected - gates - gone_down - merged_down
-        + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
+        + (x * gate_up if trained.gate_up else dense_gate_up) + (x * down if stays else 0),
     )  # fmt: skip
     return kept_bytes, logits, passing, max(moments) - beside
 

@@ -148,14 +148,16 @@ def estimate(
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
+    # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
+    beside_head = max(0, dequantised - head.kept - head.forward)
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
         more = need
         if phase == "optimizer":
             more = replace(need, gradients=need.gradients + copied)
-        elif phase != "load":
-            more = replace(need, gathered=need.gathered + dequantised)
+        elif phase not in ("load", "head", "embedding"):
+            more = replace(need, gathered=need.gathered + (beside_head if phase == "forward" else dequantised))
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
     kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)

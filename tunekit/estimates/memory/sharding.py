@@ -98,8 +98,9 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
 
     def divided(layer: Count) -> Count:
         """Accelerate divides no 4-bit weights: they lie whole on each device."""
-        quantised = isinstance(adapter, QloraAdapter)
-        return {shape: times for shape, times in layer.items() if len(shape) != 2} if quantised else layer
+        if not isinstance(adapter, QloraAdapter):
+            return layer
+        return {shape: times for shape, times in layer.items() if len(shape) != 2 and shape not in model.expert_stacks}
 
     layers = [(unit(divided(tensors)), times) for tensors, times in shapes.layers]
     first, largest = layers[0][0], max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)

@@ -43,6 +43,9 @@ Shape = tuple[int, ...]
 BLOCK_4BIT, BLOCK_8BIT = 64, 256
 """Values that share a constant in bitsandbytes: of 4-bit weights, and of 8-bit states and constants."""
 
+BLOCK_MXFP4 = 32
+"""Values that share an exponent of a byte in MXFP4 (OCP Microscaling Formats 1.0)."""
+
 CODE_4BIT_BYTES, CODE_8BIT_BYTES = 4 * 16, 4 * 256
 """Size of the float32 table of a quantized type's values."""
 
@@ -131,23 +134,32 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
 def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     """Bytes of the model's own weights: in float32 where they are trained, else in `dtype`, or in 4 bits.
 
-    Embeddings, norms, experts and head are not quantized.
+    Embeddings, norms, routers and head are not quantized.
     """
     if isinstance(adapter, FullAdapter):
         return 4 * model.num_params
     if not isinstance(adapter, QloraAdapter):
         return BYTES[dtype] * model.num_params
-    return quantised_bytes(model, adapter) + BYTES[dtype] * (model.num_params - model.num_linear_params)
+    return quantised_bytes(model, adapter) + BYTES[dtype] * (model.num_params - num_quantised(model))
+
+
+def num_quantised(model: ModelFacts) -> int:
+    """Number of parameters that QLoRA keeps in 4 bits: of linear layers but the head, and of experts.
+
+    Of a model published in MXFP4 it keeps the experts as they are, and nothing else.
+    """
+    stacks = sum(math.prod(shape) * times for shape, times in model.expert_stacks.items())
+    return stacks if model.published_as == "mxfp4" else model.num_linear_params + stacks
 
 
 def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
     """Bytes of the weights that are kept in 4 bits."""
     if not isinstance(adapter, QloraAdapter):
         return 0
-    return sum(
-        times * _quantised_bytes(outputs * inputs, double=adapter.double_quant)
-        for (outputs, inputs), times in model.all_linears.shapes.items()
-    )
+    if model.published_as == "mxfp4":
+        return num_quantised(model) // 2 + num_quantised(model) // BLOCK_MXFP4
+    shapes = (*model.all_linears.shapes.items(), *model.expert_stacks.items())
+    return sum(times * _quantised_bytes(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
 
 
 def _quantised_bytes(size: int, *, double: bool) -> int:
@@ -164,8 +176,11 @@ def _quantised_bytes(size: int, *, double: bool) -> int:
 
 
 def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
-    """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used."""
-    if not isinstance(adapter, QloraAdapter):
+    """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used.
+
+    Experts are counted where they are computed.
+    """
+    if not isinstance(adapter, QloraAdapter) or model.published_as == "mxfp4":
         return 0
     return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.all_linears.shapes)
 

@@ -49,6 +49,7 @@ class ModelTypes(BaseModel):
     without_heads: frozenset[str]
     """Types without attention, which have no heads."""
     refused_targets: dict[str, frozenset[str]]
+    unquantized_experts: frozenset[str]
     """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
     former_linears: dict[str, dict[str, str]]
     """Of types whose experts PEFT adapts: what became of the linear layers that they once had, by their last names."""
@@ -191,8 +192,16 @@ class KnownModel:
 def known_models() -> dict[str, KnownModel]:
     """The table by hub name."""
     table = read_table(Path(__file__).with_name("models.yaml"))
+    published = {name: method for method, names in table["published_as"].items() for name in names}
+
+    def config_of(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        method = published.get(name)
+        return config if method is None else {**config, "quantization_config": {"quant_method": method}}
+
     return {
-        name: KnownModel(entry["config"], entry["num_params"], table["sources"][entry["source"]], kind == "chat")
+        name: KnownModel(
+            config_of(name, entry["config"]), entry["num_params"], table["sources"][entry["source"]], kind == "chat"
+        )
         for entry in table["models"]
         for kind in ("base", "chat")
         for name in entry.get(kind, ())

@@ -29,7 +29,7 @@ from typing import Literal, assert_never
 from tunekit.estimates.facts import Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import trained_experts
-from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, weights_bytes
+from tunekit.estimates.memory.states import BYTES, Dtype, num_quantised, num_trainable_params, weights_bytes
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
@@ -224,7 +224,7 @@ def gathered_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> float:
     trained = 0 if isinstance(adapter, FullAdapter) else num_trainable_params(model, adapter)
     if not isinstance(adapter, QloraAdapter):
         return float(BYTES[dtype] * (model.num_params + trained))
-    quantised = model.num_linear_params
+    quantised = num_quantised(model)
     return 0.5 * quantised + BYTES[dtype] * (model.num_params - quantised + trained)
 
 

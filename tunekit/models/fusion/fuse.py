@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tunekit.errors import ModelError
 from tunekit.models.fusion.attention import attention_rule
+from tunekit.models.fusion.experts import experts_rule
 from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.lora_layers import linear_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
@@ -27,7 +28,7 @@ from tunekit.models.load import read_config
 from tunekit.probe.model import auto_class
 from tunekit.recipe.sections.model import ModelSection
 
-RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
+RULES: tuple[Rule, ...] = (experts_rule, linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
 """In the order in which they are applied: a layer is fused around a norm that is fused already."""
 
 

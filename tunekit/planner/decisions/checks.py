@@ -79,6 +79,7 @@ def _faults(
     if limit is not None and recipe.data.max_length > limit:
         problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
         yield problem, f"set it to {limit} or less"
+    yield from _published_faults(recipe, model)
     yield from _adapter_faults(recipe, model)
     yield from _merge_faults(recipe, model)
     if train.optim.startswith("paged_") and device.kind == "cpu":
@@ -123,6 +124,18 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
         raise PlanError(
             "train.retry_out_of_memory: the micro-batch that fits is 1, which cannot be halved", hint="unset it"
         )
+
+
+def _published_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse quantized weights that this adapter cannot be trained on, or that are not made dense as they are read."""
+    method, is_qlora = model.published_as, isinstance(recipe.adapter, QloraAdapter)
+    problem = f"model.path: the weights of {model.path} are published in {method}"
+    if method == "bitsandbytes" and not is_qlora:
+        yield f"{problem} 4 bits", "set adapter.type to qlora, or use the model that they were made of"
+    elif method == "fp8" and is_qlora:
+        yield f"{problem}, which is not quantized again", "set adapter.type to lora, or use a 16-bit copy of the model"
+    elif method not in (None, "bitsandbytes", "fp8", "mxfp4"):
+        yield f"{problem}, which cannot be trained", "use the model that they were made of"
 
 
 def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -243,6 +256,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             why = "Accelerate shards 4-bit weights only if they are stored in a floating-point type "
             why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
         yield why, "use ddp, or adapter.type=lora"
+    elif isinstance(recipe.adapter, QloraAdapter) and is_zero and setting.model.expert_stacks:
+        yield "DeepSpeed broadcasts every weight, and experts in 4 bits are not sent", "use ddp, or adapter.type=lora"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         yield f"{optim} does not support sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:

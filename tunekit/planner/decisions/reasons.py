@@ -24,7 +24,7 @@ from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.section import Optim
 
 MUCH_TRUNCATED = 0.05
@@ -63,9 +63,15 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
         yield Reason(topic="reserve", choice=f"{share:.0%} on top of the tensors", why=why)
 
 
-def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
+def precision_reason(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
     stored = {"full": "float32 weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
+    if isinstance(recipe.adapter, QloraAdapter) and model.expert_stacks:
+        stored = "4-bit base, experts included"
+        if model.published_as == "mxfp4":
+            stored = f"experts in MXFP4 as published, {dtype} for the rest of the base"
+    elif model.published_as in ("fp8", "mxfp4"):
+        stored += f", dequantized from {model.published_as}"
     summed = f"; gradients reduced in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
     return Reason(topic="precision", choice=f"{dtype} compute, {stored}", why=f"{why}{summed}")
 

@@ -18,7 +18,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from tunekit.errors import RunError
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.process.processes import name_interface_to_main
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
 from tunekit.runs.small_files import Place
 from tunekit.training.engines import deepspeed, fsdp2
 
@@ -116,6 +116,16 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
         fsdp2.name_layers(trainer)
         fsdp2.set_buffers_aside(trainer)
         fsdp2.untie_head(trainer)
+    if plan.layout.strategy == "ddp" and isinstance(plan.recipe.adapter, QloraAdapter):
+        leave_stacks_alone(trainer)
+
+
+def leave_stacks_alone(trainer: Trainer) -> None:
+    """Keep DDP from sending experts in 4 bits to the other processes: all have read them from the same files."""
+    from tunekit.models.quantization import Stack
+
+    names = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, Stack)]
+    cast(Any, DistributedDataParallel)._set_params_and_buffers_to_ignore_for_model(trainer.model, names)
 
 
 def after_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
