@@ -4,8 +4,8 @@
 
 `tests/faults.yaml` lists them. To run every tier for every fault would take days on two cores, so it goes by stages:
 
-1. For each fault, the *near* tests of the quick tier, until the first fails: those of the test file that mirrors the
-   module, and of others that name the module or what is in it.
+1. For each fault, the *near* tests of the quick tier, until the first fails: the test that caught it by the saved
+   results, those of the test file that mirrors the module, and of others that name the module or what is in it.
 2. What these let through is planted together in groups of faults in different files, which hardly mask each other, and
    the whole quick tier is run once a group. Every test that fails is run again with each fault of the group alone.
 3. What is left goes the same way through the affected tier, of each fault the tests that its change affects, and then
@@ -33,7 +33,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from benchmarks.circumstances import circumstances, in_words
-from benchmarks.planted import LIMIT_SECONDS, OWN, Copy, Fault, is_among, near_tests, read_faults, tree_digest
+from benchmarks.planted import LIMIT_SECONDS, OWN, Copy, Fault, Outcome, is_among, near_tests, read_faults, tree_digest
 from tests.tiers import read_durations
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +144,10 @@ class Bench:
         for copy in self._copies:
             self._free.put(copy)
         self._durations = durations
+        saved = (
+            json.loads(RESULTS.with_suffix(".json").read_text("utf-8")) if RESULTS.with_suffix(".json").exists() else {}
+        )
+        self._caught_before = {row["id"]: row["near"] for row in saved.get("faults", ()) if row["near"] is not None}
 
     def __enter__(self) -> Self:
         return self
@@ -186,8 +190,13 @@ class Bench:
 
     def _look(self, copy: Copy, fault: Fault) -> None:
         began, files = time.monotonic(), near_tests(fault, self._durations, copy.root)
+        how = ("-x", *TIERS["quick"], *self._left_out())
         with copy.planted([fault]):
-            told = copy.test("-x", *TIERS["quick"], *self._left_out(), *files, limit_seconds=LIMIT_SECONDS)
+            told = Outcome((), hung=False, words="")
+            if (before := self._caught_before.get(fault.id)) is not None:
+                told = copy.test(*how, before, limit_seconds=LIMIT_SECONDS)
+            if not told.hung and before not in told.failed:
+                told = copy.test(*how, *files, limit_seconds=LIMIT_SECONDS)
             if any("::" not in test for test in told.failed) and not copy.can_import(fault.module):
                 sys.exit(f"{fault.id}: with it {fault.module} cannot be imported")
         test = files[0] if told.hung else next(iter(told.failed), None)

@@ -67,6 +67,7 @@ def test_parts_in_float32_are_those_of_the_whole():
             assert np.array_equal(one, broken)
 
 
+@pytest.mark.slow
 def test_parts_in_bfloat16_go_on_with_the_same_bits_after_a_break():
     first, second = in_processes(2, sharded, torch.bfloat16, "bfloat16")
     for one, broken, other in zip(*first, second[0], strict=True):

@@ -328,6 +328,7 @@ def test_under_autocast_a_fused_model_is_as_close_to_the_exact_one():
     assert_as_close(fused, plain, exact)
 
 
+@pytest.mark.slow
 def test_a_fused_layer_is_compiled_without_a_break_and_as_often_as_a_plain_one():
     nums = []
     for is_to_be_fused in (False, True):

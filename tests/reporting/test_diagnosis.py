@@ -120,6 +120,7 @@ def test_an_exception_that_nobody_thought_of_keeps_its_traceback(folder):
     assert "in compute_loss" in found.trace and "Traceback" in found.log
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_first_is_named_and_not_the_one_that_waited_for_it(folder):
     run = Run(made(recipe_for(folder, "ranks", parallel={"num_processes": 2})))
     with pytest.raises(RuntimeError):

@@ -64,10 +64,10 @@ def start_from_a_file(page, server, workspace, path):
 
     # Its curve moves, also after a reload.
     page.locator("#runs-charts svg.marks .mark-line path").first.wait_for()
-    has_moved(page, page.evaluate(DRAWN))
+    before = page.evaluate(DRAWN)
     page.reload()
     page.locator("#runs-charts svg.marks .mark-line path").first.wait_for()
-    has_moved(page, page.evaluate(DRAWN))
+    has_moved(page, before)
     return run
 
 
