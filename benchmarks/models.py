@@ -7,9 +7,14 @@ it, of one step of plain gradient descent in float32:
 
 - `lora`: SFT of adapters of all linear layers, whose first loss and gradients are compared with those of transformers'
   and PEFT's own model on the same rows;
-- `full`: all weights, rows packed behind one another, compared with transformers' model on each row alone;
+- `full`: all weights, compared with transformers' model;
+- `packed`: the same with rows packed behind one another, compared with transformers' model on each row alone;
+- `qlora`: adapters on weights in 4 bits, compared with transformers' model that has the values which bitsandbytes makes
+  of each linear layer and each stack of experts;
 - `dpo`: preferences, compared with the formula on log-probabilities of transformers' model;
-- `ddp`, `fsdp2`: the run of `lora` in two processes, compared with the one of a single process.
+- `grpo`: answers to prompts, rewarded for their length; it `runs`, and is compared with nothing;
+- `ddp`, `fsdp2`: the run of `lora` in two processes, compared with the one of a single process;
+- `export`: the adapter of `lora` merged, compared with PEFT's model on the same rows.
 
 The routers' auxiliary loss is off, which is a mean over each micro-batch. Gradients are taken from outside: what a step
 of gradient descent added to the saved weights, divided by the rate. What comes out is one word (`same`, `other loss`,
@@ -174,7 +179,8 @@ def _save(model_type: str) -> None:
         }
         for (question, answer), worse in zip(CHATS, WORSE, strict=True)
     ]
-    for name, rows in (("chats", chats), ("pairs", pairs)):
+    prompts = [{"prompt": pair["prompt"]} for pair in pairs]
+    for name, rows in (("chats", chats), ("pairs", pairs), ("prompts", prompts)):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -204,11 +210,13 @@ def _lora() -> str:
     return _adapter_compared(run, Path("lora") / "model", _mean_loss)
 
 
-def _adapter_compared(run: Any, adapter: Path, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> str:
+def _adapter_compared(
+    run: Any, adapter: Path, loss_of: Callable[[torch.nn.Module], torch.Tensor], base: PreTrainedModel | None = None
+) -> str:
     """Compare an adapter's B matrices, zero before the step, with the gradients of a loss by PEFT and transformers."""
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(_model(), adapter, is_trainable=True)
+    model = PeftModel.from_pretrained(base or _model(), adapter, is_trainable=True)
     matrices = {name.replace(".default", ""): weight for name, weight in model.named_parameters() if _is_b(name)}
     for matrix in matrices.values():
         matrix.data.zero_()
@@ -223,18 +231,73 @@ def _is_b(name: str) -> bool:
     return "lora_B" in name or "lora_embedding_B" in name
 
 
-def _full() -> str:
+def _qlora() -> str:
     import tunekit
 
-    run = tunekit.train(recipe("full", adapter={"type": "full"}, data={"packing": True}))
-    model = _model()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    loss = _mean_loss(model)
-    loss.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    trained = dict(_model(Path("full") / "model").named_parameters())
-    moved = {name: (before[name] - trained[name]) / RATE for name in gradients}
-    return _compared(_first_loss(run), loss.item(), moved, gradients)
+    run = tunekit.train(recipe("qlora", adapter={**LORA, "type": "qlora"}))
+    return _adapter_compared(run, Path("qlora") / "model", _mean_loss, _in_4_bits(_model()))
+
+
+def _in_4_bits(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model the values that QLoRA has: of linear layers but the head, and of all experts of a layer."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        is_linear = type(module) in (torch.nn.Linear, Conv1D) and module is not head
+        stacks = [
+            weight for weight in module.parameters(recurse=False) if weight.dim() == 3 and "has_gate" in vars(module)
+        ]
+        for weight in [module.weight] if is_linear else stacks:
+            value = weight.data.T if isinstance(module, Conv1D) else weight.data
+            dense = dequantize_4bit(*quantize_4bit(value.contiguous(), quant_type="nf4", compress_statistics=True))
+            weight.data = dense.T if isinstance(module, Conv1D) else dense
+    return model
+
+
+def _grpo() -> str:
+    import tunekit
+
+    method = {
+        "type": "grpo",
+        "rewards": [{"type": "regex", "pattern": "[aeiou]"}],
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
+    run = tunekit.train(recipe("grpo", "prompts.jsonl", adapter=LORA, method=method))
+    raise Other("runs", f"loss {_first_loss(run):.4f}")
+
+
+def _export() -> str:
+    from peft import PeftModel
+
+    import tunekit
+
+    if not (Path("lora") / "model").exists():
+        raise Other("not compared", "the run with adapters did not train")
+    tunekit.export("lora", "merged", kind="merged")
+    with torch.no_grad():
+        loss = _mean_loss(_model(Path("merged"))).item()
+        wanted = _mean_loss(PeftModel.from_pretrained(_model(), Path("lora") / "model")).item()
+    return _compared(loss, wanted, {}, {})
+
+
+def _full(name: str, **data: Any) -> Callable[[], str]:
+    def run() -> str:
+        import tunekit
+
+        trained_run = tunekit.train(recipe(name, adapter={"type": "full"}, data=data))
+        model = _model()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        loss = _mean_loss(model)
+        loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        trained = dict(_model(Path(name) / "model").named_parameters())
+        moved = {name: (before[name] - trained[name]) / RATE for name in gradients}
+        return _compared(_first_loss(trained_run), loss.item(), moved, gradients)
+
+    return run
 
 
 def _dpo() -> str:
@@ -273,10 +336,14 @@ def _in_two(strategy: str) -> Callable[[], str]:
 
 RUNS: dict[str, Callable[[], str]] = {
     "lora": _lora,
-    "full": _full,
+    "full": _full("full"),
+    "packed": _full("packed", packing=True),
+    "qlora": _qlora,
     "dpo": _dpo,
+    "grpo": _grpo,
     "ddp": _in_two("ddp"),
     "fsdp2": _in_two("fsdp2"),
+    "export": _export,
 }
 
 
