@@ -5,7 +5,7 @@
 A model of random weights and four layers is built of each type. It reads two documents laid one behind the other, as
 the trainer's collator makes the batch: positions that begin again at zero, the boundaries for the kernels that take
 them, no attention mask. The second document must have the logits that it has alone, and keep them when the tokens of
-the first change.
+the first change. Layers that a plan runs once for each document are run so here.
 
 Flash attention needs an accelerator. What can be seen without is whether a model passes the boundaries on to it, so
 transformers' own wrapper runs here around a varlen attention written in plain torch. tunekit's attention for packed
@@ -38,6 +38,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tunekit.models.attention import register_packed_attention
+from tunekit.models.documents import run_by_document
+from tunekit.planner.decisions.backends import families
 from tunekit.planner.plan import VARLEN
 
 RESULTS = Path(__file__).parent / "results" / "isolation.json"
@@ -47,7 +49,8 @@ ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH, "varlen": VARLEN
 """Attention implementations by the names under which they are shown."""
 
 TOLERANCE = 1e-4
-"""Largest difference, as a share of the largest logit, that is float32's rounding and not another document."""
+"""Largest difference, as a share of the largest logit, that is rounding and not another document: models compute in
+double, but what they cast themselves is float32."""
 
 NOT_MEASURED = (
     ValueError,
@@ -105,13 +108,19 @@ OWN: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_k": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"expert_ffn_hidden_size": 16, "num_layers": 2, "moe_topk": 2, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "n_groups": 1},
-    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What some types need besides."""
@@ -150,7 +159,9 @@ def small_model(model_type: str, attention: str, **changes: Any) -> PreTrainedMo
     if model.num_parameters() > MAX_PARAMS:
         raise ValueError(f"{model.num_parameters():,} parameters")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
+    # Grouped products know no double.
+    model.set_experts_implementation("eager")
     # What is small or zero at first, such as a gate, would hide what passes through it.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -160,6 +171,8 @@ def small_model(model_type: str, attention: str, **changes: Any) -> PreTrainedMo
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(0.1 * noise)
+    if model_type in families()["by_document"]:
+        run_by_document(model)
     return model
 
 

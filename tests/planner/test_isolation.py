@@ -109,8 +109,8 @@ def recipe(attention="auto", **data):
 REFUSED = {
     "state": (
         recipe(packing=True),
-        model("qwen3_next"),
-        "data.packing: documents in one row would attend to each other in m: qwen3_next layers carry state "
+        model("rwkv"),
+        "data.packing: documents in one row would attend to each other in m: rwkv layers carry state "
         "from one document to the next; set data.packing=false",
     ),
     "layer-types": (

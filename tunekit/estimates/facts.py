@@ -310,7 +310,7 @@ SCORE = "score.weight"
 """Name in transformers of the head of a reward model."""
 
 _TEXT = re.compile(
-    r"(?:\w+\.)*?language_model\.|(?:model\.)?(?:embed_tokens|layers|norm)\.|(?:\w+\.)?(?:lm_head|score)\."
+    r"(?:\w+\.)*?(?:language_model|text_model|llm)\.|(?:model\.)?(?:embed_tokens|layers|norm)\.|(?:\w+\.)?(?:lm_head|score)\."
 )
 """Names of what text passes through in a multimodal model, as checkpoints store it."""
 

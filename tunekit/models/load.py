@@ -413,23 +413,40 @@ def lora_config(
 def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
     """Return the linear layers that get no adapter whatever the target modules are, as PEFT's `exclude_modules`.
 
-    PEFT adapts every linear layer by class. Layers of a subclass that the model's own code defines compute something
-    else (the routers of PhiMoE and Llama 4 return more than a product), towers see no text, and Mamba layers read some
-    weights past their modules.
+    PEFT adapts every linear layer by class. Some subclasses of a model's own code compute something else (the routers
+    of PhiMoE and Llama 4 return more than a product), towers see no text, and Mamba layers read some weights past their
+    modules.
     """
     from torch import nn
 
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = refused_targets_of(model.config.model_type)
-    own = [
-        name
-        for name, module in linears
-        if type(module).__module__ == type(model).__module__ or name.rpartition(".")[2] in refused
-    ]
+    own = [name for name, module in linears if not _is_product(module) or name.rpartition(".")[2] in refused]
     names = towers(model)
     if not names:
         return own or None
     return "|".join([*(rf"{re.escape(name)}(\..*)?" for name in names), *map(re.escape, own)])
+
+
+def _is_product(module: "torch.nn.Linear") -> bool:
+    """Return whether a linear layer computes a product and adds its bias, as torch's own does."""
+    import torch
+    from torch.nn.functional import linear
+
+    kind: Any = type(module)
+    if kind.forward is torch.nn.Linear.forward or kind.__module__.startswith("bitsandbytes."):
+        return True
+    small = kind.__new__(kind)
+    torch.nn.Module.__init__(small)
+    vars(small).update({name: value for name, value in vars(module).items() if name not in vars(small)})
+    small.weight = torch.nn.Parameter(torch.arange(12.0, device="cpu").view(4, 3) - 5)
+    small.bias = None if module.bias is None else torch.nn.Parameter(torch.arange(4.0, device="cpu"))
+    rows = torch.arange(30.0, device="cpu").view(2, 5, 3) - 15
+    try:
+        result = small(rows)
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(result, torch.Tensor) and torch.equal(result, linear(rows, small.weight, small.bias))
 
 
 def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> None:

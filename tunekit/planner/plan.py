@@ -123,6 +123,8 @@ class Plan(Facts):
     """True if products of linear layers have 8-bit factors."""
     padding_free: bool
     """True if the rows of a micro-batch are concatenated, kept apart by their positions; always when packed."""
+    by_document: bool = False
+    """True if layers that carry a state along a row are run once for each document in it."""
     gradient_checkpointing: bool
     micro_batch_size: int
     gradient_accumulation_steps: int

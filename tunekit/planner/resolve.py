@@ -59,6 +59,7 @@ def resolve(
     )
     if backends.of_rows(attention, lie_apart=padding.is_free) != attention:
         attention, why_attention = backends.DENSE
+    by_document = padding.is_free and backends.runs_by_document(model)
     schedule = reasons.schedule_of(recipe, data)
     step = step_of(
         recipe,
@@ -100,6 +101,7 @@ def resolve(
         torch_compile=compiled,
         fp8=recipe.train.fp8,
         padding_free=padding.is_free,
+        by_document=by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,
         micro_batch_size=fitting.micro_batch_size,
         gradient_accumulation_steps=fitting.gradient_accumulation_steps,
@@ -145,6 +147,7 @@ def resolve(
             reasons.adapter_reason(recipe, model),
             *fitting.reasons(),
             padding.reason(),
+            *backends.documents_reasons(model, by_document=by_document),
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
             *reasons.deepspeed_reasons(layout, recipe.train.optim),

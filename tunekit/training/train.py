@@ -12,6 +12,7 @@ from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import RunError
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer
+from tunekit.models.documents import run_by_document
 from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
@@ -136,6 +137,8 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     with engine.loading(plan):
         device = engine.weights_device(plan, record.place)
         model = build_trainer.load_adapted(plan, device=device)
+    if plan.by_document:
+        run_by_document(model)
     fused = build_trainer.fuse_as_planned(model, plan)
     if fused is not None:
         record.write("fused", message=fused.words(), **fused.to_dict())

@@ -48,6 +48,7 @@ class ModelTypes(BaseModel):
     """Last names of modules that are heads."""
     without_heads: frozenset[str]
     """Types without attention, which have no heads."""
+    padded_left: frozenset[str]
     refused_targets: dict[str, frozenset[str]]
     unquantized_experts: frozenset[str]
     """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""

@@ -84,9 +84,9 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
         attn_implementation: Attention implementation by its transformers name.
     """
     layer_types = sorted(set(model.layer_types) - ATTENTION_LAYERS)
-    if layer_types:
+    if layer_types and not runs_by_document(model):
         return f"its {' and '.join(layer_types)} layers do not separate documents"
-    if model.model_type in model_types().carry_state and not model.layer_types:
+    if model.model_type in model_types().carry_state and not model.layer_types and not runs_by_document(model):
         return f"{model.model_type} layers carry state from one document to the next"
     if _is_among("never_isolates", model):
         return f"the code of {model.model_type} does not separate documents"
@@ -97,6 +97,19 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     if _is_among("isolates_with_masks_only" if flash else "isolates_with_flash_only", model):
         return f"the code of {model.model_type} does not separate documents with {attn_implementation}"
     return None
+
+
+def runs_by_document(model: ModelFacts) -> bool:
+    """Return whether layers that carry a state are run once for each document of a row."""
+    attends_only = bool(model.layer_types) and set(model.layer_types) <= ATTENTION_LAYERS
+    return _is_among("by_document", model) and not attends_only
+
+
+def documents_reasons(model: ModelFacts, *, by_document: bool) -> Iterator[Reason]:
+    """Yield the reason for running layers once for each document."""
+    if by_document:
+        why = f"the state of {model.model_type} layers would pass from one document to the next"
+        yield Reason(topic="documents", choice="layers with a state run once for each", why=why)
 
 
 def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> tuple[str, str]:
@@ -258,6 +271,8 @@ def padding_of(
         return Padding(False, padded, "one row per micro-batch")
     if masks:
         return Padding(False, padded, f"padding-free with {attn_implementation} would need a quadratic mask")
+    if runs_by_document(model):
+        return Padding(False, padded, "padding-free rows would go through layers with a state one by one")
     why_not = why_not_isolated(model, attn_implementation)
     if why_not is not None:
         return Padding(False, padded, f"padding-free rows would attend to each other: {why_not}")

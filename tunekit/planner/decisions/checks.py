@@ -79,6 +79,8 @@ def _faults(
     if limit is not None and recipe.data.max_length > limit:
         problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
         yield problem, f"set it to {limit} or less"
+    if model.model_type in model_types().padded_left:
+        yield f"model.path: the code of {model.model_type} computes wrong logits for rows padded on the right", None
     yield from _published_faults(recipe, model)
     yield from _adapter_faults(recipe, model)
     yield from _merge_faults(recipe, model)
