@@ -5,8 +5,9 @@ import math
 import pytest
 
 import tunekit
+from benchmarks.tiny_models import tiny_model
 from tests.rows import save_rows
-from tests.tiny import save_tiny_model_like
+from tests.tiny import make_tokenizer
 from tunekit.estimates.models.model_config import known_models
 from tunekit.files import list_recipes
 from tunekit.recipe.load import load_recipe
@@ -28,7 +29,8 @@ NAMES = [recipe.name for recipe in list_recipes()]
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shipped")
     for model_type in sorted({architecture(load_recipe(name)) for name in NAMES}):
-        save_tiny_model_like(folder / model_type, model_type)
+        tiny_model(model_type).save_pretrained(folder / model_type)
+        make_tokenizer().save_pretrained(folder / model_type)
     for method in sorted({load_recipe(name).method.type for name in NAMES}):
         save_rows(folder / f"{method}.jsonl", method)
     return folder
