@@ -260,6 +260,15 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield why, "use ddp, or adapter.type=lora"
     elif isinstance(recipe.adapter, QloraAdapter) and is_zero and setting.model.expert_stacks:
         yield "DeepSpeed broadcasts every weight, and experts in 4 bits are not sent", "use ddp, or adapter.type=lora"
+    if (
+        layout.strategy == "zero3"
+        and backends.lies_in_one_row(recipe.data)
+        and backends.runs_by_document(setting.model)
+    ):
+        why = (
+            f"ZeRO-3 gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
+        )
+        yield f"{why}, of which processes have different numbers", "use fsdp2, or set data.packing=false"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         yield f"{optim} does not support sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
