@@ -88,3 +88,14 @@ def test_the_linear_layers_of_a_plan_are_those_of_the_model_whatever_its_tables_
     kinds = (Linear, Conv1D)
     linears = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
     assert set(probe_model(ModelSection(path=str(tmp_path))).linears) == linears
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapted"),
+    [("falcon", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}), ("dory", None)],
+)
+def test_a_linear_layer_of_a_models_own_class_is_adapted_where_it_computes_a_product(kind, adapted):
+    """Falcon's are products in other words; Dory's head scales what it gives."""
+    model = attach_adapter(tiny_model(kind), LoraAdapter(rank=4), seed=0)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    assert names == adapted if adapted is not None else names and "lm_head" not in names

@@ -444,7 +444,7 @@ def _is_product(module: "torch.nn.Linear") -> bool:
     rows = torch.arange(30.0, device="cpu").view(2, 5, 3) - 15
     try:
         result = small(rows)
-    except (IndexError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
     return isinstance(result, torch.Tensor) and torch.equal(result, linear(rows, small.weight, small.bias))
 
