@@ -171,8 +171,6 @@ def small_model(model_type: str, attention: str, **changes: Any) -> PreTrainedMo
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(0.1 * noise)
-    if model_type in families()["by_document"]:
-        run_by_document(model)
     return model
 
 
@@ -204,12 +202,19 @@ def isolation_of(model: PreTrainedModel, alone: torch.Tensor | None = None) -> I
 
 def measure(model_type: str, attention: str, **changes: Any) -> Isolation:
     """Build a small model of a type and look whether it keeps documents apart."""
+
+    def built(implementation: str) -> PreTrainedModel:
+        model = small_model(model_type, implementation, **changes)
+        if model_type in families()["by_document"]:
+            run_by_document(model)
+        return model
+
     try:
         with flash_attention_on_cpu():
-            model = small_model(model_type, ATTENTIONS[attention], **changes)
+            model = built(ATTENTIONS[attention])
             if attention != "varlen":
                 return isolation_of(model)
-            return isolation_of(model, logits_of(small_model(model_type, "eager", **changes), SECOND))
+            return isolation_of(model, logits_of(built("eager"), SECOND))
     except NOT_MEASURED as error:
         detail = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if "keep packed sequences apart" in detail:
