@@ -24,6 +24,7 @@ from tunekit.estimates.memory.states import (
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import attach_adapter, keep_trained_in_float32, load_model
+from tunekit.models.quantization import Stack
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
@@ -107,9 +108,10 @@ def stored_bytes(parameters) -> int:
     """Bytes of parameters and of every tensor that bitsandbytes packs with them in a checkpoint."""
     total = 0
     for parameter in parameters:
-        total += parameter.nbytes
-        if type(parameter).__name__ == "Params4bit":
-            packed = parameter.quant_state.as_dict()
+        is_stack = isinstance(parameter, Stack)
+        total += parameter.matrices.packed.nbytes if is_stack else parameter.nbytes
+        if is_stack or type(parameter).__name__ == "Params4bit":
+            packed = (parameter.matrices.state if is_stack else parameter.quant_state).as_dict()
             total += sum(value.nbytes for value in packed.values() if isinstance(value, torch.Tensor))
             # The mean of the constants is saved as a number, and kept as a float32 tensor.
             total += 4 if "nested_offset" in packed else 0
