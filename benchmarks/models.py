@@ -12,7 +12,7 @@ it, of one step of plain gradient descent in float32:
 - `qlora`: adapters on weights in 4 bits, compared with transformers' model that has the values which bitsandbytes makes
   of each linear layer and each stack of experts;
 - `dpo`: preferences, compared with the formula on log-probabilities of transformers' model;
-- `grpo`: answers to prompts, rewarded for their length; it `runs`, and is compared with nothing;
+- `grpo`: answers to prompts, rewarded for a vowel; it `runs`, and is compared with nothing;
 - `ddp`, `fsdp2`: the run of `lora` in two processes, compared with the one of a single process;
 - `export`: the adapter of `lora` merged, compared with PEFT's model on the same rows.
 

@@ -33,7 +33,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from benchmarks.circumstances import circumstances, in_words
-from benchmarks.planted import LIMIT_SECONDS, OWN, Copy, Fault, Outcome, is_among, near_tests, read_faults, tree_digest
+from benchmarks.planted import LIMIT_SECONDS, OWN, Copy, Fault, is_among, near_tests, read_faults, tree_digest
 from tests.tiers import read_durations
 
 ROOT = Path(__file__).parents[1]
@@ -144,10 +144,9 @@ class Bench:
         for copy in self._copies:
             self._free.put(copy)
         self._durations = durations
-        saved = (
-            json.loads(RESULTS.with_suffix(".json").read_text("utf-8")) if RESULTS.with_suffix(".json").exists() else {}
-        )
-        self._caught_before = {row["id"]: row["near"] for row in saved.get("faults", ()) if row["near"] is not None}
+        results = RESULTS.with_suffix(".json")
+        saved = json.loads(results.read_text(encoding="utf-8"))["faults"] if results.is_file() else []
+        self._caught_before = {row["id"]: row["near"] for row in saved if row["near"] is not None}
 
     def __enter__(self) -> Self:
         return self
@@ -192,14 +191,13 @@ class Bench:
         began, files = time.monotonic(), near_tests(fault, self._durations, copy.root)
         how = ("-x", *TIERS["quick"], *self._left_out())
         with copy.planted([fault]):
-            told = Outcome((), hung=False, words="")
-            if (before := self._caught_before.get(fault.id)) is not None:
-                told = copy.test(*how, before, limit_seconds=LIMIT_SECONDS)
-            if not told.hung and before not in told.failed:
-                told = copy.test(*how, *files, limit_seconds=LIMIT_SECONDS)
-            if any("::" not in test for test in told.failed) and not copy.can_import(fault.module):
+            for tests in ([before], files) if (before := self._caught_before.get(fault.id)) is not None else (files,):
+                outcome = copy.test(*how, *tests, limit_seconds=LIMIT_SECONDS)
+                if outcome.hung or outcome.failed:
+                    break
+            if any("::" not in test for test in outcome.failed) and not copy.can_import(fault.module):
                 sys.exit(f"{fault.id}: with it {fault.module} cannot be imported")
-        test = files[0] if told.hung else next(iter(told.failed), None)
+        test = tests[0] if outcome.hung else next(iter(outcome.failed), None)
         self.known.add(fault, "near", test, time.monotonic() - began)
 
     def _try_without(self, tests: Sequence[str]) -> None:

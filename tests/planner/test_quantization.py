@@ -1,4 +1,4 @@
-"""What is planned for weights in 4 bits, and for weights that are published quantized."""
+"""Plans for weights in 4 bits, and for weights that are published quantized."""
 
 import pytest
 

@@ -46,7 +46,7 @@ METHOD, KEPT = "tunekit_4bit", "tunekit_mxfp4"
 
 @dataclass(frozen=True)
 class Nf4:
-    """What bitsandbytes makes of a tensor in 4 bits, NF4 or FP4.
+    """Tensor that bitsandbytes has quantized to 4 bits, NF4 or FP4.
 
     Attributes:
         packed: Indices, two a byte.
