@@ -122,14 +122,21 @@ class Trace:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that operations make, from then until it is freed or resized to nothing."""
+    """Counts the bytes of every storage that operations make, from then until it is freed or resized to nothing.
 
-    def __init__(self, ignored: Iterable[int]) -> None:
+    Args:
+        own: Tensors whose storages are not counted.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
         super().__init__()
+        # Kept, since a module may get other storage (bitsandbytes casts a bias in place), and a later one would be
+        # taken for it by its address.
+        self._own = {tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.nbytes) for tensor in own}
+        self.own_bytes = sum(nbytes for _, nbytes in self._own.values())
         self.live = 0
         self.peaks: dict[str, int] = {}
         self.phase = "forward"
-        self._ignored = set(ignored)
         self._sizes: dict[int, int] = {}
         self._resizes = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
 
@@ -163,7 +170,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._ignored or key in self._sizes:
+        if key in self._own or key in self._sizes:
             return
         self._sizes[key] = storage.nbytes()
         self.live += self._sizes[key]
@@ -199,12 +206,11 @@ def trace(step: Step) -> Trace:
             quantize(base, step.adapter, getattr(torch, step.dtype))
         model.train()
         parts = [part for tensor in (*model.parameters(), *model.buffers()) for part in stored_tensors(tensor)]
-        own = {part.untyped_storage()._cdata: part.nbytes for part in parts}
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
-        tracker = LiveBytes(own)
+        tracker = LiveBytes(parts)
         watch(base, tracker)
         take(step, model, base, tracker, num_batches=2 if step.accumulates else 1)
-        return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+        return Trace(tracker.own_bytes, 2 * sum(trained.values()), dict(tracker.peaks))
 
 
 def take(

@@ -7,7 +7,7 @@ mask, which has no values here, the tracer makes a tensor of their number.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -89,8 +89,8 @@ class MethodStep:
 class MaskedBytes(LiveBytes):
     """Counts as `LiveBytes`, and gives what a mask selects the shape that it has where `share` of it is true."""
 
-    def __init__(self, ignored: set[int], share: float) -> None:
-        super().__init__(ignored)
+    def __init__(self, own: Iterable[torch.Tensor], share: float) -> None:
+        super().__init__(own)
         self.share = share
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -203,14 +203,14 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
         model.to_empty(device="cpu")
         base.tie_weights()
         model.train()
-        own = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
+        own = [*model.parameters(), *model.buffers()]
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
         if reference is not None:
             trl_head.add_fused_lm_head(reference)
             reference.to_empty(device="cpu")
             reference.tie_weights()
             reference.eval()
-            own |= {t.untyped_storage()._cdata: t.nbytes for t in (*reference.parameters(), *reference.buffers())}
+            own += [*reference.parameters(), *reference.buffers()]
             reference = accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         model = accelerator.prepare_model(model, device_placement=False)
         trainer.model, trainer.ref_model = model, reference
@@ -219,7 +219,7 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
         shape = (step.batch * (2 if is_pair else 1), step.length)
         # The mask of distillation is one of the answers alone.
         share = 1.0 if isinstance(method, DistillationMethod) else method_step.scored_tokens / (step.length - 1)
-        tracker = MaskedBytes(set(own), share)
+        tracker = MaskedBytes(own, share)
         watch(base, tracker)
         _watch_reference(reference or base, tracker)
         with tracker:
@@ -233,7 +233,7 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
             tracker.enter("optimizer")
             tracker.peaks["optimizer"] = tracker.live
         assert full or reference is None or method_step.teacher is not None
-        return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+        return Trace(tracker.own_bytes, 2 * sum(trained.values()), dict(tracker.peaks))
 
 
 @dataclass
@@ -273,7 +273,7 @@ def generate(step: Step, num_completion_tokens: int) -> Generated:
         caches.append(sum(kept.untyped_storage().nbytes() for layer in layers for kept in (layer.keys, layer.values)))
 
     base.model.register_forward_hook(look, with_kwargs=True)
-    tracker = LiveBytes({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
+    tracker = LiveBytes([*model.parameters(), *model.buffers()])
     # One prompt is shorter than the others, so that there is a mask.
     prompts = [[1] * (step.length - (row == 0)) for row in range(step.batch)]
     without_metrics = mock.patch.object(trl.trainer.grpo_trainer, "profiling_context", lambda *_args: nullcontext())
@@ -295,7 +295,7 @@ def trace_reference(step: Step, layout: Layout) -> int:
         model = prepare_fsdp(model, fake_accelerator(ShardedStep(step, layout), mesh))
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
-            tracker = LiveBytes({local(t).untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
+            tracker = LiveBytes(map(local, (*model.parameters(), *model.buffers())))
             ids = torch.zeros(step.batch, step.length, dtype=torch.long)
             with tracker, torch.no_grad():
                 model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)

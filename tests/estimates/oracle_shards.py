@@ -61,9 +61,8 @@ def trace(sharded: ShardedStep) -> Trace:
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
-            own = {t.untyped_storage()._cdata: t.nbytes for t in map(local, (*model.parameters(), *model.buffers()))}
             trained = {id(p): local(p).nbytes for p in model.parameters() if p.requires_grad}
-            tracker = LiveBytes(own)
+            tracker = LiveBytes(map(local, (*model.parameters(), *model.buffers())))
             watch(base, tracker)
             if layout.strategy == "ddp":
                 model = _copied(model, tracker)
@@ -77,7 +76,7 @@ def trace(sharded: ShardedStep) -> Trace:
 
             num_batches = NUM_BATCHES if step.accumulates else 1
             take(step, model, base, tracker, num_batches=num_batches, before_batch=reduce)
-            return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+            return Trace(tracker.own_bytes, 2 * sum(trained.values()), dict(tracker.peaks))
 
 
 def _copied(model: torch.nn.Module, tracker: LiveBytes) -> DistributedDataParallel:

@@ -23,7 +23,7 @@ def allocated(model, hidden_dtype, weight_dtype, dtype, gradients):
         weight = torch.empty(model.vocab_size, model.hidden_size, dtype=weight_dtype)
         labels = torch.zeros(TOKENS, dtype=torch.long)
         weights = torch.ones(TOKENS)
-        tracker = LiveBytes(tensor.untyped_storage()._cdata for tensor in (hidden, weight, labels, weights))
+        tracker = LiveBytes([hidden, weight, labels, weights])
         with (
             mock.patch.object(module, "cross_entropy", lambda *_args, **_kwargs: None),
             mock.patch.object(module, "_add_product", lambda *_args, **_kwargs: None),

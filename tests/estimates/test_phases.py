@@ -92,7 +92,7 @@ def test_foreach_adamw_makes_one_temporary_value_a_parameter():
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
-        with LiveBytes(set()) as tracker:
+        with LiveBytes([]) as tracker:
             optimizer.step()
     assert tracker.peaks["forward"] == pytest.approx(sum(weight.nbytes for weight in weights), rel=0.01)
 

@@ -89,7 +89,7 @@ def test_a_loss_over_all_logits_holds_what_is_said(kind, loss_of):
     weight = torch.randn(ENTRIES, WIDTH, dtype=torch.bfloat16)
     hidden = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, ENTRIES, (ROWS, TOKENS))
-    tracker = LiveBytes(tensor.untyped_storage()._cdata for tensor in (weight, hidden, labels))
+    tracker = LiveBytes([weight, hidden, labels])
     with tracker:
         loss, kept = loss_of(weight, hidden, labels)
         forward = max(tracker.peaks.values())
