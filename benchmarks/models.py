@@ -250,8 +250,11 @@ def _in_4_bits(model: PreTrainedModel) -> PreTrainedModel:
             weight for weight in module.parameters(recurse=False) if weight.dim() == 3 and "has_gate" in vars(module)
         ]
         for weight in [module.weight] if is_linear else stacks:
-            value = weight.data.T if isinstance(module, Conv1D) else weight.data
-            dense = dequantize_4bit(*quantize_4bit(value.contiguous(), quant_type="nf4", compress_statistics=True))
+            value = (weight.data.T if isinstance(module, Conv1D) else weight.data).contiguous()
+            # With AVX-512, bitsandbytes misreads rows that end within a block of 64.
+            blocks = F.pad(value.view(-1), (0, -value.numel() % 64)).view(-1, 64)
+            packed, state = quantize_4bit(blocks, quant_type="nf4", compress_statistics=True)
+            dense = dequantize_4bit(packed, state).view(-1)[: value.numel()].view(value.shape)
             weight.data = dense.T if isinstance(module, Conv1D) else dense
     return model
 

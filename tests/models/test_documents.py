@@ -74,7 +74,8 @@ def test_the_gradients_are_those_of_the_documents_alone(checkpointing):
     together = gradients(packed, {"input_ids": ids[:1], "position_ids": positions[:1]})
     apart = gradients(tiny_model("qwen3_next"), *({"input_ids": part} for part in documents()))
     for one, other in zip(together, apart, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        # Of the largest gradient: sums of squares are thousands here, and rounding goes by them.
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
 def test_rows_of_one_document_are_computed_at_once():

@@ -17,7 +17,7 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_map
 from transformers import BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -74,8 +74,7 @@ class Nf4:
 
     def dense(self) -> Tensor:
         """Return the values."""
-        values: Tensor = dequantize_4bit(self.packed, self.state)
-        return values
+        return _dequantized(self.packed, self.state)
 
     def to(self, device: torch.device) -> "Nf4":
         """Return a copy on a device."""
@@ -386,10 +385,22 @@ def _forward_of_whole_blocks(layer: Any, x: Tensor) -> Tensor:
     """Return the product of a 4-bit layer, whose weight is read as rows of a block each."""
     # FSDP gives a weight another type, which has lost its state; the layer keeps it.
     state = vars(layer.weight).get("quant_state") or layer.quant_state
-    blocks = copy(state)
-    if state.shape.numel() % state.blocksize == 0:
-        blocks.shape = (state.shape.numel() // state.blocksize, state.blocksize)
     dtype = layer.compute_dtype or x.dtype
-    weight = dequantize_4bit(layer.weight.data, blocks).view(state.shape).to(dtype)
+    weight = _dequantized(layer.weight.data, state).to(dtype)
     bias = None if layer.bias is None else layer.bias.to(dtype)
     return linear(x.to(dtype), weight, bias).to(x.dtype)
+
+
+def _dequantized(packed: Tensor, state: QuantState) -> Tensor:
+    """Return the values of a quantized tensor, read as rows of a block each where its own rows end within one."""
+    values: Tensor
+    if state.shape[-1] % state.blocksize == 0:
+        values = dequantize_4bit(packed, state)
+        return values
+    size, blocks = state.shape.numel(), copy(state)
+    blocks.shape = torch.Size((-(-size // state.blocksize), state.blocksize))
+    indices = packed.view(torch.uint8).view(-1)
+    if size % state.blocksize:
+        indices = pad(indices, (0, blocks.shape.numel() // 2 - len(indices)))
+    values = dequantize_4bit(indices, blocks).view(-1)[:size]
+    return values.view(state.shape)
