@@ -1,6 +1,7 @@
 """Which causal language models train, and whether on their own loss: every type of the installed transformers, tiny.
 
     python -m benchmarks.models [MODEL_TYPE ...] [--only NAME ...] [--jobs N] [--seconds N] [--save]
+    python -m benchmarks.models --page
 
 A model of random weights is saved for each type (`benchmarks/tiny_models.py`), and each of these is a run of tunekit on
 it, of one step of plain gradient descent in float32:
@@ -14,9 +15,14 @@ it, of one step of plain gradient descent in float32:
 - `dpo`: preferences, compared with the formula on log-probabilities of transformers' model;
 - `grpo`: answers to prompts, rewarded for a vowel; it `runs`, and is compared with nothing;
 - `ddp`, `fsdp2`: the run of `lora` in two processes, compared with the one of a single process;
-- `export`: the adapter of `lora` merged, compared with PEFT's model on the same rows.
+- `export`: the adapter of `lora` merged, compared with PEFT's model on the same rows;
+- `kernels`: it `lists` what tunekit's kernels computed in the run of `lora`.
 
-The routers' auxiliary loss is off, which is a mean over each micro-batch. Gradients are taken from outside: what a step
+With `--save`, results are written as they come, beside those of other types and runs from before; `--page` writes
+`docs/models.md` of them.
+
+The routers' auxiliary loss is off, which is a mean over each micro-batch, and so is the noise of routers that draw
+experts at random in training (PhiMoE). Gradients are taken from outside: what a step
 of gradient descent added to the saved weights, divided by the rate. What comes out is one word (`same`, `other loss`,
 `other gradients`, `refused`, `crash`, `timeout`) and the figures or the message behind it. A type that transformers
 cannot compute a loss of at these sizes is `not built`.
@@ -43,13 +49,14 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.circumstances import circumstances, in_words
+from benchmarks.circumstances import ROOT, circumstances, in_words
 from benchmarks.tiny_models import MULTIMODAL, auto_class, tiny_model
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer
 from tunekit.models.load import complete_outputs
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
+PAGE = ROOT / "docs" / "models.md"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 RATE = 0.5
 """Learning rate of the one step."""
@@ -83,7 +90,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="types at a time")
     parser.add_argument("--seconds", type=float, default=300, help="limit of one run")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} of saved results, and check nothing")
     args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
     names = args.model_type or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
     table: dict[str, dict[str, dict[str, Any]]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -91,13 +102,72 @@ def main() -> None:
             names, pool.map(lambda name: checked(name, args.only, args.seconds), names), strict=True
         ):
             table[name] = results
+            if args.save:
+                _keep(name, results)
             for run, result in results.items():
                 print(f"{name:26} {run:6} {result['verdict']:16} {result['detail']}", flush=True)
     for run in args.only:
         print(f"{run:6}", dict(Counter(results[run]["verdict"] for results in table.values() if run in results)))
     print(in_words(PACKAGES))
-    if args.save:
-        RESULTS.write_text(json.dumps(circumstances(PACKAGES) | {"types": table}, indent=1) + "\n", encoding="utf-8")
+
+
+def _keep(name: str, results: dict[str, dict[str, Any]]) -> None:
+    """Write the results of a type beside those of other types and runs, unless these are of other versions."""
+    now = circumstances(PACKAGES)
+    saved = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    same = saved.get("versions") == now["versions"]
+    types = saved["types"] if same else {}
+    of_type = {} if "not built" in {result["verdict"] for result in results.values()} else types.get(name, {})
+    types[name] = of_type | {run: {**result, "commit": now["commit"]} for run, result in results.items()}
+    of_all = {key: now[key] for key in ("date", "machine", "python", "versions")}
+    text = json.dumps({**of_all, "types": dict(sorted(types.items()))}, indent=1, ensure_ascii=False)
+    RESULTS.write_text(text + "\n", encoding="utf-8")
+
+
+def page(saved: Mapping[str, Any]) -> str:
+    """Return the table of types in Markdown.
+
+    Args:
+        saved: What `--save` wrote.
+    """
+    types: dict[str, dict[str, Any]] = saved["types"]
+    built = {name: runs for name, runs in types.items() if all(r["verdict"] != "not built" for r in runs.values())}
+    versions = ", ".join(f"{name} {number}" for name, number in saved["versions"].items())
+    shown = [run for run in RUNS if run != "kernels"]
+    lines = [
+        "# Models",
+        "",
+        "Every causal language model of the installed Transformers, tiny and of random weights, trained for a step and",
+        "compared with plain Transformers and PEFT in float32: first loss to 1e-4, gradients to 1e-3 of the largest.",
+        "`yes`: the same (GRPO: it ran). `refused`: by the plan or before the first step, with the reason below. An",
+        "empty cell was not run. What each run is: `benchmarks/models.py`.",
+        "",
+        f"{saved['date']}, {saved['machine']['device']}, {versions}. `python -m benchmarks.models --save`.",
+        "",
+        f"| type | {' | '.join(shown)} | kernels |",
+        f"|---|{'---|' * (len(shown) + 1)}",
+    ]
+    words = {"same": "yes", "runs": "yes", "not compared": ""}
+    for name, runs in built.items():
+        cells = [runs[run]["verdict"] if run in runs else "" for run in shown]
+        kernels = runs["kernels"]["detail"] if "kernels" in runs else ""
+        lines.append(f"| {name} | {' | '.join(words.get(cell, cell) for cell in cells)} | {kernels} |")
+    lines += ["", "## Refused", ""]
+    for name, runs in built.items():
+        reasons: dict[str, list[str]] = {}
+        for run, result in runs.items():
+            if result["verdict"] == "refused":
+                reasons.setdefault(_reason(result["detail"]), []).append(run)
+        lines += [f"- {name}, {' '.join(refused)}: {reason}" for reason, refused in reasons.items()]
+    missing = sorted(set(types) - set(built))
+    lines += ["", "## Not built", ""]
+    lines += [f"Transformers computes no loss of these {len(missing)} types at the sizes tried: {', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(detail: str) -> str:
+    """The message of an error without its class and its place."""
+    return detail.partition(": ")[2].rpartition(" (")[0]
 
 
 def checked(model_type: str, only: list[str], seconds: float) -> dict[str, dict[str, Any]]:
@@ -133,6 +203,7 @@ def _check(model_type: str, only: list[str], answers: Any) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    _leave_out_noise()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
@@ -142,6 +213,11 @@ def _check(model_type: str, only: list[str], answers: Any) -> None:
             return
         for run in only:
             answers.put(_verdict(RUNS[run]))
+
+
+def _leave_out_noise() -> None:
+    """Have draws of exponential values be ones in this process: only routers of PhiMoE draw them in a forward pass."""
+    torch.Tensor.exponential_ = lambda tensor, *_, **__: tensor.fill_(1.0)  # type: ignore[method-assign]
 
 
 def _verdict(run: Callable[[], str]) -> tuple[str, str]:
@@ -286,6 +362,16 @@ def _export() -> str:
     return _compared(loss, wanted, {}, {})
 
 
+def _kernels() -> str:
+    from tunekit.runs.run import Run
+
+    forms = Counter[str]()
+    for event in Run("lora").events() if Path("lora").exists() else []:
+        if event["event"] == "fused":
+            forms.update(line["form"] for line in event["lines"] if line["form"] and line["reason"] is None)
+    raise Other("lists", ", ".join(sorted(forms)))
+
+
 def _full(name: str, **data: Any) -> Callable[[], str]:
     def run() -> str:
         import tunekit
@@ -321,20 +407,26 @@ def _dpo_loss(model: torch.nn.Module) -> torch.Tensor:
 
 def _in_two(strategy: str) -> Callable[[], str]:
     def run() -> str:
-        from tests.training.engines import worked
         from tunekit.api import verbs
         from tunekit.runs.run import Run
 
         if not (Path("lora") / "model").exists():
             raise Other("not compared", "the run in one process did not train")
         prepared = verbs.make_run(recipe(strategy, adapter=LORA, parallel={"num_processes": 2, "strategy": strategy}))
-        in_processes(2, worked, prepared.path.resolve(), None)
+        in_processes(2, _worked, prepared.path.resolve())
         one, two = (_tensors(Path(name) / "model") for name in ("lora", strategy))
         gradients = {name: -value / RATE for name, value in one.items() if _is_b(name)}
         moved = {name: -two[name] / RATE for name in gradients}
         return _compared(_first_loss(prepared), _first_loss(Run("lora")), moved, gradients)
 
     return run
+
+
+def _worked(run: Path) -> None:
+    from tests.training.engines import worked
+
+    _leave_out_noise()
+    worked(run, None)
 
 
 RUNS: dict[str, Callable[[], str]] = {
@@ -347,6 +439,7 @@ RUNS: dict[str, Callable[[], str]] = {
     "ddp": _in_two("ddp"),
     "fsdp2": _in_two("fsdp2"),
     "export": _export,
+    "kernels": _kernels,
 }
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -11,9 +12,9 @@ from transformers.pytorch_utils import Conv1D
 import tunekit
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer, save_chats
-from tunekit.errors import PlanError
+from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.models.model_config import model_types
-from tunekit.models.load import attach_adapter
+from tunekit.models.load import attach_adapter, load_model
 from tunekit.probe.model import probe_model
 from tunekit.recipe.sections.model import LoraAdapter, ModelSection
 
@@ -99,3 +100,28 @@ def test_a_linear_layer_of_a_models_own_class_is_adapted_where_it_computes_a_pro
     model = attach_adapter(tiny_model(kind), LoraAdapter(rank=4), seed=0)
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     assert names == adapted if adapted is not None else names and "lm_head" not in names
+
+
+@pytest.mark.parametrize("kind", sorted({name.removesuffix("_text") for name in model_types().without_adapters}))
+def test_an_adapter_that_peft_does_not_read_again_is_refused(kind):
+    with pytest.raises(ModelError, match=f"PEFT does not read adapters of {kind} models again: it renames .*lora_A"):
+        attach_adapter(tiny_model(kind), LoraAdapter(rank=4), seed=0)
+
+
+def test_the_layers_of_a_decoder_are_not_taken_for_those_of_a_tower(tmp_path):
+    """A tower has linear layers named 0 and 2, and PEFT goes by last names where a type has experts."""
+    model = tiny_model("qwen3_omni_moe_thinker")
+    adapted = attach_adapter(model, LoraAdapter(rank=4, target_modules="all-linear"), seed=0)
+    names = {name.rpartition(".")[2] for name, part in adapted.named_modules() if isinstance(part, BaseTunerLayer)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts", "base_layer"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_weights_that_a_checkpoint_lacks_are_not_random(kind, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no weights of .*layers\.1\.mlp\.up_proj\.weight, which would be random"):
+        load_model(ModelSection(path=str(tmp_path)), dtype="float32", device="cpu")

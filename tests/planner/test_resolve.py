@@ -170,6 +170,21 @@ def test_refusal_says_what_and_what_to_do(name):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("kind", ["cpmant", "laguna"])
+def test_types_that_cannot_be_trained_are_refused_with_the_reason(kind, adapter):
+    model = LLAMA_1B.model_copy(update={"model_type": kind})
+    words = {
+        "cpmant": "model.path: cpmant models are not supported: its code computes wrong logits for rows padded on the",
+        "laguna": "adapter.type: no adapter is trained of laguna models: PEFT renames the modules of an adapter that",
+    }
+    if kind == "laguna" and adapter == "full":
+        assert resolve(recipe(adapter={"type": "full"}), H100, model, ROWS)
+        return
+    with pytest.raises(PlanError, match=words[kind]):
+        resolve(recipe(adapter={"type": adapter}), H100, model, ROWS)
+
+
 def test_what_does_not_fit_is_refused_with_the_change_that_would():
     with pytest.raises(PlanError, match=r"does not fit on RTX 4090.*set adapter\.type=lora: needs "):
         resolve(recipe(adapter="full"), RTX_4090, LLAMA_8B, ROWS)

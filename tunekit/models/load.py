@@ -135,7 +135,7 @@ def load_model(
             files.num_labels = 1
         kind = auto_class(files) if head_seed is None else AutoModelForSequenceClassification
         with _keeping_buffers() if is_given else contextlib.nullcontext():
-            model = kind.from_pretrained(
+            model, info = kind.from_pretrained(
                 model_folder(section),
                 revision=section.revision,
                 dtype=torch_dtype,
@@ -146,6 +146,7 @@ def load_model(
                 use_safetensors=True,
                 device_map=None if device is None or distributed is not None else {"": device},
                 distributed_config=distributed,
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         folder = Path(section.path)
@@ -162,6 +163,14 @@ def load_model(
             f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
             hint="download or save them again",
         ) from error
+    heads = SCORES if head_seed is not None else ()
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(heads))
+    if missing:
+        raise ModelError(
+            f"model.path: {section.path!r} has no weights of {missing[0]}"
+            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which would be random",
+            hint="download or save it again",
+        )
     complete_outputs(model)
     if is_given:
         _give_unwritten_memory(model)
@@ -170,6 +179,10 @@ def load_model(
 
         finish_quantization(model)
     return model
+
+
+SCORES = ("score.", "classifier.")
+"""Names of heads that judge, in transformers' models for sequence classification."""
 
 
 def complete_outputs(model: "PreTrainedModel") -> None:
@@ -375,9 +388,34 @@ def attach_adapter(
     from peft import get_peft_model
 
     adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained))
+    _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
     return adapted
+
+
+def _check_readable(model: "PeftModel") -> None:
+    """Check that PEFT gives an adapter that it saved to the modules that it was of.
+
+    It renames the tensors that it reads as transformers renames those of checkpoints from before version 5, and for
+    some types that changes names of today.
+
+    Raises:
+        ModelError: It would not.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    read = convert_peft_adapter_state_dict_for_transformers(model, model.peft_config["default"], saved)
+    lost = sorted(set(saved) - set(read))
+    if lost:
+        kind = model.config.model_type
+        raise ModelError(
+            f"adapter: PEFT does not read adapters of {kind} models again: it renames {lost[0]}",
+            hint="set adapter.type=full",
+        )
 
 
 def lora_config(
@@ -425,7 +463,11 @@ def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
     names = towers(model)
     if not names:
         return own or None
-    return "|".join([*(rf"{re.escape(name)}(\..*)?" for name in names), *map(re.escape, own)])
+    patterns = [*(rf"{re.escape(name)}(\..*)?" for name in names), *map(re.escape, own)]
+    if any(name.rpartition(".")[2].isdigit() for name, _ in linears):
+        # PEFT takes the last names of all linear layers of some types, where "0" of a tower means layer 0 too.
+        patterns.append(r".*\.\d+")
+    return "|".join(patterns)
 
 
 def _is_product(module: "torch.nn.Linear") -> bool:

@@ -48,10 +48,14 @@ class ModelTypes(BaseModel):
     """Last names of modules that are heads."""
     without_heads: frozenset[str]
     """Types without attention, which have no heads."""
-    padded_left: frozenset[str]
+    refused: dict[str, str]
+    """Types that are not trained, with the reason."""
     refused_targets: dict[str, frozenset[str]]
-    unquantized_experts: frozenset[str]
     """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
+    without_adapters: dict[str, str]
+    """Types that no adapter is trained of, with the reason."""
+    unquantized_experts: frozenset[str]
+    """Types whose experts stay in 16 bits with QLoRA."""
     former_linears: dict[str, dict[str, str]]
     """Of types whose experts PEFT adapts: what became of the linear layers that they once had, by their last names."""
 

@@ -79,8 +79,8 @@ def _faults(
     if limit is not None and recipe.data.max_length > limit:
         problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
         yield problem, f"set it to {limit} or less"
-    if model.model_type in model_types().padded_left:
-        yield f"model.path: the code of {model.model_type} computes wrong logits for rows padded on the right", None
+    if reason := model_types().refused.get(model.model_type):
+        yield f"model.path: {model.model_type} models are not supported: {reason}", None
     yield from _published_faults(recipe, model)
     yield from _adapter_faults(recipe, model)
     yield from _merge_faults(recipe, model)
@@ -144,6 +144,8 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
         return
+    if reason := model_types().without_adapters.get(model.model_type):
+        yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
     yield from expert_faults(model, adapter)
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     refused = [target for target in targets if last_part(target) in refused_targets_of(model.model_type)]
