@@ -11,6 +11,8 @@ Flash attention needs an accelerator. What can be seen without is whether a mode
 transformers' own wrapper runs here around a varlen attention written in plain torch. tunekit's attention for packed
 rows is to be right besides: what a document has alone is taken from eager attention there.
 
+`--save` keeps the verdicts of other types that the same versions gave.
+
 The rules in `tunekit/planner/decisions/families.yaml` were derived from this table.
 """
 
@@ -316,7 +318,10 @@ def main() -> None:
         print(attention, dict(Counter(verdicts[attention] for verdicts in table.values())))
     if args.save:
         versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-        document = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "verdicts": table}
+        saved = json.loads(RESULTS.read_text())
+        others = saved["verdicts"] if saved["versions"] == versions else {}
+        verdicts = dict(sorted((others | table).items()))
+        document = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "verdicts": verdicts}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -23,8 +23,13 @@ MODELS = {
     "gemma3_text": {},
     "deepseek_v3": {},
     "mixtral": {},
+    "gpt_oss": {},
+    "granite_swa": {},
 }
 """Sliding windows are 8 tokens wide, and heads of queries share those of keys, unless it is said otherwise."""
+
+PLAIN = {"gpt_oss": "eager"}
+"""What transformers computes types with that have no sdpa."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,7 +133,8 @@ class Varlen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, [-1, 0]), (4, [3, 0]), (9, [-1, 0])])
-def test_on_cuda_it_is_torchs_varlen_attention(window, expected):
+@pytest.mark.parametrize("sinks", [None, 6])
+def test_on_cuda_it_is_torchs_varlen_attention(sinks, window, expected):
     """Shapes and arguments alone, of tensors without data: what it computes is proved where a run begins."""
     import torch.nn.attention.varlen
 
@@ -137,7 +143,15 @@ def test_on_cuda_it_is_torchs_varlen_attention(window, expected):
         k = torch.empty(1, 2, 12, 24, dtype=torch.bfloat16, device="meta", requires_grad=True)
         v = torch.empty(1, 2, 12, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
         bounds = torch.empty(3, dtype=torch.int32, device="meta")
-        how = {"is_causal": True, "cu_seq_lens_q": bounds, "max_length_q": 9, "sliding_window": window, "scaling": 0.2}
+        s_aux = sinks and torch.empty(sinks, device="meta", requires_grad=True)
+        how = {
+            "is_causal": True,
+            "s_aux": s_aux,
+            "cu_seq_lens_q": bounds,
+            "max_length_q": 9,
+            "sliding_window": window,
+            "scaling": 0.2,
+        }
         out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **how)
         out.sum().backward()
         assert out.shape == (1, 12, 6, 16)
@@ -151,9 +165,10 @@ def test_on_cuda_it_is_torchs_varlen_attention(window, expected):
     assert call["is_causal"] == (expected == [-1, 0])
 
 
-def test_rows_with_a_mask_have_what_sdpa_gives():
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
+def test_rows_with_a_mask_have_what_sdpa_gives(model_type):
     """Such rows come where a model answers prompts in the middle of a run."""
-    packed, plain = small_model("gemma3_text", VARLEN), small_model("gemma3_text", "sdpa")
+    packed, plain = small_model(model_type, VARLEN), small_model(model_type, PLAIN.get(model_type, "sdpa"))
     ids = torch.arange(40).view(2, 20)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -165,10 +180,10 @@ def test_rows_with_a_mask_have_what_sdpa_gives():
 
 
 @pytest.mark.parametrize("mask", [None, "ones"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_prompt_is_answered_as_by_sdpa(model_type, mask):
     """transformers drops a mask of ones. The prompt and what follows are longer than a window."""
-    packed, plain = small_model(model_type, VARLEN), small_model(model_type, "sdpa")
+    packed, plain = small_model(model_type, VARLEN), small_model(model_type, PLAIN.get(model_type, "sdpa"))
     ids = torch.arange(20)[None]
     given = {"attention_mask": torch.ones_like(ids)} if mask else {}
     options = {**given, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "output_logits": True}
@@ -181,7 +196,7 @@ def test_a_prompt_is_answered_as_by_sdpa(model_type, mask):
     ("given", "said"),
     [
         ({"softcap": 50.0}, "does not support softcap, which Identity uses"),
-        ({"s_aux": torch.zeros(2), "dropout": 0.1}, "does not support sinks or dropout"),
+        ({"softcap": 50.0, "dropout": 0.1}, "does not support softcap or dropout"),
         ({"is_causal": False}, "does not support non-causal attention"),
         ({"cu_seq_lens_q": None, "sliding_window": 2}, "supports one row with document boundaries"),
     ],
@@ -206,7 +221,9 @@ def test_a_run_proves_it_before_the_first_step(model_type, dtype):
 def test_an_attention_that_is_wrong_is_not_trained_with(monkeypatch):
     right = attention.sdpa_by_document
     monkeypatch.setattr(
-        attention, "sdpa_by_document", lambda q, k, v, bounds, **how: right(q, k, v, bounds[[0, -1]], **how)
+        attention,
+        "sdpa_by_document",
+        lambda q, k, v, bounds, *rest, **how: right(q, k, v, bounds[[0, -1]], *rest, **how),
     )
     with pytest.raises(RunError, match=r"is off by .* set model\.attn_implementation=sdpa"):
         prove_attention(trainer_of(small_model("llama", VARLEN)), vocabulary=256, flash="FA2")

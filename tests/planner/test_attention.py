@@ -153,9 +153,33 @@ def test_what_keeps_all_scores_of_long_rows_is_checkpointed(name, traced_gib):
     model, machine = known_model(name), find_machine("h100").hardware()
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if "gpt" in name else "all-linear"
     train = {"micro_batch_size": 1}
-    asked = recipe(adapter={"type": "lora", "target_modules": targets}, data={"max_length": 4096}, train=train)
+    asked = recipe(
+        model={"path": "m", "attn_implementation": "eager"},
+        adapter={"type": "lora", "target_modules": targets},
+        data={"max_length": 4096},
+        train=train,
+    )
     plan = resolve(asked, machine, model, ROWS)
     assert (plan.attn_implementation, plan.gradient_checkpointing) == ("eager", True)
     setting = setting_of(asked, machine, model)
     whole = setting.memory(plan.layout, 1, 1, checkpointing=False)
     assert whole.tensor_bytes / GIB == pytest.approx(traced_gib, rel=0.03)
+
+
+@pytest.mark.parametrize(("machine", "packing"), [("h100", True), ("h100", False), ("laptop", True)])
+def test_attention_with_sinks_keeps_no_scores(machine, packing):
+    hardware = LAPTOP if machine == "laptop" else find_machine(machine).hardware()
+    sinks = LLAMA_1B.model_copy(update={"model_type": "gpt_oss", "layer_types": ("full_attention",) * 16})
+    train = {"micro_batch_size": 1, "gradient_checkpointing": True}
+    plan = planned(hardware, sinks, data={"max_length": 1024, "packing": packing}, train=train)
+    assert (plan.attn_implementation, plan.padding_free) == ("tunekit_varlen", True)
+    eager = planned(hardware, sinks, "eager", data={"max_length": 1024}, train=train)
+    without, with_scores = (p.memory.phases["last layer"] for p in (plan, eager))
+    assert without < with_scores - 2 * 32 * 1024 * 1024
+
+
+def test_padded_rows_of_a_type_without_sdpa_have_eager_attention():
+    sinks = LLAMA_1B.model_copy(update={"model_type": "gpt_oss", "layer_types": ("full_attention",) * 16})
+    plan = planned(H100, sinks, method={"type": "dpo"}, data={"max_length": 1024})
+    assert (plan.attn_implementation, plan.padding_free) == ("eager", False)
+    assert why(plan) == "transformers has no sdpa for gpt_oss"

@@ -7,7 +7,8 @@ of the longest as a Python integer, so that nothing waits for the device.
 
 On CUDA it is torch's attention of sequences of many lengths (`torch.nn.attention.varlen`, FlashAttention 2, or what is
 activated in its place); on a CPU, SDPA for one document after another. Both are causal, take a sliding window and fewer
-heads of keys and values than of queries, and need memory that grows with the tokens alone.
+heads of keys and values than of queries, take sinks (`tunekit/models/sinks.py`), and need memory that grows with the
+tokens alone.
 
 It is registered in transformers' `AttentionInterface`, its extension point, when a model is loaded that uses it. Rows
 with a mask, such as a model gets that answers prompts in the middle of a run, have transformers' SDPA.
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.models import sinks
 from tunekit.planner.plan import VARLEN, FlashAttention
 
 QUERIES_AT_ONCE = 256
@@ -135,7 +137,7 @@ def packed_attention(
         sliding_window: How many tokens a token sees, itself among them; None for all.
         is_causal: Whether a token sees none behind it, which it must not; None asks the layer.
         softcap: None; scores are not squeezed.
-        s_aux: None; there are no sinks.
+        s_aux: Sinks, `(heads,)`; None where there are none.
         position_bias: None; nothing is added to scores.
         cu_seq_lens_q: Where documents begin and the last one ends, `(documents + 1,)`, int32.
         max_length_q: Length of the longest document.
@@ -146,7 +148,7 @@ def packed_attention(
     Raises:
         ValueError: The layer asks for what this is not.
     """
-    unknown = {"softcap": softcap, "sinks": s_aux, "position bias": position_bias}
+    unknown = {"softcap": softcap, "position bias": position_bias}
     unsupported = [name for name, argument_value in unknown.items() if argument_value is not None]
     if dropout and attention_mask is None:
         unsupported.append("dropout")
@@ -154,6 +156,9 @@ def packed_attention(
         unsupported.append("non-causal attention")
     if unsupported:
         raise ValueError(f"{VARLEN} does not support {' or '.join(unsupported)}, which {type(module).__name__} uses")
+    if attention_mask is not None and s_aux is not None:
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        return sinks.attend_to_all(query, key, value, s_aux, scale=scaling, visible=visible).transpose(1, 2), None
     if attention_mask is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -164,7 +169,7 @@ def packed_attention(
     # A prompt, or its next token, has neither mask nor boundaries. A packed row that lacks them is seen at the start of
     # a run, where documents are looked at.
     if cu_seq_lens_q is None and max_length_q is None:
-        return _whole_rows(query, key, value, scale=scaling, window=sliding_window), None
+        return _whole_rows(query, key, value, s_aux, scale=scaling, window=sliding_window), None
     if cu_seq_lens_q is None or max_length_q is None or query.shape[0] != 1:
         raise ValueError(f"{VARLEN} supports one row with document boundaries, or rows with a mask")
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
@@ -174,30 +179,42 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if query.is_cuda or query.is_meta:
-        out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=window)
+        out = _varlen(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scale=scaling, window=window)
     else:
-        out = sdpa_by_document(q, k, v, cu_seq_lens_q, scale=scaling, window=window)
+        out = sdpa_by_document(q, k, v, cu_seq_lens_q, s_aux, scale=scaling, window=window)
     return out[None], None
 
 
-def _whole_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+def _whole_rows(
+    query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None, *, scale: float | None, window: int | None
+) -> Tensor:
     """Attention in rows of one document each, as generation has them: all of it, or one more token behind a cache.
 
     Returns:
         `(rows, tokens, heads, value_dim)`.
     """
     if query.shape[2] == key.shape[2]:
-        return torch.cat(_seen(query, key, value, scale=scale, window=window), dim=1)
+        return torch.cat(_seen(query, key, value, s_aux=s_aux, scale=scale, window=window), dim=1)
     if query.shape[2] != 1:
         raise ValueError(f"{VARLEN} supports several tokens after a cache only with a mask")
     if window is not None:
         key, value = key[:, :, -window:], value[:, :, -window:]
+    if s_aux is not None:
+        return sinks.attend_to_all(query, key, value, s_aux, scale=scale).transpose(1, 2)
     out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2)
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_length: int, *, scale: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s_aux: Tensor | None,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    *,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """The same by torch's varlen attention: `(tokens, heads, value_dim)`."""
     from torch.nn.attention.varlen import varlen_attn
@@ -207,6 +224,8 @@ def _varlen(
         v = F.pad(v, (0, q.shape[-1] - width))
     # The kernels count the tokens to the left without the token itself; -1 stands for all.
     window_left = -1 if window is None else window - 1
+    if s_aux is not None:
+        return sinks.attend(_varlen_flash(cu_seq_lens, max_length, scale, window_left), q, k, v, s_aux)[..., :width]
     # Before torch 2.12 fewer heads of keys and values are taken without a word.
     grouped: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
     out = varlen_attn(
@@ -216,8 +235,36 @@ def _varlen(
     return out[..., :width]
 
 
+def _varlen_flash(cu_seq_lens: Tensor, max_length: int, scale: float | None, window_left: int) -> sinks.Flash:
+    """Return the two passes of torch's varlen attention. Through its public function no gradient reaches `lse`."""
+    # Registers the operations (torch 2.13).
+    import torch.nn.attention.varlen
+
+    lengths, window = (cu_seq_lens, cu_seq_lens, max_length, max_length), [window_left, 0]
+    ops, is_causal = torch.ops.torch_attn, window_left == -1
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        grouped = q.shape[1] != k.shape[1]
+        output, lse, _ = ops._varlen_attn(q, k, v, *lengths, is_causal, scale, window, grouped)
+        return output, lse
+
+    def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> Any:
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        given = gradient.contiguous(), q, k, v, output, lse
+        return ops._varlen_attn_backward(*given, *lengths, is_causal, state, scale, window)
+
+    return sinks.Flash(forward, backward, tokens_first=True)
+
+
 def sdpa_by_document(
-    q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, *, scale: float | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_lens: Tensor,
+    s_aux: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention within each document, by SDPA for one after another.
 
@@ -226,6 +273,7 @@ def sdpa_by_document(
         k: `(tokens, kv_heads, head_dim)`.
         v: `(tokens, kv_heads, value_dim)`.
         cu_seq_lens: Where documents begin and the last one ends.
+        s_aux: Sinks, `(heads,)`; None where there are none.
         scale: What scores are multiplied by; 1 / sqrt(head_dim) where it is None.
         window: How many tokens a token sees, itself among them; None for all.
 
@@ -235,11 +283,13 @@ def sdpa_by_document(
     parts = []
     for start, end in pairwise(cu_seq_lens.tolist()):
         document = (tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v))
-        parts += _seen(*document, scale=scale, window=window)
+        parts += _seen(*document, s_aux=s_aux, scale=scale, window=window)
     return torch.cat(parts, dim=1)[0]
 
 
-def _seen(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None) -> list[Tensor]:
+def _seen(
+    q: Tensor, k: Tensor, v: Tensor, *, s_aux: Tensor | None, scale: float | None, window: int | None
+) -> list[Tensor]:
     """Attention within one document, `(1, heads, tokens, head_dim)`, in parts of `(1, tokens, heads, value_dim)`.
 
     A window takes a mask, which is as wide as the window and some queries, not as the document.
@@ -249,7 +299,7 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int |
     if times > 1:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     if window is None or window >= length:
-        return [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)]
+        return [_sdpa(q, k, v, s_aux=s_aux, scale=scale, visible=None).transpose(1, 2)]
     parts = []
     step = max(window, QUERIES_AT_ONCE)
     for first in range(0, length, step):
@@ -257,5 +307,28 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int |
         queries, keys = torch.arange(first, last)[:, None], torch.arange(since, last)
         visible = (keys <= queries) & (keys > queries - window)
         tensors = q[:, :, first:last], k[:, :, since:last], v[:, :, since:last]
-        parts.append(F.scaled_dot_product_attention(*tensors, attn_mask=visible, scale=scale).transpose(1, 2))
+        parts.append(_sdpa(*tensors, s_aux=s_aux, scale=scale, visible=visible).transpose(1, 2))
     return parts
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, s_aux: Tensor | None, scale: float | None, visible: Tensor | None
+) -> Tensor:
+    """Return SDPA of what is visible, causal where that is None: `(1, heads, tokens, value_dim)`."""
+    causal = visible is None
+    if s_aux is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal, scale=scale)
+    mask = None if visible is None else q.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    aten, width = torch.ops.aten, v.shape[-1]
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+    def backward(*given: Tensor) -> Any:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash(*given, 0.0, causal, attn_mask=mask, scale=scale)
+
+    return sinks.attend(sinks.Flash(forward, backward, tokens_first=False), q, k, v, s_aux)[..., :width]

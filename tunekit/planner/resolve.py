@@ -57,8 +57,8 @@ def resolve(
     padding = backends.padding_of(
         recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes
     )
-    if backends.of_rows(attention, lie_apart=padding.is_free) != attention:
-        attention, why_attention = backends.DENSE
+    if backends.of_rows(attention, model, lie_apart=padding.is_free) != attention:
+        attention, why_attention = backends.dense_attention(model)
     by_document = padding.is_free and backends.runs_by_document(model)
     schedule = reasons.schedule_of(recipe, data)
     step = step_of(

@@ -119,7 +119,7 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
         PlanError: What is asked for does not run, or is not installed.
     """
     device, requested = hardware.device, recipe.model.attn_implementation
-    without_flash = "eager" if _is_among("without_sdpa", model) else "sdpa"
+    without_flash, _ = dense_attention(model)
     has_flash, squeezes = _has_flash(device, dtype), _is_among("flex", model)
     if requested != "auto":
         why_not = _why_not_asked(recipe, hardware, model, dtype, without_flash)
@@ -137,18 +137,19 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
         return "flex_attention", f"supports the soft-capped scores of {model.model_type}, with a block-sparse mask"
     if has_flash and hardware.flash_attn and not squeezes:
         return "flash_attention_2", "flash-attn is installed and supported here"
-    if without_flash != "sdpa":
-        return without_flash, f"transformers has no sdpa for {model.model_type}"
-    return DENSE
+    return dense_attention(model)
 
 
-DENSE = ("sdpa", "torch's fused attention, no extra package")
-"""Attention of rows that are padded, and why."""
+def dense_attention(model: ModelFacts) -> tuple[str, str]:
+    """Return the attention of padded rows, and why."""
+    if _is_among("without_sdpa", model):
+        return "eager", f"transformers has no sdpa for {model.model_type}"
+    return "sdpa", "torch's fused attention, no extra package"
 
 
-def of_rows(attn_implementation: str, *, lie_apart: bool) -> str:
-    """The attention of a micro-batch: padded rows have sdpa where those that are padding-free have varlen's."""
-    return "sdpa" if attn_implementation == VARLEN and not lie_apart else attn_implementation
+def of_rows(attn_implementation: str, model: ModelFacts, *, lie_apart: bool) -> str:
+    """Return the attention of a micro-batch: varlen's is for rows that are padding-free."""
+    return dense_attention(model)[0] if attn_implementation == VARLEN and not lie_apart else attn_implementation
 
 
 def flash_attention_of(hardware: Hardware, model: ModelFacts) -> FlashAttention:
@@ -267,7 +268,8 @@ def padding_of(
     padded = None if is_single else data.max_length
     if requested is False:
         return Padding(False, padded, "set by the recipe")
-    if is_single:
+    keeps_scores = attn_implementation == VARLEN and _is_among("without_sdpa", model)
+    if is_single and not keeps_scores:
         return Padding(False, padded, "one row per micro-batch")
     if masks:
         return Padding(False, padded, f"padding-free with {attn_implementation} would need a quadratic mask")

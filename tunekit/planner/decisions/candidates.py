@@ -93,7 +93,7 @@ class Setting:
     def attention_in(self, layout: Layout) -> str:
         """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
         is_divided = max(layout.cp_size, layout.sp_size, layout.tp_size) > 1
-        return backends.of_rows(self.attention, lie_apart=not is_divided)
+        return backends.of_rows(self.attention, self.model, lie_apart=not is_divided)
 
     def passes_in(self, layout: Layout) -> Passes:
         """The same in a layout, which has a say in whose head scores tokens."""
@@ -117,8 +117,8 @@ class Setting:
         # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
         window = self.model.sliding_window
         vllm = self.vllm(layout)
-        masks = backends.needs_mask(backends.of_rows(attention, lie_apart=padding.is_free))
-        slides = masks and window is not None and length >= window
+        of_rows = backends.of_rows(attention, self.model, lie_apart=padding.is_free)
+        slides = backends.needs_mask(of_rows) and window is not None and length >= window
         whole = size * self.passes.sequences_per_row * length if padding.is_free else length
         return estimate(
             self.model,
@@ -136,7 +136,7 @@ class Setting:
             reserve_share=self.reserve_share,
             passes=self.passes_in(layout),
             vllm_bytes=0 if vllm is None else backends.vllm_bytes(vllm, self.device),
-            scores_length=whole if attention == "eager" else None,
+            scores_length=whole if of_rows == "eager" else None,
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:

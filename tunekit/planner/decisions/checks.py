@@ -360,7 +360,9 @@ def _ring_refusals(setting: Setting) -> Iterator[tuple[str, str]]:
         key = "data.packing" if recipe.data.packing else "data.padding_free"
         yield "context parallelism drops the mask that separates packed documents", f"set {key}=false"
     key = recipe.model.attn_implementation
-    attention = backends.of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
+    attention = (
+        backends.of_rows(setting.attention, setting.model, lie_apart=False) if key == "auto" else setting.attention
+    )
     if attention != "sdpa":
         yield f"context parallelism supports sdpa, not {attention}", "set model.attn_implementation=sdpa"
     if window is not None and recipe.data.max_length > window:
