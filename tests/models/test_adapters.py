@@ -1,5 +1,7 @@
 """Adapters on real architectures: which layers have one, and what PEFT reads of them."""
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -13,10 +15,11 @@ import tunekit
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.errors import ModelError, PlanError
+from tunekit.estimates.memory.states import trained_tensors
 from tunekit.estimates.models.model_config import model_types
-from tunekit.models.load import attach_adapter, load_model
+from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.model import LoraAdapter, ModelSection
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
 
 SIZES = {
     "vocab_size": 71,
@@ -125,3 +128,19 @@ def test_weights_that_a_checkpoint_lacks_are_not_random(kind, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"has no weights of .*layers\.1\.mlp\.up_proj\.weight, which would be random"):
         load_model(ModelSection(path=str(tmp_path)), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["axk2", "big_bird", "deepseek_v32", "qwen4_exp", "llama"])
+def test_all_that_is_trained_has_a_gradient_and_is_planned(kind, adapter, tmp_path):
+    """DDP waits for the gradient of each; without one it exchanges none of its bucket."""
+    tiny_model(kind).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path))
+    model = attach_adapter(load_model(section, dtype="float32", device="cpu"), adapter, seed=0).train()
+    ids = torch.arange(3, 100)[None]
+    model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not without
+    planned = trained_tensors(probe_model(section), adapter)
+    assert sum(map(math.prod, planned.values())) == num_trained(model)

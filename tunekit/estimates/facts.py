@@ -412,6 +412,10 @@ class ModelFacts(Facts):
         """True for a tensor or module of a vision or audio tower or of its projector: text does not pass through it."""
         return self.is_multimodal and not _TEXT.match(name)
 
+    def is_untrained(self, name: str) -> bool:
+        """True for a tensor or module that text gives no gradient, in a tower or elsewhere."""
+        return self.is_tower(name) or not model_types().without_gradient.isdisjoint(name.split("."))
+
     @property
     def num_tower_params(self) -> int:
         """Number of parameters of vision and audio towers and their projectors."""
@@ -572,7 +576,7 @@ class ModelFacts(Facts):
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
-            if not self.is_tower(name)
+            if not self.is_untrained(name)
             and (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
             and not (former and _leaf(name) in former)
             and _leaf(name) not in refused

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
-from tunekit.estimates.models.model_config import refused_targets_of
+from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
@@ -241,6 +241,17 @@ def towers(model: "Module") -> list[str]:
     return list(_outermost_without(text, model, ""))
 
 
+def untrained(model: "Module") -> list[str]:
+    """Names of the outermost modules that text gives no gradient: `towers`, and those that are known by their names.
+
+    DDP waits for the gradients of all that requires them.
+    """
+    known = model_types().without_gradient
+    names = [name for name, _ in model.named_modules() if not known.isdisjoint(name.split("."))]
+    outermost = [name for name in names if known.isdisjoint(name.split(".")[:-1])]
+    return [*towers(model), *(name for name in outermost if not name.startswith(tuple(towers(model))))]
+
+
 def _outermost_without(parts: "set[Module | None]", module: "Module", prefix: str) -> Iterator[str]:
     """Yield the names of the outermost modules below a module that have parameters, and none of those of some parts."""
     own = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
@@ -382,7 +393,7 @@ def attach_adapter(
     set_seed(seed)
     if isinstance(adapter, FullAdapter):
         model.requires_grad_(True)
-        for name in towers(model):
+        for name in untrained(model):
             model.get_submodule(name).requires_grad_(False)
         return model
     from peft import get_peft_model
@@ -459,8 +470,13 @@ def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
 
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = refused_targets_of(model.config.model_type)
-    own = [name for name, module in linears if not _is_product(module) or name.rpartition(".")[2] in refused]
     names = towers(model)
+    useless = tuple(f"{name}." for name in untrained(model) if name not in names)
+    own = [
+        name
+        for name, module in linears
+        if not _is_product(module) or name.rpartition(".")[2] in refused or f"{name}.".startswith(useless)
+    ]
     if not names:
         return own or None
     patterns = [*(rf"{re.escape(name)}(\..*)?" for name in names), *map(re.escape, own)]

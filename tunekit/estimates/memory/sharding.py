@@ -143,8 +143,11 @@ def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
 
 
 def _padded(tensors: Count, num_shards: int) -> int:
-    """Parameters that a device holds of tensors that are cut along their first dimension."""
-    return sum(times * -(-shape[0] // num_shards) * prod(shape[1:]) for shape, times in tensors.items())
+    """Parameters that a device holds of tensors that are cut along their first dimension.
+
+    Among the stored tensors are numbers without dimensions: buffers, such as the constants of Apertus' activation.
+    """
+    return sum(times * -(-(shape or (1,))[0] // num_shards) * prod(shape[1:]) for shape, times in tensors.items())
 
 
 def _size(tensors: Count) -> int:

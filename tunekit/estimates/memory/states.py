@@ -76,7 +76,7 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     """
     tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
-        return {name: shape for name, shape in tensors.items() if not model.is_tower(name)}
+        return {name: shape for name, shape in tensors.items() if not model.is_untrained(name)}
     whole = trained_whole(model, adapter)
     trained = model.tensors_in(whole) if whole else {}
     for name in model.adapter_linears(adapter.target_modules):

@@ -52,6 +52,10 @@ class ModelTypes(BaseModel):
     """Types that are not trained, with the reason."""
     refused_targets: dict[str, frozenset[str]]
     """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
+    without_gradient: frozenset[str]
+    """Last names of modules that give the loss no gradient."""
+    shares_head_bias: frozenset[str]
+    """Types whose head shares its bias with another module."""
     without_adapters: dict[str, str]
     """Types that no adapter is trained of, with the reason."""
     unquantized_experts: frozenset[str]

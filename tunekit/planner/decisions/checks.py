@@ -271,6 +271,11 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             f"ZeRO-3 gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
         )
         yield f"{why}, of which processes have different numbers", "use fsdp2, or set data.packing=false"
+    if is_fsdp2 and setting.model.model_type in model_types().shares_head_bias:
+        yield (
+            f"FSDP2 does not shard the head of {setting.model.model_type}, whose bias another module shares",
+            "use ddp",
+        )
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         yield f"{optim} does not support sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:

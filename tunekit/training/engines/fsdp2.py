@@ -6,7 +6,6 @@ that the main process alone has read; the others have its shapes. So nothing may
 """
 
 import math
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleList, Parameter
 from transformers import PreTrainedModel, Trainer
 from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
@@ -94,15 +94,29 @@ def keep_losses_in_float32(trainer: Trainer, plan: Plan) -> None:
 
 
 def name_layers(trainer: Trainer) -> None:
-    """Tell Accelerate which layers to divide: of those that transformers names, the ones that the model has.
+    """Tell Accelerate which layers to divide.
 
-    Accelerate refuses a name without a module (1.15, `fsdp2_prepare_auto_wrap_policy`), and transformers gathers the
-    names of all that a model might consist of: with Gemma 3's, those of SigLIP's text encoder, which is not in it.
+    Its own choice, `_no_split_modules`, is empty for some types (BigBird, BioGPT), has names of no module of the model
+    for others (SigLIP's text encoder with Gemma 3), which Accelerate refuses (1.15, `fsdp2_prepare_auto_wrap_policy`),
+    or embeddings that the head shares (BERT), which cannot be in two units.
     """
-    model = trainer.model
-    present = {type(module).__name__ for module in model.modules()}
-    named = cast("Collection[str]", model._no_split_modules)
-    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
+    names = sorted(layer_types(trainer.model))
+    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
+
+
+def layer_types(model: Module) -> set[str]:
+    """Return the names of the classes of layers: of those that can be recomputed, or of the largest list of modules."""
+    layers = {_class_name(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if layers:
+        return layers
+    lists = [module for module in model.modules() if isinstance(module, ModuleList)]
+    largest = max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
+    return {_class_name(layer) for layer in largest}
+
+
+def _class_name(module: Module) -> str:
+    """The name of a module's class, which FSDP2 puts its own before."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def set_buffers_aside(trainer: "RunTrainer") -> None:
@@ -251,11 +265,11 @@ def _found_mesh(trainer: Trainer) -> dict[str, int]:
 
 def _reshards(model: Module) -> bool:
     """Return whether decoder layers reshard their weights after the forward pass."""
-    layer_types = cast("Collection[str]", model._no_split_modules)
+    names = layer_types(model)
     layers = {
         group._reshard_after_forward
         for module in model.modules()
-        if isinstance(module, FSDPModule) and type(module).__name__.removeprefix("FSDP") in layer_types
+        if isinstance(module, FSDPModule) and _class_name(module) in names
         for group in module._get_fsdp_state()._fsdp_param_groups
     }
     (reshards,) = layers
