@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -73,6 +74,11 @@ class Origin(Facts):
     def chain(self) -> str:
         """All that it came from: `pico > my-sft (sft, lora) > my-dpo (dpo, lora)`."""
         return " > ".join([self.start, *(run.words for run in self.runs)] if self.runs else [self.start, self.folder])
+
+    def loaded_for(self, section: ModelSection) -> ModelSection:
+        """Return what transformers loads for a recipe's model section: the base, as the section changes it."""
+        changes = {} if section.rope_scaling is None else {"rope_scaling": section.rope_scaling}
+        return self.base.model_copy(update=changes)
 
     def is_merged_for(self, adapter: Adapter) -> bool:
         """Return whether its adapter is merged into the weights, all of which are trained."""
@@ -345,6 +351,8 @@ class ModelFacts(Facts):
     head_dim: int
     vocab_size: int
     max_position_embeddings: int | None
+    rope: Mapping[str, Any] | None = None
+    """Rotary parameters of the layers that see all tokens, by transformers' names; None without rotary embeddings."""
     sliding_window: int | None = None
     """Tokens that a layer with a sliding window looks back; None where no layer has one."""
     attention_dropout: float = 0.0
@@ -363,6 +371,22 @@ class ModelFacts(Facts):
     """True if it has a score of a text in the place of its head."""
     is_multimodal: bool = False
     """True if its config.json describes the text decoder as one part among others."""
+
+    def loaded_for(self, section: ModelSection) -> ModelSection:
+        """Return what transformers loads for a recipe's model section."""
+        return section if self.origin is None else self.origin.loaded_for(section)
+
+    @property
+    def rotary(self) -> Rope | None:
+        """Rotary embeddings before a recipe scales them; None where there are none."""
+        if self.rope is None or self.max_position_embeddings is None:
+            return None
+        return Rope(self.rope, self.max_position_embeddings)
+
+    def positions_for(self, section: ModelSection) -> int | None:
+        """Positions as a recipe's model section has them; None where the model has no limit."""
+        scaling, rope = self.loaded_for(section).rope_scaling, self.rotary
+        return self.max_position_embeddings if scaling is None or rope is None else scaled(rope, scaling).positions
 
     @property
     def num_sliding_layers(self) -> int:

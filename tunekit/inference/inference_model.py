@@ -238,13 +238,11 @@ def config_of(found: Trained) -> "PretrainedConfig":
     Raises:
         ModelError: It cannot be read.
     """
-    from transformers import AutoConfig
+    from tunekit.models.load import read_config
 
     where = model_folder(found.base)
     try:
-        return AutoConfig.from_pretrained(
-            where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
-        )
+        return read_config(found.base)
     except (OSError, ValueError, KeyError) as error:
         if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
             raise ModelError(f"{where} has no config.json", hint="restore it from a copy") from error

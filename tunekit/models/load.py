@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import refused_targets_of
+from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
@@ -171,6 +172,8 @@ def load_model(
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which would be random",
             hint="download or save it again",
         )
+    if section.rope_scaling is not None:
+        _check_scaled(model, section)
     complete_outputs(model)
     if is_given:
         _give_unwritten_memory(model)
@@ -200,18 +203,53 @@ def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:
 
 
 def read_config(section: ModelSection) -> "PretrainedConfig":
-    """Return the configuration of a model.
+    """Return the configuration of a model, with the recipe's scaling of its rotary embeddings.
 
     Raises:
         OSError: It cannot be read.
         ValueError: Its type is unknown.
+        ModelError: It has no rotary embeddings to scale.
     """
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(
         model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
     )
+    if section.rope_scaling is not None:
+        _scale_rope(config, section)
     return config
+
+
+def _scale_rope(config: "PretrainedConfig", section: ModelSection) -> None:
+    """Scale the rotary embeddings of a decoder: those of layers that see all tokens, where kinds are told apart."""
+    assert section.rope_scaling is not None
+    text = config.get_text_config(decoder=True)
+    fields = vars(text)
+    parameters = fields.get("rope_parameters")
+    full = full_of(parameters or {})
+    if not parameters or are_told_apart(full):
+        raise _unscaled(section)
+    rope = scaled(Rope(full, text.max_position_embeddings), section.rope_scaling)
+    new = dict(rope.parameters)
+    text.rope_parameters = new if full is parameters else {**parameters, "full_attention": new}
+    text.max_position_embeddings = rope.positions
+    if fields.get("original_max_position_embeddings") and "original_max_position_embeddings" in new:
+        # transformers prefers this field of Phi 3 to the parameter.
+        text.original_max_position_embeddings = new["original_max_position_embeddings"]
+    text.validate_rope()
+
+
+def _check_scaled(model: "PreTrainedModel", section: ModelSection) -> None:
+    """Check that a module of a model computes rotary embeddings of the kind that its configuration has now."""
+    kind = full_of(model.config.get_text_config(decoder=True).rope_parameters)["rope_type"]
+    kinds = (vars(module).get("rope_type") for module in model.modules())
+    if not any(kind in (stated.values() if isinstance(stated, dict) else (stated,)) for stated in kinds):
+        raise _unscaled(section)
+
+
+def _unscaled(section: ModelSection) -> ModelError:
+    problem = f"model.rope_scaling: the code of {section.path!r} does not scale its rotary embeddings"
+    return ModelError(problem, hint="unset it, or use another model")
 
 
 def is_quantized(config: "PretrainedConfig") -> bool:

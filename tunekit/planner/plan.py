@@ -240,7 +240,7 @@ class Plan(Facts):
     @property
     def base(self) -> ModelSection:
         """The model that transformers loads: that of the recipe, or the one below a run's adapter."""
-        return self.recipe.model if self.origin is None else self.origin.base
+        return self.recipe.model if self.origin is None else self.origin.loaded_for(self.recipe.model)
 
     @property
     def figures(self) -> str:

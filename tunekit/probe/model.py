@@ -34,6 +34,7 @@ from tunekit.estimates.models.model_config import (
     sliding_window_of,
     text_config,
 )
+from tunekit.estimates.models.rope import has_rope, rope_of
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
 
@@ -428,6 +429,7 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         head_dim=head_dim_of(text) if is_supported else text.get("head_dim") or hidden // heads,
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
+        rope=_rope(text),
         sliding_window=sliding_window_of(text),
         attention_dropout=text.get("attention_dropout") or 0.0,
         num_experts=num_experts,
@@ -437,6 +439,16 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         published_as=_quant_method(config),
         is_multimodal="text_config" in config,
     )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the rotary parameters of a decoder; None where it has none, as transformers' class of its type says."""
+    if has_rope(config):
+        return rope_of(config)
+    if config.get("alibi") or config.get("position_embedding_type") in ("nope", "absolute"):
+        return None
+    parameters = _by_config_class(config, "rope_parameters")
+    return rope_of({"rope_parameters": parameters}) if isinstance(parameters, dict) else None
 
 
 def _quant_method(config: Mapping[str, Any]) -> str | None:
@@ -485,7 +497,7 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     )
     if kind and not is_known(config) and not has_encoder:
         value = _by_config_class(config, names[0])
-        if value is not None:
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
     if is_known(config):
         raise ModelError(
@@ -502,15 +514,14 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     )
 
 
-def _by_config_class(config: Mapping[str, Any], name: str) -> int | None:
-    """Return a number that transformers' class of this type derives, or has under another name or as its default."""
+def _by_config_class(config: Mapping[str, Any], name: str) -> Any:
+    """Return a value that transformers' class of this type derives, or has under another name or as its default."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        value = getattr(_as_config_class(config), name, None)
+        return getattr(_as_config_class(config), name, None)
     except (RuntimeError, TypeError, ValueError, StrictDataclassError):
         return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _folder_tensors(folder: Path, path: str) -> Tensors:

@@ -52,6 +52,8 @@ class ModelTypes(BaseModel):
     """Types that are not trained, with the reason."""
     refused_targets: dict[str, frozenset[str]]
     """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
+    rope_types: dict[str, str]
+    """Of types whose configuration takes a single kind of RoPE scaling: that kind."""
     without_adapters: dict[str, str]
     """Types that no adapter is trained of, with the reason."""
     unquantized_experts: frozenset[str]

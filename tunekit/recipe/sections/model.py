@@ -11,6 +11,50 @@ from pydantic import BeforeValidator, Field
 
 from tunekit.recipe.sections.section import EXPANDS_ENV, Section, type_alone
 
+RopeType = Literal["linear", "yarn", "llama3", "longrope"]
+"""Methods of RoPE scaling whose frequencies do not depend on the rows seen before, by their transformers names."""
+
+
+class RopeScaling(Section):
+    """Longer contexts by scaled rotary embeddings, transformers' `rope_parameters`, saved in config.json."""
+
+    rope_type: RopeType | None = None
+    """Method by its transformers name. Default: the model's own if it has one, else `yarn` (arXiv 2309.00071)."""
+
+    factor: Annotated[float, Field(ge=1)]
+    """Positions as a multiple of those before any scaling. It replaces the model's own factor: 16 in place of 8
+    doubles them."""
+
+    original_max_position_embeddings: Annotated[int | None, Field(gt=0)] = None
+    """Positions that `factor` multiplies. Default: the model's positions before any scaling."""
+
+    attention_factor: Annotated[float | None, Field(gt=0)] = None
+    """With yarn and longrope: scale of the attention logits. Default: from `factor`."""
+
+    beta_fast: Annotated[float | None, Field(gt=0)] = None
+    """With yarn: rotations within the original positions above which a frequency stays. Default: 32."""
+
+    beta_slow: Annotated[float | None, Field(gt=0)] = None
+    """With yarn: rotations below which a frequency is divided by `factor`. Default: 1."""
+
+    mscale: Annotated[float | None, Field(gt=0)] = None
+    """With yarn and `mscale_all_dim`: weight of log(factor) in the scale of the attention logits."""
+
+    mscale_all_dim: Annotated[float | None, Field(gt=0)] = None
+    """With yarn and `mscale`: the same in what that scale is divided by."""
+
+    low_freq_factor: Annotated[float | None, Field(gt=0)] = None
+    """With llama3: original positions by the longest wavelength that is scaled in part. Llama 3.1 has 1."""
+
+    high_freq_factor: Annotated[float | None, Field(gt=0)] = None
+    """With llama3: original positions by the longest wavelength that stays. Llama 3.1 has 4."""
+
+    short_factor: Annotated[list[float] | None, Field(min_length=1)] = None
+    """With longrope: divisor of each frequency in rows of up to the original positions."""
+
+    long_factor: Annotated[list[float] | None, Field(min_length=1)] = None
+    """With longrope: divisor of each frequency in longer rows."""
+
 
 class ModelSection(Section):
     """Model to start from. `model: NAME` is short for `model: {path: NAME}`."""
@@ -41,6 +85,9 @@ class ModelSection(Section):
 
     chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
     """Jinja file to use instead of the tokenizer's chat template. Saved with the trained model."""
+
+    rope_scaling: RopeScaling | None = None
+    """Longer contexts by scaled rotary embeddings, for `data.max_length` beyond the model's positions."""
 
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Only for code you have read: of a Hub model at the full commit in
