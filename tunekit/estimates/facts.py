@@ -77,7 +77,8 @@ class Origin(Facts):
 
     def loaded_for(self, section: ModelSection) -> ModelSection:
         """Return what transformers loads for a recipe's model section: the base, as the section changes it."""
-        changes = {} if section.rope_scaling is None else {"rope_scaling": section.rope_scaling}
+        names = ("rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
+        changes = {name: value for name, value in section if name in names and value is not None}
         return self.base.model_copy(update=changes)
 
     def is_merged_for(self, adapter: Adapter) -> bool:
@@ -353,6 +354,12 @@ class ModelFacts(Facts):
     max_position_embeddings: int | None
     rope: Mapping[str, Any] | None = None
     """Rotary parameters of the layers that see all tokens, by transformers' names; None without rotary embeddings."""
+    new_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that the recipe adds to the tokenizer; the tensors have their rows already."""
+    num_new_rows: int = 0
+    """Rows that embedding and head got for them; the others take rows that were spare."""
+    known_tokens: tuple[str, ...] = ()
+    """Tokens that the recipe asks to add and that the tokenizer has."""
     sliding_window: int | None = None
     """Tokens that a layer with a sliding window looks back; None where no layer has one."""
     attention_dropout: float = 0.0
@@ -375,6 +382,23 @@ class ModelFacts(Facts):
     def loaded_for(self, section: ModelSection) -> ModelSection:
         """Return what transformers loads for a recipe's model section."""
         return section if self.origin is None else self.origin.loaded_for(section)
+
+    @property
+    def vocabulary_tables(self) -> list[str]:
+        """Names of the tensors with a row for each token: embeddings, and a head of its own."""
+        return [
+            name
+            for name, shape in self.tensors.items()
+            if (is_embedding(name) or is_head(name)) and shape[0] == self.vocab_size
+        ]
+
+    def with_new_tokens(self, ids: tuple[int, ...], known: tuple[str, ...]) -> Self:
+        """The model with a row in each table for each of these tokens."""
+        rows = max((*(token + 1 for token in ids), self.vocab_size))
+        grown = {name: (rows, *self.tensors[name][1:]) for name in self.vocabulary_tables}
+        num_rows = self.num_new_rows + rows - self.vocab_size
+        changes = {"new_tokens": (*self.new_tokens, *ids), "known_tokens": known, "num_new_rows": num_rows}
+        return self.model_copy(update={"tensors": {**self.tensors, **grown}, "vocab_size": rows, **changes})
 
     @property
     def rotary(self) -> Rope | None:

@@ -1,4 +1,4 @@
-"""Keys of other tools about a model's context and vocabulary -> `model.rope_scaling`."""
+"""Keys of other tools about a model's context and vocabulary -> `model.rope_scaling` and `model.add_tokens`."""
 
 import json
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from math import ceil
 from typing import Any
 
 from tunekit.estimates.models.model_config import known_models, text_config
-from tunekit.migration.draft import Draft, UnfitError, carried, number
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.recipe.sections.model import RopeScaling
+from tunekit.recipe.sections.model import RopeScaling, SpecialTokens
 
 _TYPES = ("linear", "yarn", "llama3", "longrope")
 
@@ -42,6 +42,38 @@ def rope(draft: Draft, entry: Entry) -> Fate:
     return carried(f"model.rope_scaling.{name}", known[name])
 
 
+def tokens(draft: Draft, entry: Entry) -> Fate:
+    """Tokens to add as ordinary ones: listed, or in a text with commas."""
+    return _added(draft, entry, "model.add_tokens")
+
+
+def special_tokens(draft: Draft, entry: Entry) -> Fate:
+    """Special tokens to add: listed, or in a text with commas; ms-swift's may be in a file, a token a line."""
+    if isinstance(entry.value, str) and entry.value.endswith(".txt"):
+        raise UnfitError("tokens in a file: list them in model.add_special_tokens")
+    return _added(draft, entry, "model.add_special_tokens")
+
+
+def role(draft: Draft, entry: Entry) -> Fate:
+    """A special token by its role, or further ones."""
+    parts = entry.key.split(".")
+    name = parts[1].partition("[")[0] if len(parts) > 1 else ""
+    if name == "pad_token":
+        return Fate("decided", "padding is always masked from the loss")
+    if name in SpecialTokens.model_fields:
+        return draft.carry(entry, f"model.special_tokens.{name}", text(entry.value))
+    if name == "additional_special_tokens":
+        return _added(draft, entry, "model.add_special_tokens")
+    return Fate("different", "the tokenizer's own special tokens are used")
+
+
+def _added(draft: Draft, entry: Entry, target: str) -> Fate:
+    """Add to a list of the recipe: entries of a list come one by one."""
+    before = draft.values.get(target, [])
+    listed = list(dict.fromkeys([*before, *names(entry.value)]))
+    return draft.carry(entry, target, listed)
+
+
 def _stated(draft: Draft, entry: Entry) -> Mapping[str, Any]:
     """The mapping that a key is in or holds."""
     parts = entry.key.split(".")
@@ -58,8 +90,8 @@ def _stated(draft: Draft, entry: Entry) -> Mapping[str, Any]:
 def _factor(draft: Draft) -> int | None:
     """Length by the positions of a well-known model without scaling of its own; None where either is not known."""
     model, length = draft.values.get("model.path"), draft.values.get("data.max_length")
-    names = (draft.get(key) for key in ("model_name_or_path", "model", "base_model"))
-    entry = known_models().get(model or next((str(name) for name in names if name), ""))
+    keys = (draft.get(key) for key in ("model_name_or_path", "model", "base_model"))
+    entry = known_models().get(model or next((str(name) for name in keys if name), ""))
     lengths = (draft.get(key) for key in ("max_model_len", "cutoff_len", "max_length"))
     length = length or next((value for value in lengths if value), None)
     if entry is None or length is None or "rope_scaling" in text_config(entry.config):

@@ -23,7 +23,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -34,6 +35,7 @@ from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
+from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
@@ -51,6 +53,15 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: The tokenizer or the template cannot be read, or the tokenizer has neither padding nor end token.
     """
+    return tokenizer_and_new(section)[0]
+
+
+def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, NewTokens]":
+    """The model's tokenizer, and the tokens that the section adds to it.
+
+    Raises:
+        ModelError: As `load_tokenizer` says.
+    """
     from transformers import AutoTokenizer
 
     template, section = section.chat_template, with_tokenizer(section)
@@ -65,15 +76,16 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
         ) from error
     if template is not None:
         tokenizer.chat_template = _read_template(template)
+    new = add_new_tokens(tokenizer, section)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(
                 f"model.path: the tokenizer of {section.path!r} has neither a padding nor an end-of-sequence token",
-                hint="set pad_token in its tokenizer_config.json",
+                hint="set model.special_tokens.pad_token",
             )
         # Padding is masked by position, never by token, so the end token can serve.
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer, new
 
 
 def _read_template(path: str) -> str:
@@ -174,6 +186,8 @@ def load_model(
         )
     if section.rope_scaling is not None:
         _check_scaled(model, section)
+    if section.all_tokens:
+        _add_rows(model, tokenizer_and_new(section)[1], draws=not is_given)
     complete_outputs(model)
     if is_given:
         _give_unwritten_memory(model)
@@ -218,6 +232,18 @@ def read_config(section: ModelSection) -> "PretrainedConfig":
     if section.rope_scaling is not None:
         _scale_rope(config, section)
     return config
+
+
+def _add_rows(model: "PreTrainedModel", new: NewTokens, *, draws: bool) -> None:
+    """Give embedding and head rows for new tokens, near the mean of the others; the same ones in every process."""
+    import torch
+
+    num_rows = max((token + 1 for token in new.ids), default=0)
+    if num_rows <= model.get_input_embeddings().weight.shape[0]:
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.resize_token_embeddings(num_rows, mean_resizing=draws)
 
 
 def _scale_rope(config: "PretrainedConfig", section: ModelSection) -> None:
@@ -404,6 +430,7 @@ def attach_adapter(
     seed: int,
     trained: Path | None = None,
     task: Task = "CAUSAL_LM",
+    new_tokens: Sequence[int] = (),
 ) -> "PreTrainedModel | torch.nn.Module":
     """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32.
 
@@ -414,6 +441,7 @@ def attach_adapter(
         trained: Folder of the adapter that is trained further; None for a new one, and in processes that are given
             their weights by another one.
         task: What PEFT takes the model for.
+        new_tokens: Ids of tokens whose rows of embedding and head are trained beside a new adapter.
     """
     from transformers import set_seed
 
@@ -424,8 +452,16 @@ def attach_adapter(
             model.get_submodule(name).requires_grad_(False)
         return model
     from peft import get_peft_model
+    from peft.utils import TrainableTokensWrapper
 
-    adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained))
+    adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens))
+    if new_tokens:
+        # PEFT would save both tables whole where they have grown.
+        adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
+        for module in adapted.modules():
+            if isinstance(module, TrainableTokensWrapper):
+                # Fused heads ask for it, and PEFT shows the weight alone. A head with a bias is refused.
+                module.bias = None
     _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
@@ -457,7 +493,12 @@ def _check_readable(model: "PeftModel") -> None:
 
 
 def lora_config(
-    adapter: LoraAdapter, model: "PreTrainedModel", *, task: Task = "CAUSAL_LM", trained: Path | None = None
+    adapter: LoraAdapter,
+    model: "PreTrainedModel",
+    *,
+    task: Task = "CAUSAL_LM",
+    trained: Path | None = None,
+    new_tokens: Sequence[int] = (),
 ) -> "LoraConfig":
     """Return an adapter section as PEFT has it.
 
@@ -466,13 +507,15 @@ def lora_config(
         model: The model to adapt.
         task: What PEFT takes the model for.
         trained: Folder of a trained adapter with these settings, which adapts the modules that it was trained on.
+        new_tokens: Ids of tokens whose rows are trained beside a new adapter.
     """
     from peft import LoraConfig
 
     if trained is not None and (trained / ADAPTER_CONFIG).is_file():
-        excluded = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("exclude_modules")
+        stated = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        excluded, rows = stated.get("exclude_modules"), stated.get("trainable_token_indices")
     else:
-        excluded = _never_adapted(model)
+        excluded, rows = _never_adapted(model), _rows_of(new_tokens, adapter, model)
     return LoraConfig(
         task_type=task,
         r=adapter.rank,
@@ -483,7 +526,18 @@ def lora_config(
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
         exclude_modules=excluded,
+        trainable_token_indices=rows,
     )
+
+
+def _rows_of(new_tokens: Sequence[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
+    """Return the rows of new tokens by table, as PEFT trains them: a tied head follows its embedding."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if tables[1] is not None and tables[1].weight is tables[0].weight:
+        del tables[1]
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in tables]
+    whole = tuple(adapter.modules_to_save or ())
+    return {name: list(new_tokens) for name in names if not name.endswith(whole or ("\0",))} if new_tokens else None
 
 
 def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:

@@ -126,6 +126,8 @@ class Plan(Facts):
     by_document: bool = False
     """True if layers that carry a state along a row are run once for each document in it."""
     gradient_checkpointing: bool
+    new_tokens: tuple[int, ...] = ()
+    """Ids of tokens that the recipe adds to the tokenizer."""
     micro_batch_size: int
     gradient_accumulation_steps: int
     dataloader_num_workers: int

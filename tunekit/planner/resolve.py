@@ -100,6 +100,7 @@ def resolve(
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
+        new_tokens=model.new_tokens,
         padding_free=padding.is_free,
         by_document=by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,

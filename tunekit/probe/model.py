@@ -35,6 +35,7 @@ from tunekit.estimates.models.model_config import (
     text_config,
 )
 from tunekit.estimates.models.rope import has_rope, rope_of
+from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
 
@@ -68,7 +69,25 @@ def probe_model(model: ModelSection) -> ModelFacts:
         ModelError: It is not there, not complete, not a causal language model, or not stored as safetensors.
     """
     origin = origin_of(model)
-    return _probe(model) if origin is None else _of_origin(origin, probe_model)
+    facts = _probe(model) if origin is None else _of_origin(origin, probe_model)
+    return _with_new_tokens(facts, model)
+
+
+def _with_new_tokens(facts: ModelFacts, section: ModelSection) -> ModelFacts:
+    """Facts of a model with the tokens that its section adds; where the tokenizer is not at hand, with rows for all."""
+    if not section.all_tokens:
+        return facts
+    from transformers import AutoTokenizer
+
+    where = with_tokenizer(section)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError):
+        num = len(section.all_tokens)
+        return facts.with_new_tokens(tuple(range(facts.vocab_size, facts.vocab_size + num)), ())
+    return facts.with_new_tokens(*add_new_tokens(tokenizer, section))
 
 
 def _of_origin(origin: Origin, look: Callable[[ModelSection], ModelFacts]) -> ModelFacts:
@@ -106,6 +125,7 @@ def chat_template_of(model: ModelSection) -> Template | None:
         return None
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
+    tokens |= {} if model.special_tokens is None else model.special_tokens.by_role
     special_tokens = {name: token for name, token in tokens.items() if token is not None}
     if model.chat_template is not None:
         path = Path(model.chat_template)
@@ -148,6 +168,10 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     Raises:
         ModelError: It is not there, or its tensors cannot be told from what there is.
     """
+    return _with_new_tokens(_sketch(model), model)
+
+
+def _sketch(model: ModelSection) -> ModelFacts:
     origin = origin_of(model)
     if origin is not None:
         return _of_origin(origin, sketch_model)
@@ -155,7 +179,7 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     if _has_config_only(folder):
         return _from_config(_read_config(folder, model.path), model.path, _has_chat_template(folder))
     try:
-        return probe_model(model)
+        return _probe(model)
     except _HubError:
         fetched = fetched_folder(model)
         if fetched is not None and _has_config_only(fetched):

@@ -114,6 +114,7 @@ def write_card(
         ("License of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
         *_context(plan, kind),
+        *_tokens(plan, kind),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
         ("Training data", f"{sources} ({plan.data.num_train:,} sequences)"),
@@ -209,6 +210,18 @@ def _context(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
             "config=AutoConfig.from_pretrained(THIS_FOLDER))`"
         )
     yield "Context", words
+
+
+def _tokens(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the tokens that were added, and what others have to do where the weights are an adapter's."""
+    if not plan.new_tokens:
+        return
+    words = f"{len(plan.new_tokens)} added to the tokenizer: {', '.join(plan.base.all_tokens)}"
+    if kind != "merged" and not isinstance(plan.recipe.adapter, FullAdapter):
+        num = max(plan.new_tokens) + 1
+        words += f"; with PEFT, give the base model rows for them first: `model.resize_token_embeddings({num})` where "
+        words += "it has fewer"
+    yield "Tokens", words
 
 
 def _from_to(first: float | None, last: float | None) -> str:

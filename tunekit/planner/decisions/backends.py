@@ -487,6 +487,8 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[
         return f"{why}time", "use adapter.type=lora, or unset use_vllm"
     if model.loaded_for(recipe.model).rope_scaling is not None:
         return "vLLM loads the model itself, without model.rope_scaling", "unset use_vllm"
+    if model.new_tokens:
+        return "vLLM loads the model itself, without the tokens that the recipe adds", "unset use_vllm"
     return method.why_no_vllm()
 
 

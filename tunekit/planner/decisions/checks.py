@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin
+from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin, is_embedding
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
-from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
+from tunekit.estimates.memory.states import Dtype, new_rows, reference_of, unties_head
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
@@ -81,6 +81,7 @@ def _faults(
     yield from backends.compile_faults(recipe, hardware)
     yield from _position_faults(recipe, model)
     yield from _changed_faults(recipe)
+    yield from _token_faults(recipe, model)
     if reason := model_types().refused.get(model.model_type):
         yield f"model.path: {model.model_type} models are not supported: {reason}", None
     yield from _published_faults(recipe, model)
@@ -133,7 +134,7 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
         yield problem, f"set it to {limit} or less{longer}"
 
 
-CHANGES = ("rope_scaling",)
+CHANGES = ("rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
 """Fields of a model section that change the model that is trained."""
 
 
@@ -148,6 +149,22 @@ def _changed_faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
             if name in section.model_fields_set and dict(section)[name]:
                 problem = f"{key}.{name}: only the model that is trained can be changed"
                 yield problem, "save the changed model, and set its folder"
+
+
+def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse tokens that are there already, and models that get none."""
+    if model.known_tokens:
+        name = "add_tokens" if model.known_tokens[0] in (recipe.model.add_tokens or ()) else "add_special_tokens"
+        yield f"model.{name}: {model.known_tokens[0]} is a token of {model.path} already", "remove it"
+    origin = model.origin
+    if origin is not None and origin.adapter is not None and recipe.model.all_tokens:
+        problem = f"model: {recipe.model.all_tokens[0]} cannot be added to {origin.name}, which is an adapter"
+        yield problem, "add it in the run of the adapter, or start from its export, merged"
+    if model.new_tokens and any("per_layer" in name for name in model.tensors if is_embedding(name)):
+        yield f"model.add_tokens: {model.path} has an embedding for each layer, which do not grow", "remove the tokens"
+    if new_rows(model, recipe.adapter) and any(f"{head}.bias" in model.tensors for head in model_types().heads):
+        problem = f"model.add_tokens: the head of {model.path} has a bias, which PEFT leaves out beside trained rows"
+        yield problem, "set adapter.type=full"
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
@@ -350,6 +367,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     if layout.cp_size > 1:
         yield from _ring_refusals(setting)
     yield from _rope_refusals(setting, layout)
+    yield from _row_refusals(setting, layout)
     if layout.sp_size > 1:
         yield from _ulysses_refusals(setting, layout)
 
@@ -362,15 +380,31 @@ def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]
     if kind in BY_LENGTH and layout.cp_size * layout.sp_size > 1:
         why = f"{kind} rotary embeddings depend on the length of a row, of which each device sees a part"
         yield why, "use a layout without cp_size and sp_size, or yarn"
-    if section is None:
+    changed = "model.rope_scaling" if section is not None else "the tokens that the recipe adds"
+    if section is None and not setting.model.new_tokens:
         return
     reference = reference_of(recipe.method, recipe.adapter, setting.model.origin)
     if isinstance(recipe.adapter, FullAdapter) and reference == "second model" and is_rewarded(recipe.method):
-        why = f"TRL loads the reference of {recipe.method.type} itself, without model.rope_scaling"
+        why = f"TRL loads the reference of {recipe.method.type} itself, without {changed}"
         yield why, "use adapter.type=lora, or method.beta=0"
     if isinstance(recipe.adapter, FullAdapter) and reference == "beforehand":
-        why = "TRL loads the model itself to precompute log-probabilities, without model.rope_scaling"
+        why = f"TRL loads the model itself to precompute log-probabilities, without {changed}"
         yield why, "unset method.precompute_ref_log_probs"
+
+
+def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why rows of new tokens cannot be made, or trained beside an adapter, in a layout."""
+    model, recipe = setting.model, setting.recipe
+    if model.num_new_rows and (layout.strategy == "zero3" or layout.tp_size > 1):
+        yield "rows for new tokens cannot be made in tables that are divided as they are read", "use ddp or fsdp2"
+    if not new_rows(model, recipe.adapter):
+        return
+    if layout.strategy not in ("single", "ddp"):
+        why = f"PEFT reads the rows of new tokens out of whole tables, which {layout.strategy} does not keep"
+        yield why, "use ddp, or adapter.type=full"
+    if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
+        why = "PEFT does not hold two adapters that train the rows of the same new tokens"
+        yield why, "use adapter.type=full, or start from the adapter's export, merged"
 
 
 def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:

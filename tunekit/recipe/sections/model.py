@@ -5,11 +5,12 @@ The section of a recipe that says which model to start from.
 Trained parameters: every weight, or low-rank updates beside frozen ones.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tunekit.recipe.sections.section import EXPANDS_ENV, Section, type_alone
+from tunekit.recipe.sections.section import EXPANDS_ENV, Conflict, Section, type_alone
 
 RopeType = Literal["linear", "yarn", "llama3", "longrope"]
 """Methods of RoPE scaling whose frequencies do not depend on the rows seen before, by their transformers names."""
@@ -56,6 +57,37 @@ class RopeScaling(Section):
     """With longrope: divisor of each frequency in longer rows."""
 
 
+Token = Annotated[str, Field(min_length=1)]
+"""Text of a token."""
+
+
+class SpecialTokens(Section):
+    """Special tokens by role. One that the tokenizer lacks is added."""
+
+    bos_token: Token | None = None
+    """Begins a text."""
+
+    eos_token: Token | None = None
+    """Ends a text or an answer."""
+
+    pad_token: Token | None = None
+    """Pads rows. Default: the tokenizer's own, else its end token."""
+
+    unk_token: Token | None = None
+    """Stands for text without tokens."""
+
+    @property
+    def by_role(self) -> dict[str, str]:
+        """Those that are set, by role."""
+        roles = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            "unk_token": self.unk_token,
+        }
+        return {role: token for role, token in roles.items() if token is not None}
+
+
 class ModelSection(Section):
     """Model to start from. `model: NAME` is short for `model: {path: NAME}`."""
 
@@ -89,9 +121,32 @@ class ModelSection(Section):
     rope_scaling: RopeScaling | None = None
     """Longer contexts by scaled rotary embeddings, for `data.max_length` beyond the model's positions."""
 
+    add_tokens: Annotated[list[Token] | None, Field(min_length=1)] = None
+    """Tokens to add to the tokenizer, such as [<tool>, </tool>]: one id each wherever they stand in a text. New rows of
+    embedding and head begin near the mean of the others; beside an adapter they are trained too."""
+
+    add_special_tokens: Annotated[list[Token] | None, Field(min_length=1)] = None
+    """The same for special tokens, which decoded answers leave out."""
+
+    special_tokens: SpecialTokens | None = None
+    """Special tokens by role: `{pad_token: <pad>}`."""
+
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Only for code you have read: of a Hub model at the full commit in
     `revision`, of a folder as it is when the run starts."""
+
+    @property
+    def all_tokens(self) -> list[str]:
+        """Tokens that the tokenizer is to have, each once, in the order in which they are added."""
+        roles = {} if self.special_tokens is None else self.special_tokens.by_role
+        return list(dict.fromkeys([*(self.add_tokens or []), *(self.add_special_tokens or []), *roles.values()]))
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a token that is named twice."""
+        special = self.add_special_tokens or []
+        for token in self.add_tokens or []:
+            if token in special:
+                yield Conflict(("add_tokens",), f"{token} is in add_special_tokens too", "remove it from one of them")
 
 
 class FullAdapter(Section):
