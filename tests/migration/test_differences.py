@@ -54,8 +54,8 @@ DIFFERENT = [
     (AXOLOTL, {"datasets": [{**CHAT, "chat_template": "gemma"}]}, "datasets[0].chat_template", f"gemma; {OWN}"),
     (
         AXOLOTL,
-        {"datasets": [CHAT], "special_tokens": {"eos_token": "<end>"}},
-        "special_tokens.eos_token",
+        {"datasets": [CHAT], "special_tokens": {"cls_token": "<end>"}},
+        "special_tokens.cls_token",
         "the tokenizer's own special tokens are used",
     ),
     (
@@ -207,3 +207,38 @@ def test_alpaca_rows_of_llama_factory_are_joined_otherwise() -> None:
 def test_the_key_that_marks_turns_is_read_from_the_rows_or_named(field, kind) -> None:
     report = made(AXOLOTL, datasets=[{**CHAT, "message_field_training": field}])
     assert [line.kind for line in report.lines if line.key == "datasets[0].message_field_training"] == [kind]
+
+
+def test_tokens_and_scaled_embeddings_come_along():
+    """By each tool's own keys: a list, a text with commas, and a kind whose factor follows from the length."""
+    axolotl = {
+        "datasets": [CHAT],
+        "tokens": ["<a>", "<b>"],
+        "special_tokens": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<c>"]},
+        "overrides_of_model_config": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    }
+    model = made(AXOLOTL, **axolotl).recipe.model
+    assert (model.add_tokens, model.add_special_tokens) == (["<a>", "<b>"], ["<c>"])
+    assert model.special_tokens.eos_token == "<|im_end|>"
+    assert (model.rope_scaling.rope_type, model.rope_scaling.factor) == ("yarn", 4)
+    factory = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
+        "stage": "sft",
+        "dataset": "rows",
+        "cutoff_len": 65536,
+        "add_tokens": "<a>,<b>",
+        "new_special_tokens": "<c>",
+        "resize_vocab": True,
+        "rope_scaling": "yarn",
+    }
+    Path("factory.yaml").write_text(json.dumps(factory))
+    model = migrate("factory.yaml").recipe.model
+    assert (model.add_tokens, model.add_special_tokens) == (["<a>", "<b>"], ["<c>"])
+    # 65,536 tokens by the 32,768 positions of Qwen 2.5 Instruct.
+    assert (model.rope_scaling.rope_type, model.rope_scaling.factor) == ("yarn", 2)
+
+
+def test_scaling_that_depends_on_earlier_rows_is_named():
+    config = {"datasets": [CHAT], "overrides_of_model_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}
+    lines = {line.key: line for line in made(AXOLOTL, **config).of_kind("unsupported")}
+    assert "depend on the rows seen before" in lines["overrides_of_model_config.rope_scaling.type"].words

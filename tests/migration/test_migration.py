@@ -53,6 +53,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "adapter.type": "full", "data.format": "text", "data.columns": {"text": "body"}, "train.max_steps": 200,
         "train.num_epochs": None, "train.optim": "adafactor", "train.global_batch_size": 4, "train.save_steps": 50,
         "train.save_total_limit": 3, "method.trainer_args": {"neftune_noise_alpha": 5},
+        "model.rope_scaling.rope_type": "linear", "model.rope_scaling.factor": 2.0,
     },
     "axolotl-dora.yaml": {
         "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.modules_to_save": ["embed_tokens", "lm_head"],
@@ -438,7 +439,6 @@ UNSUPPORTED = {
     "axolotl-doubtful.yaml": {
         "load_in_8bit": "an 8-bit base is unsupported",
         "lora_dropuot": "unknown key of Axolotl; did you mean 'lora_dropout'?",
-        "tokens": "adding tokens to the vocabulary is unsupported",
         "optimizer": "train.optim must be one of",
         "early_stopping_patience": "early stopping is unsupported",
         "wandb_project": "not a recipe key: set WANDB_PROJECT=trials",

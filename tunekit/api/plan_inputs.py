@@ -162,7 +162,7 @@ class Lookup:
             return self.plan_or_error(recipe, machine)
 
         if what == "length":
-            return largest_length(recipe, plan_of, machine, self.model(recipe.model).max_position_embeddings)
+            return largest_length(recipe, plan_of, machine, self.model(recipe.model).positions_for(recipe.model))
         if what == "batch":
             num_rows = counted_facts(recipe, self.data(recipe)).num_train
             num_devices = max(1, self.hardware(machine).num_accelerators)

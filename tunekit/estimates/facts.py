@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -73,6 +74,12 @@ class Origin(Facts):
     def chain(self) -> str:
         """All that it came from: `pico > my-sft (sft, lora) > my-dpo (dpo, lora)`."""
         return " > ".join([self.start, *(run.words for run in self.runs)] if self.runs else [self.start, self.folder])
+
+    def loaded_for(self, section: ModelSection) -> ModelSection:
+        """Return what transformers loads for a recipe's model section: the base, as the section changes it."""
+        names = ("rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
+        changes = {name: value for name, value in section if name in names and value is not None}
+        return self.base.model_copy(update=changes)
 
     def is_merged_for(self, adapter: Adapter) -> bool:
         """Return whether its adapter is merged into the weights, all of which are trained."""
@@ -345,6 +352,14 @@ class ModelFacts(Facts):
     head_dim: int
     vocab_size: int
     max_position_embeddings: int | None
+    rope: Mapping[str, Any] | None = None
+    """Rotary parameters of the layers that see all tokens, by transformers' names; None without rotary embeddings."""
+    new_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that the recipe adds to the tokenizer; the tensors have their rows already."""
+    num_new_rows: int = 0
+    """Rows that embedding and head got for them; the others take rows that were spare."""
+    known_tokens: tuple[str, ...] = ()
+    """Tokens that the recipe asks to add and that the tokenizer has."""
     sliding_window: int | None = None
     """Tokens that a layer with a sliding window looks back; None where no layer has one."""
     attention_dropout: float = 0.0
@@ -363,6 +378,39 @@ class ModelFacts(Facts):
     """True if it has a score of a text in the place of its head."""
     is_multimodal: bool = False
     """True if its config.json describes the text decoder as one part among others."""
+
+    def loaded_for(self, section: ModelSection) -> ModelSection:
+        """Return what transformers loads for a recipe's model section."""
+        return section if self.origin is None else self.origin.loaded_for(section)
+
+    @property
+    def vocabulary_tables(self) -> list[str]:
+        """Names of the tensors with a row for each token: embeddings, and a head of its own."""
+        return [
+            name
+            for name, shape in self.tensors.items()
+            if (is_embedding(name) or is_head(name)) and shape[0] == self.vocab_size
+        ]
+
+    def with_new_tokens(self, ids: tuple[int, ...], known: tuple[str, ...]) -> Self:
+        """The model with a row in each table for each of these tokens."""
+        rows = max((*(token + 1 for token in ids), self.vocab_size))
+        grown = {name: (rows, *self.tensors[name][1:]) for name in self.vocabulary_tables}
+        num_rows = self.num_new_rows + rows - self.vocab_size
+        changes = {"new_tokens": (*self.new_tokens, *ids), "known_tokens": known, "num_new_rows": num_rows}
+        return self.model_copy(update={"tensors": {**self.tensors, **grown}, "vocab_size": rows, **changes})
+
+    @property
+    def rotary(self) -> Rope | None:
+        """Rotary embeddings before a recipe scales them; None where there are none."""
+        if self.rope is None or self.max_position_embeddings is None:
+            return None
+        return Rope(self.rope, self.max_position_embeddings)
+
+    def positions_for(self, section: ModelSection) -> int | None:
+        """Positions as a recipe's model section has them; None where the model has no limit."""
+        scaling, rope = self.loaded_for(section).rope_scaling, self.rotary
+        return self.max_position_embeddings if scaling is None or rope is None else scaled(rope, scaling).positions
 
     @property
     def num_sliding_layers(self) -> int:

@@ -26,7 +26,7 @@ from tunekit.exporting.hub import push as send
 from tunekit.exporting.ollama import MODELFILE, modelfile
 from tunekit.exporting.verify import Check, Subject
 from tunekit.files import has_controls
-from tunekit.inference.inference_model import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.inference.inference_model import Trained, config_of, find_trained, load_trained, stored_dtype, tokenizer_of
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.model import QloraAdapter
@@ -286,6 +286,8 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
                 for file in (*Path(found.folder).glob("adapter_*.safetensors"), *Path(found.folder).glob("*.json")):
                     if file.name.startswith("adapter_"):
                         shutil.copyfile(file, draft / file.name)
+                if found.base.rope_scaling is not None:
+                    config_of(found).save_pretrained(draft)
             tokenizer_of(found).save_pretrained(draft)
     except (OSError, SafetensorError) as error:
         problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"

@@ -14,6 +14,7 @@ from tunekit.estimates.memory.states import Dtype
 from tunekit.files import is_name
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import model_folder
+from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
@@ -224,12 +225,18 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
 
     where, revision = (folder or found.folder), None if found.run is not None else found.base.revision
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=found.base.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, revision=revision, trust_remote_code=found.base.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         if Path(where).is_dir() and not any(Path(where).glob("tokenizer*")):
             raise ModelError(f"{where} has no tokenizer", hint="restore its tokenizer.json") from error
         first = str(error).partition("\n")[0]
         raise ModelError(f"the tokenizer in {where} cannot be loaded: {first}", hint="it may be damaged") from error
+    if found.run is None:
+        # The model that a run started from: what the run saved has them already.
+        add_new_tokens(tokenizer, found.base)
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def config_of(found: Trained) -> "PretrainedConfig":
@@ -238,13 +245,11 @@ def config_of(found: Trained) -> "PretrainedConfig":
     Raises:
         ModelError: It cannot be read.
     """
-    from transformers import AutoConfig
+    from tunekit.models.load import read_config
 
     where = model_folder(found.base)
     try:
-        return AutoConfig.from_pretrained(
-            where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
-        )
+        return read_config(found.base)
     except (OSError, ValueError, KeyError) as error:
         if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
             raise ModelError(f"{where} has no config.json", hint="restore it from a copy") from error

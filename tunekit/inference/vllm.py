@@ -68,6 +68,10 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
     adapter = found.adapter
     if isinstance(adapter, QloraAdapter):
         return RunError(f"{found.name} was trained on a 4-bit base, which vLLM does not load", hint=other)
+    if found.base.rope_scaling is not None:
+        return RunError(f"vLLM loads the base of {found.name} without its rope_scaling", hint=other)
+    if found.base.all_tokens:
+        return RunError(f"vLLM loads the base of {found.name} without the tokens that were added to it", hint=other)
     if adapter is not None and (adapter.use_dora or adapter.modules_to_save or adapter.rank > RANKS[-1]):
         return RunError(f"vLLM does not support the adapter of {found.name}", hint=other)
     return None

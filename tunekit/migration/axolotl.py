@@ -144,13 +144,6 @@ def unfrozen(draft: Draft, entry: Entry) -> Fate:
     return Fate("unsupported", words)
 
 
-def special(draft: Draft, entry: Entry) -> Fate:
-    """A special token of the tokenizer."""
-    if entry.key.endswith("pad_token"):
-        return Fate("decided", "padding is always masked from the loss")
-    return Fate("different", "the tokenizer's own special tokens are used")
-
-
 def plugins(draft: Draft, entry: Entry) -> Fate:
     """Plugins, of which those for kernels have their like here."""
     supported = ("liger", "cut_cross_entropy", "kernels")

@@ -23,16 +23,19 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
+from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
@@ -50,6 +53,15 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: The tokenizer or the template cannot be read, or the tokenizer has neither padding nor end token.
     """
+    return tokenizer_and_new(section)[0]
+
+
+def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, NewTokens]":
+    """The model's tokenizer, and the tokens that the section adds to it.
+
+    Raises:
+        ModelError: As `load_tokenizer` says.
+    """
     from transformers import AutoTokenizer
 
     template, section = section.chat_template, with_tokenizer(section)
@@ -64,15 +76,16 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
         ) from error
     if template is not None:
         tokenizer.chat_template = _read_template(template)
+    new = add_new_tokens(tokenizer, section)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(
                 f"model.path: the tokenizer of {section.path!r} has neither a padding nor an end-of-sequence token",
-                hint="set pad_token in its tokenizer_config.json",
+                hint="set model.special_tokens.pad_token",
             )
         # Padding is masked by position, never by token, so the end token can serve.
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer, new
 
 
 def _read_template(path: str) -> str:
@@ -171,6 +184,10 @@ def load_model(
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which would be random",
             hint="download or save it again",
         )
+    if section.rope_scaling is not None:
+        _check_scaled(model, section)
+    if section.all_tokens:
+        _add_rows(model, tokenizer_and_new(section)[1], draws=not is_given)
     complete_outputs(model)
     if is_given:
         _give_unwritten_memory(model)
@@ -200,18 +217,65 @@ def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:
 
 
 def read_config(section: ModelSection) -> "PretrainedConfig":
-    """Return the configuration of a model.
+    """Return the configuration of a model, with the recipe's scaling of its rotary embeddings.
 
     Raises:
         OSError: It cannot be read.
         ValueError: Its type is unknown.
+        ModelError: It has no rotary embeddings to scale.
     """
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(
         model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
     )
+    if section.rope_scaling is not None:
+        _scale_rope(config, section)
     return config
+
+
+def _add_rows(model: "PreTrainedModel", new: NewTokens, *, draws: bool) -> None:
+    """Give embedding and head rows for new tokens, near the mean of the others; the same ones in every process."""
+    import torch
+
+    num_rows = max((token + 1 for token in new.ids), default=0)
+    if num_rows <= model.get_input_embeddings().weight.shape[0]:
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.resize_token_embeddings(num_rows, mean_resizing=draws)
+
+
+def _scale_rope(config: "PretrainedConfig", section: ModelSection) -> None:
+    """Scale the rotary embeddings of a decoder: those of layers that see all tokens, where kinds are told apart."""
+    assert section.rope_scaling is not None
+    text = config.get_text_config(decoder=True)
+    fields = vars(text)
+    parameters = fields.get("rope_parameters")
+    full = full_of(parameters or {})
+    if not parameters or are_told_apart(full):
+        raise _unscaled(section)
+    rope = scaled(Rope(full, text.max_position_embeddings), section.rope_scaling)
+    new = dict(rope.parameters)
+    text.rope_parameters = new if full is parameters else {**parameters, "full_attention": new}
+    text.max_position_embeddings = rope.positions
+    if fields.get("original_max_position_embeddings") and "original_max_position_embeddings" in new:
+        # transformers prefers this field of Phi 3 to the parameter.
+        text.original_max_position_embeddings = new["original_max_position_embeddings"]
+    text.validate_rope()
+
+
+def _check_scaled(model: "PreTrainedModel", section: ModelSection) -> None:
+    """Check that a module of a model computes rotary embeddings of the kind that its configuration has now."""
+    kind = full_of(model.config.get_text_config(decoder=True).rope_parameters)["rope_type"]
+    kinds = (vars(module).get("rope_type") for module in model.modules())
+    if not any(kind in (stated.values() if isinstance(stated, dict) else (stated,)) for stated in kinds):
+        raise _unscaled(section)
+
+
+def _unscaled(section: ModelSection) -> ModelError:
+    problem = f"model.rope_scaling: the code of {section.path!r} does not scale its rotary embeddings"
+    return ModelError(problem, hint="unset it, or use another model")
 
 
 def is_quantized(config: "PretrainedConfig") -> bool:
@@ -377,6 +441,7 @@ def attach_adapter(
     seed: int,
     trained: Path | None = None,
     task: Task = "CAUSAL_LM",
+    new_tokens: Sequence[int] = (),
 ) -> "PreTrainedModel | torch.nn.Module":
     """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32.
 
@@ -387,6 +452,7 @@ def attach_adapter(
         trained: Folder of the adapter that is trained further; None for a new one, and in processes that are given
             their weights by another one.
         task: What PEFT takes the model for.
+        new_tokens: Ids of tokens whose rows of embedding and head are trained beside a new adapter.
     """
     from transformers import set_seed
 
@@ -397,8 +463,16 @@ def attach_adapter(
             model.get_submodule(name).requires_grad_(False)
         return model
     from peft import get_peft_model
+    from peft.utils import TrainableTokensWrapper
 
-    adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained))
+    adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens))
+    if new_tokens:
+        # PEFT would save both tables whole where they have grown.
+        adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
+        for module in adapted.modules():
+            if isinstance(module, TrainableTokensWrapper):
+                # Fused heads ask for it, and PEFT shows the weight alone. A head with a bias is refused.
+                module.bias = None
     _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
@@ -430,7 +504,12 @@ def _check_readable(model: "PeftModel") -> None:
 
 
 def lora_config(
-    adapter: LoraAdapter, model: "PreTrainedModel", *, task: Task = "CAUSAL_LM", trained: Path | None = None
+    adapter: LoraAdapter,
+    model: "PreTrainedModel",
+    *,
+    task: Task = "CAUSAL_LM",
+    trained: Path | None = None,
+    new_tokens: Sequence[int] = (),
 ) -> "LoraConfig":
     """Return an adapter section as PEFT has it.
 
@@ -439,13 +518,15 @@ def lora_config(
         model: The model to adapt.
         task: What PEFT takes the model for.
         trained: Folder of a trained adapter with these settings, which adapts the modules that it was trained on.
+        new_tokens: Ids of tokens whose rows are trained beside a new adapter.
     """
     from peft import LoraConfig
 
     if trained is not None and (trained / ADAPTER_CONFIG).is_file():
-        excluded = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("exclude_modules")
+        stated = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        excluded, rows = stated.get("exclude_modules"), stated.get("trainable_token_indices")
     else:
-        excluded = _never_adapted(model)
+        excluded, rows = _never_adapted(model), _rows_of(new_tokens, adapter, model)
     return LoraConfig(
         task_type=task,
         r=adapter.rank,
@@ -456,7 +537,18 @@ def lora_config(
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
         exclude_modules=excluded,
+        trainable_token_indices=rows,
     )
+
+
+def _rows_of(new_tokens: Sequence[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
+    """Return the rows of new tokens by table, as PEFT trains them: a tied head follows its embedding."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if tables[1] is not None and tables[1].weight is tables[0].weight:
+        del tables[1]
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in tables]
+    whole = tuple(adapter.modules_to_save or ())
+    return {name: list(new_tokens) for name in names if not name.endswith(whole or ("\0",))} if new_tokens else None
 
 
 def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:

@@ -126,6 +126,8 @@ class Plan(Facts):
     by_document: bool = False
     """True if layers that carry a state along a row are run once for each document in it."""
     gradient_checkpointing: bool
+    new_tokens: tuple[int, ...] = ()
+    """Ids of tokens that the recipe adds to the tokenizer."""
     micro_batch_size: int
     gradient_accumulation_steps: int
     dataloader_num_workers: int
@@ -240,7 +242,7 @@ class Plan(Facts):
     @property
     def base(self) -> ModelSection:
         """The model that transformers loads: that of the recipe, or the one below a run's adapter."""
-        return self.recipe.model if self.origin is None else self.origin.base
+        return self.recipe.model if self.origin is None else self.origin.loaded_for(self.recipe.model)
 
     @property
     def figures(self) -> str:

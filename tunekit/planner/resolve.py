@@ -100,6 +100,7 @@ def resolve(
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
+        new_tokens=model.new_tokens,
         padding_free=padding.is_free,
         by_document=by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,
@@ -252,7 +253,7 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
         return setting, chosen, "set by the recipe"
     if hardware.vllm is None:
         return setting, chosen, "unknown whether vLLM is installed there"
-    refused = backends.why_no_vllm(recipe, hardware)
+    refused = backends.why_no_vllm(recipe, hardware, setting.model)
     why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:
         other = replace(setting, by_vllm=True)

@@ -34,6 +34,8 @@ from tunekit.estimates.models.model_config import (
     sliding_window_of,
     text_config,
 )
+from tunekit.estimates.models.rope import has_rope, rope_of
+from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
 
@@ -67,7 +69,25 @@ def probe_model(model: ModelSection) -> ModelFacts:
         ModelError: It is not there, not complete, not a causal language model, or not stored as safetensors.
     """
     origin = origin_of(model)
-    return _probe(model) if origin is None else _of_origin(origin, probe_model)
+    facts = _probe(model) if origin is None else _of_origin(origin, probe_model)
+    return _with_new_tokens(facts, model)
+
+
+def _with_new_tokens(facts: ModelFacts, section: ModelSection) -> ModelFacts:
+    """Facts of a model with the tokens that its section adds; where the tokenizer is not at hand, with rows for all."""
+    if not section.all_tokens:
+        return facts
+    from transformers import AutoTokenizer
+
+    where = with_tokenizer(section)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError):
+        num = len(section.all_tokens)
+        return facts.with_new_tokens(tuple(range(facts.vocab_size, facts.vocab_size + num)), ())
+    return facts.with_new_tokens(*add_new_tokens(tokenizer, section))
 
 
 def _of_origin(origin: Origin, look: Callable[[ModelSection], ModelFacts]) -> ModelFacts:
@@ -105,6 +125,7 @@ def chat_template_of(model: ModelSection) -> Template | None:
         return None
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
+    tokens |= {} if model.special_tokens is None else model.special_tokens.by_role
     special_tokens = {name: token for name, token in tokens.items() if token is not None}
     if model.chat_template is not None:
         path = Path(model.chat_template)
@@ -147,6 +168,10 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     Raises:
         ModelError: It is not there, or its tensors cannot be told from what there is.
     """
+    return _with_new_tokens(_sketch(model), model)
+
+
+def _sketch(model: ModelSection) -> ModelFacts:
     origin = origin_of(model)
     if origin is not None:
         return _of_origin(origin, sketch_model)
@@ -154,7 +179,7 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     if _has_config_only(folder):
         return _from_config(_read_config(folder, model.path), model.path, _has_chat_template(folder))
     try:
-        return probe_model(model)
+        return _probe(model)
     except _HubError:
         fetched = fetched_folder(model)
         if fetched is not None and _has_config_only(fetched):
@@ -428,6 +453,7 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         head_dim=head_dim_of(text) if is_supported else text.get("head_dim") or hidden // heads,
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
+        rope=_rope(text),
         sliding_window=sliding_window_of(text),
         attention_dropout=text.get("attention_dropout") or 0.0,
         num_experts=num_experts,
@@ -437,6 +463,16 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         published_as=_quant_method(config),
         is_multimodal="text_config" in config,
     )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the rotary parameters of a decoder; None where it has none, as transformers' class of its type says."""
+    if has_rope(config):
+        return rope_of(config)
+    if config.get("alibi") or config.get("position_embedding_type") in ("nope", "absolute"):
+        return None
+    parameters = _by_config_class(config, "rope_parameters")
+    return rope_of({"rope_parameters": parameters}) if isinstance(parameters, dict) else None
 
 
 def _quant_method(config: Mapping[str, Any]) -> str | None:
@@ -485,7 +521,7 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     )
     if kind and not is_known(config) and not has_encoder:
         value = _by_config_class(config, names[0])
-        if value is not None:
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
     if is_known(config):
         raise ModelError(
@@ -502,15 +538,14 @@ def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     )
 
 
-def _by_config_class(config: Mapping[str, Any], name: str) -> int | None:
-    """Return a number that transformers' class of this type derives, or has under another name or as its default."""
+def _by_config_class(config: Mapping[str, Any], name: str) -> Any:
+    """Return a value that transformers' class of this type derives, or has under another name or as its default."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        value = getattr(_as_config_class(config), name, None)
+        return getattr(_as_config_class(config), name, None)
     except (RuntimeError, TypeError, ValueError, StrictDataclassError):
         return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _folder_tensors(folder: Path, path: str) -> Tensors:

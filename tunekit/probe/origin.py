@@ -19,6 +19,7 @@ import yaml
 
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import Ancestor, Origin
+from tunekit.estimates.models.rope import section_of
 from tunekit.files import read_table
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
@@ -54,7 +55,7 @@ def _of_run(folder: Path, path: str) -> Origin:
     run = folder.parent
     recipe = reload_recipe(run / "recipe.yaml")
     earlier = _origin_in(run / "plan.yaml")
-    base, adapter = earlier.base if earlier else recipe.model, None
+    base, adapter = earlier.loaded_for(recipe.model) if earlier else recipe.model, None
     if isinstance(recipe.adapter, FullAdapter):
         base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
     else:
@@ -108,8 +109,11 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
         use_dora=config.get("use_dora") or False,
         modules_to_save=sorted(config.get("modules_to_save") or []) or None,
     )
-    revision = config.get("revision")
-    of_base = ModelSection(path=base, revision=revision, trust_remote_code=section.trust_remote_code)
+    revision, changed = config.get("revision"), folder / "config.json"
+    scaling = section_of(json.loads(changed.read_text(encoding="utf-8"))) if changed.is_file() else None
+    of_base = ModelSection(
+        path=base, revision=revision, rope_scaling=scaling, trust_remote_code=section.trust_remote_code
+    )
     return Origin(folder=str(folder), base=of_base, adapter=adapter, start=base, runs=())
 
 

@@ -83,7 +83,8 @@ def load_adapted(plan: Plan, *, device: str | None) -> "PreTrainedModel | Module
     """The model with the adapter that is trained, as it is before the first step."""
     recipe, model, trained = plan.recipe, load_policy(plan, device=device), continued_folder(plan, device)
     task: Task = "SEQ_CLS" if recipe.method.spec.classifies else "CAUSAL_LM"
-    return attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
+    seed, tokens = recipe.train.seed, plan.new_tokens
+    return attach_adapter(model, recipe.adapter, seed=seed, trained=trained, task=task, new_tokens=tokens)
 
 
 def fuse_as_planned(model: "Module", plan: Plan) -> "Report | None":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from torch.nn import Module
 from transformers import PreTrainedModel, Trainer
@@ -278,7 +278,7 @@ def _why_unknown(model: Any) -> str | None:
     embeddings = model.get_output_embeddings()
     if isinstance(embeddings, BaseTunerLayer):
         return "has an adapter on its head, which the head's weight does not include"
-    if not isinstance(embeddings, nn.Linear | ModulesToSaveWrapper):
+    if not isinstance(embeddings, nn.Linear | ModulesToSaveWrapper | TrainableTokensWrapper):
         return f"has {type(embeddings).__name__} instead of a linear layer as its head"
     return None
 

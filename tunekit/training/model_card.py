@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tunekit.data.sources.load import is_hub_dataset
 from tunekit.data.sources.rows import shown
 from tunekit.files import load_template
+from tunekit.planner.plan import Plan
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.reading.parse import dotted
@@ -112,6 +113,8 @@ def write_card(
         ("Base model", f"{plan.base.path} ({plan.num_params:,} parameters)"),
         ("License of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
+        *_context(plan, kind),
+        *_tokens(plan, kind),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
         ("Training data", f"{sources} ({plan.data.num_train:,} sequences)"),
@@ -192,6 +195,33 @@ def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if section.trust_remote_code:
             at = f"commit {section.revision}" if section.revision else f"as recorded in {CODE} of the run"
             yield f"Code of {dotted(key)}", f"run (trust_remote_code), {at}"
+
+
+def _context(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the scaling of the rotary embeddings, and what others have to do where the weights are an adapter's."""
+    scaling = plan.base.rope_scaling
+    if scaling is None:
+        return
+    method = "" if scaling.rope_type is None else f"{scaling.rope_type}, "
+    words = f"rotary embeddings scaled: {method}factor {scaling.factor:g}; parameters in config.json"
+    if kind != "merged" and not isinstance(plan.recipe.adapter, FullAdapter):
+        words += (
+            "; with PEFT, load the base model with that config: `AutoModelForCausalLM.from_pretrained(BASE, "
+            "config=AutoConfig.from_pretrained(THIS_FOLDER))`"
+        )
+    yield "Context", words
+
+
+def _tokens(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the tokens that were added, and what others have to do where the weights are an adapter's."""
+    if not plan.new_tokens:
+        return
+    words = f"{len(plan.new_tokens)} added to the tokenizer: {', '.join(plan.base.all_tokens)}"
+    if kind != "merged" and not isinstance(plan.recipe.adapter, FullAdapter):
+        num = max(plan.new_tokens) + 1
+        words += f"; with PEFT, give the base model rows for them first: `model.resize_token_embeddings({num})` where "
+        words += "it has fewer"
+    yield "Tokens", words
 
 
 def _from_to(first: float | None, last: float | None) -> str:

@@ -12,10 +12,12 @@ from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import RunError
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer
+from tunekit.models import load
 from tunekit.models.documents import run_by_document
 from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.section import Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
@@ -116,6 +118,9 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
                 sample("after", [prompt])
         if place.is_main:
             tokenizer.save_pretrained(draft)
+            if plan.base.rope_scaling is not None and not isinstance(recipe.adapter, FullAdapter):
+                # PEFT saves an adapter without the configuration that its base was changed to.
+                load.read_config(plan.base).save_pretrained(draft)
             result = _summary(watch, saver, time.time() - began)
             write_card(run, result, draft)
             publish_result(draft, run.model_path)

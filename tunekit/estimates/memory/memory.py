@@ -151,6 +151,9 @@ def estimate(
     # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
     beside_head = max(0, dequantised - head.kept - head.forward)
+    # The head's table with the rows of new tokens, its gradient behind it, and that of the embedding's at the end.
+    table = states.row_copies_bytes(shard, adapter)
+    copies: dict[Phase, int] = {"forward": table, "head": 2 * table, "first layer": table, "embedding": table}
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
         more = need
@@ -158,6 +161,7 @@ def estimate(
             more = replace(need, gradients=need.gradients + copied)
         elif phase not in ("load", "head", "embedding"):
             more = replace(need, gathered=need.gathered + (beside_head if phase == "forward" else dequantised))
+        more = replace(more, activations=more.activations + copies.get(phase, 0))
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
     kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)
@@ -225,7 +229,7 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
     """
     if not is_traced(model):
         return "outside the model"
-    if isinstance(adapter, QloraAdapter) or passes.teacher is not None:
+    if isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.new_rows(model, adapter):
         return "closed form"
     if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
         # Tables that are trained beside an adapter are counted on one device only as they are traced.

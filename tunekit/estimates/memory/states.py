@@ -87,7 +87,25 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
         trained |= {name + ".lora_A": (rank, inputs), name + ".lora_B": (outputs, rank)}
         if adapter.use_dora:
             trained[name + ".lora_magnitude_vector"] = (outputs,)
-    return trained
+    return trained | new_rows(model, adapter)
+
+
+def new_rows(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
+    """Shape of the rows of new tokens that are trained beside an adapter, by table: a tied head has none of its own.
+
+    PEFT copies them out of the table (`trainable_token_indices`). A table that is trained wholly has them anyway.
+    """
+    if isinstance(adapter, FullAdapter) or not model.new_tokens:
+        return {}
+    whole = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else {}
+    tables = [name for name in model.vocabulary_tables if name not in whole]
+    shape = (len(model.new_tokens), model.hidden_size)
+    return {name.removesuffix(".weight") + ".token_adapter.trainable_tokens_delta": shape for name in tables}
+
+
+def row_copies_bytes(model: ModelFacts, adapter: Adapter) -> int:
+    """Bytes of a table with the trained rows of new tokens in it, which PEFT makes anew in each forward pass."""
+    return 4 * model.vocab_size * model.hidden_size if new_rows(model, adapter) else 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +145,7 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     if not trained_whole(model, adapter):
         shapes = model.adapted(adapter.target_modules).shapes.items()
         magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
+        magnitudes += sum(math.prod(shape) for shape in new_rows(model, adapter).values())
         return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 

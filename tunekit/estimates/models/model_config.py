@@ -56,6 +56,8 @@ class ModelTypes(BaseModel):
     """Last names of modules that give the loss no gradient."""
     shares_head_bias: frozenset[str]
     """Types whose head shares its bias with another module."""
+    rope_types: dict[str, str]
+    """Of types whose configuration takes a single kind of RoPE scaling: that kind."""
     without_adapters: dict[str, str]
     """Types that no adapter is trained of, with the reason."""
     unquantized_experts: frozenset[str]

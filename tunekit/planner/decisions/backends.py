@@ -476,7 +476,7 @@ USUAL_SHARE = 0.3
 """Share of a device's memory that TRL gives vLLM by default. More is taken only where the weights alone need it."""
 
 
-def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
+def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[str, str] | None:
     """Return why vLLM cannot generate for a recipe on a machine in any layout, and the remedy; None where it can."""
     method = recipe.method
     assert generates(method)
@@ -487,6 +487,10 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
     if isinstance(recipe.adapter, QloraAdapter):
         why = "TRL merges the adapter into the 4-bit weights for vLLM and unmerges it, which rounds them each "
         return f"{why}time", "use adapter.type=lora, or unset use_vllm"
+    if model.loaded_for(recipe.model).rope_scaling is not None:
+        return "vLLM loads the model itself, without model.rope_scaling", "unset use_vllm"
+    if model.new_tokens:
+        return "vLLM loads the model itself, without the tokens that the recipe adds", "unset use_vllm"
     return method.why_no_vllm()
 
 

@@ -4,16 +4,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin
+from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin, is_embedding
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
-from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
+from tunekit.estimates.memory.states import Dtype, new_rows, reference_of, unties_head
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
+from tunekit.estimates.models.rope import faults as rope_faults
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.candidates import Setting, divisors
-from tunekit.recipe.methods import generates, is_rewarded
+from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import LrSchedulerType, Optim
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
@@ -72,13 +75,13 @@ def _faults(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, attention: str, dtype: Dtype, teacher: ModelFacts | None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield what is wrong with a recipe on this device with this model, each with its remedy."""
-    device, limit, train = hardware.device, model.max_position_embeddings, recipe.train
+    device, train = hardware.device, recipe.train
     yield from backends.isolation_faults(recipe.data, model, attention)
     yield from backends.kernels_faults(recipe, hardware, model)
     yield from backends.compile_faults(recipe, hardware)
-    if limit is not None and recipe.data.max_length > limit:
-        problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
-        yield problem, f"set it to {limit} or less"
+    yield from _position_faults(recipe, model)
+    yield from _changed_faults(recipe)
+    yield from _token_faults(recipe, model)
     if reason := model_types().refused.get(model.model_type):
         yield f"model.path: {model.model_type} models are not supported: {reason}", None
     yield from _published_faults(recipe, model)
@@ -103,10 +106,65 @@ def _faults(
         problem += f"{model.vocab_size:,}; probabilities are compared token by token"
         yield problem, "use a larger model of the same family as the teacher"
     if generates(recipe.method) and recipe.method.generation.use_vllm is True:
-        obstacle = backends.why_no_vllm(recipe, hardware)
+        obstacle = backends.why_no_vllm(recipe, hardware, model)
         if obstacle is not None:
             yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
     yield from backends.float8_faults(recipe, hardware, model, dtype)
+
+
+def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse a scaling that the model cannot have, and more tokens than it has positions."""
+    section, rope = model.loaded_for(recipe.model).rope_scaling, model.rotary
+    if section is not None and rope is None:
+        yield f"model.rope_scaling: {model.path} has no rotary embeddings", "unset it"
+        return
+    if section is not None and rope is not None:
+        for name, what, hint in rope_faults(rope, section, model.model_type):
+            yield f"model.rope_scaling.{name}: {what}", hint
+        for name, factors in (("short_factor", section.short_factor), ("long_factor", section.long_factor)):
+            num = int(model.head_dim * float(rope.parameters.get("partial_rotary_factor") or 1)) // 2
+            if factors is not None and len(factors) != num and not model.latent_widths:
+                problem = f"model.rope_scaling.{name}: {len(factors)} numbers, but {model.path} has {num} frequencies"
+                yield problem, "give one for each"
+    limit = model.positions_for(recipe.model)
+    if limit is not None and recipe.data.max_length > limit:
+        factor = None if rope is None else factor_for(rope, section, recipe.data.max_length, model.model_type)
+        longer = "" if factor is None else f", or set model.rope_scaling.factor={factor}"
+        problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
+        yield problem, f"set it to {limit} or less{longer}"
+
+
+CHANGES = ("rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
+"""Fields of a model section that change the model that is trained."""
+
+
+def _changed_faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Refuse changes of models that are not trained, which are used as they were published."""
+    sections = {"method.teacher": recipe.method.teacher} if has_teacher(recipe.method) else {}
+    if is_rewarded(recipe.method):
+        rewards = enumerate(recipe.method.rewards)
+        sections |= {f"method.rewards[{at}].model": one.model for at, one in rewards if isinstance(one, ModelReward)}
+    for key, section in sections.items():
+        for name in CHANGES:
+            if name in section.model_fields_set and dict(section)[name]:
+                problem = f"{key}.{name}: only the model that is trained can be changed"
+                yield problem, "save the changed model, and set its folder"
+
+
+def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse tokens that are there already, and models that get none."""
+    if model.known_tokens:
+        name = "add_tokens" if model.known_tokens[0] in (recipe.model.add_tokens or ()) else "add_special_tokens"
+        yield f"model.{name}: {model.known_tokens[0]} is a token of {model.path} already", "remove it"
+    origin = model.origin
+    if origin is not None and origin.adapter is not None and recipe.model.all_tokens:
+        problem = f"model: {recipe.model.all_tokens[0]} cannot be added to {origin.name}, which is an adapter"
+        yield problem, "add it in the run of the adapter, or start from its export, merged"
+    if model.new_tokens and any("per_layer" in name for name in model.tensors if is_embedding(name)):
+        yield f"model.add_tokens: {model.path} has an embedding for each layer, which do not grow", "remove the tokens"
+    if new_rows(model, recipe.adapter) and any(f"{head}.bias" in model.tensors for head in model_types().heads):
+        problem = f"model.add_tokens: the head of {model.path} has a bias, which PEFT leaves out beside trained rows"
+        yield problem, "set adapter.type=full"
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
@@ -313,8 +371,45 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             yield why, "use parallel.sp_size, which splits sequences by heads, or fsdp2 without cp_size"
     if layout.cp_size > 1:
         yield from _ring_refusals(setting)
+    yield from _rope_refusals(setting, layout)
+    yield from _row_refusals(setting, layout)
     if layout.sp_size > 1:
         yield from _ulysses_refusals(setting, layout)
+
+
+def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why a layout cannot have the rotary embeddings of a model, or TRL not the ones that a recipe changes."""
+    recipe, rope = setting.recipe, setting.model.rotary
+    section = setting.model.loaded_for(recipe.model).rope_scaling
+    kind = "default" if rope is None else rope.kind if section is None else kind_of(rope, section)
+    if kind in BY_LENGTH and layout.cp_size * layout.sp_size > 1:
+        why = f"{kind} rotary embeddings depend on the length of a row, of which each device sees a part"
+        yield why, "use a layout without cp_size and sp_size, or yarn"
+    changed = "model.rope_scaling" if section is not None else "the tokens that the recipe adds"
+    if section is None and not setting.model.new_tokens:
+        return
+    reference = reference_of(recipe.method, recipe.adapter, setting.model.origin)
+    if isinstance(recipe.adapter, FullAdapter) and reference == "second model" and is_rewarded(recipe.method):
+        why = f"TRL loads the reference of {recipe.method.type} itself, without {changed}"
+        yield why, "use adapter.type=lora, or method.beta=0"
+    if isinstance(recipe.adapter, FullAdapter) and reference == "beforehand":
+        why = f"TRL loads the model itself to precompute log-probabilities, without {changed}"
+        yield why, "unset method.precompute_ref_log_probs"
+
+
+def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why rows of new tokens cannot be made, or trained beside an adapter, in a layout."""
+    model, recipe = setting.model, setting.recipe
+    if model.num_new_rows and (layout.strategy == "zero3" or layout.tp_size > 1):
+        yield "rows for new tokens cannot be made in tables that are divided as they are read", "use ddp or fsdp2"
+    if not new_rows(model, recipe.adapter):
+        return
+    if layout.strategy not in ("single", "ddp"):
+        why = f"PEFT reads the rows of new tokens out of whole tables, which {layout.strategy} does not keep"
+        yield why, "use ddp, or adapter.type=full"
+    if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
+        why = "PEFT does not hold two adapters that train the rows of the same new tokens"
+        yield why, "use adapter.type=full, or start from the adapter's export, merged"
 
 
 def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,9 @@ from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, sta
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, is_traced
 from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files
-from tunekit.estimates.memory.states import BYTES, Dtype, num_trainable_params, reference_of
+from tunekit.estimates.memory.states import BYTES, Dtype, new_rows, num_trainable_params, reference_of
 from tunekit.estimates.models.model_config import model_types
+from tunekit.estimates.models.rope import BY_LENGTH, scaled
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCENT, workers_for
@@ -169,9 +170,44 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
+    yield from _rope_reasons(recipe, model)
+    yield from _token_reasons(recipe, model)
     if recipe.model.trust_remote_code:
         at = f"at commit {recipe.model.revision}" if recipe.model.revision else "the latest when the run is created"
         yield Reason(topic="code", choice=f"remote code of the model, {at}", why="model.trust_remote_code is true")
+
+
+def _rope_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reason for more positions than the model has by itself."""
+    section, rope = model.loaded_for(recipe.model).rope_scaling, model.rotary
+    if section is None or rope is None:
+        return
+    new = scaled(rope, section)
+    why = f"rotary embeddings scaled by {new.kind}, factor {section.factor:g}"
+    if rope.kind != "default":
+        why += f", in place of the model's own {rope.kind}" + f", factor {rope.own_factor:g}" * (rope.own_factor > 1)
+    if new.kind in BY_LENGTH:
+        why += "; the longest row of a micro-batch decides for all of it which factors apply"
+    if not isinstance(recipe.adapter, FullAdapter):
+        why += "; the adapter is for the model with this scaling, which its config.json has"
+    yield Reason(topic="context", choice=f"{new.positions:,} positions instead of {rope.positions:,}", why=why)
+
+
+def _token_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reason for tokens that are added, with the rows that they take."""
+    num = len(model.new_tokens)
+    if not num:
+        return
+    spare = num - model.num_new_rows
+    where = [f"{model.num_new_rows} new rows near the mean of the others"] * bool(model.num_new_rows)
+    where += [f"{spare} rows that the tokenizer had left unused"] * (spare > 0)
+    why = f"in {' and '.join(where)}"
+    rows = new_rows(model, recipe.adapter)
+    if rows:
+        tables, size = len(model.vocabulary_tables), 4 * model.vocab_size * model.hidden_size
+        why += f"; PEFT trains them alone beside the adapter (trainable_token_indices, {4 * num * model.hidden_size:,} "
+        why += f"bytes a table): {tables} whole {'tables' if tables > 1 else 'table'} would take {gib(tables * size)}"
+    yield Reason(topic="tokens", choice=f"{num} added, vocabulary {model.vocab_size:,}", why=why)
 
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:

@@ -5,11 +5,87 @@ The section of a recipe that says which model to start from.
 Trained parameters: every weight, or low-rank updates beside frozen ones.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tunekit.recipe.sections.section import EXPANDS_ENV, Section, type_alone
+from tunekit.recipe.sections.section import EXPANDS_ENV, Conflict, Section, type_alone
+
+RopeType = Literal["linear", "yarn", "llama3", "longrope"]
+"""Methods of RoPE scaling whose frequencies do not depend on the rows seen before, by their transformers names."""
+
+
+class RopeScaling(Section):
+    """Longer contexts by scaled rotary embeddings, transformers' `rope_parameters`, saved in config.json."""
+
+    rope_type: RopeType | None = None
+    """Method by its transformers name. Default: the model's own if it has one, else `yarn` (arXiv 2309.00071)."""
+
+    factor: Annotated[float, Field(ge=1)]
+    """Positions as a multiple of those before any scaling. It replaces the model's own factor: 16 in place of 8
+    doubles them."""
+
+    original_max_position_embeddings: Annotated[int | None, Field(gt=0)] = None
+    """Positions that `factor` multiplies. Default: the model's positions before any scaling."""
+
+    attention_factor: Annotated[float | None, Field(gt=0)] = None
+    """With yarn and longrope: scale of the attention logits. Default: from `factor`."""
+
+    beta_fast: Annotated[float | None, Field(gt=0)] = None
+    """With yarn: rotations within the original positions above which a frequency stays. Default: 32."""
+
+    beta_slow: Annotated[float | None, Field(gt=0)] = None
+    """With yarn: rotations below which a frequency is divided by `factor`. Default: 1."""
+
+    mscale: Annotated[float | None, Field(gt=0)] = None
+    """With yarn and `mscale_all_dim`: weight of log(factor) in the scale of the attention logits."""
+
+    mscale_all_dim: Annotated[float | None, Field(gt=0)] = None
+    """With yarn and `mscale`: the same in what that scale is divided by."""
+
+    low_freq_factor: Annotated[float | None, Field(gt=0)] = None
+    """With llama3: original positions by the longest wavelength that is scaled in part. Llama 3.1 has 1."""
+
+    high_freq_factor: Annotated[float | None, Field(gt=0)] = None
+    """With llama3: original positions by the longest wavelength that stays. Llama 3.1 has 4."""
+
+    short_factor: Annotated[list[float] | None, Field(min_length=1)] = None
+    """With longrope: divisor of each frequency in rows of up to the original positions."""
+
+    long_factor: Annotated[list[float] | None, Field(min_length=1)] = None
+    """With longrope: divisor of each frequency in longer rows."""
+
+
+Token = Annotated[str, Field(min_length=1)]
+"""Text of a token."""
+
+
+class SpecialTokens(Section):
+    """Special tokens by role. One that the tokenizer lacks is added."""
+
+    bos_token: Token | None = None
+    """Begins a text."""
+
+    eos_token: Token | None = None
+    """Ends a text or an answer."""
+
+    pad_token: Token | None = None
+    """Pads rows. Default: the tokenizer's own, else its end token."""
+
+    unk_token: Token | None = None
+    """Stands for text without tokens."""
+
+    @property
+    def by_role(self) -> dict[str, str]:
+        """Those that are set, by role."""
+        roles = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            "unk_token": self.unk_token,
+        }
+        return {role: token for role, token in roles.items() if token is not None}
 
 
 class ModelSection(Section):
@@ -42,9 +118,35 @@ class ModelSection(Section):
     chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
     """Jinja file to use instead of the tokenizer's chat template. Saved with the trained model."""
 
+    rope_scaling: RopeScaling | None = None
+    """Longer contexts by scaled rotary embeddings, for `data.max_length` beyond the model's positions."""
+
+    add_tokens: Annotated[list[Token] | None, Field(min_length=1)] = None
+    """Tokens to add to the tokenizer, such as [<tool>, </tool>]: one id each wherever they stand in a text. New rows of
+    embedding and head begin near the mean of the others; beside an adapter they are trained too."""
+
+    add_special_tokens: Annotated[list[Token] | None, Field(min_length=1)] = None
+    """The same for special tokens, which decoded answers leave out."""
+
+    special_tokens: SpecialTokens | None = None
+    """Special tokens by role: `{pad_token: <pad>}`."""
+
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Only for code you have read: of a Hub model at the full commit in
     `revision`, of a folder as it is when the run starts."""
+
+    @property
+    def all_tokens(self) -> list[str]:
+        """Tokens that the tokenizer is to have, each once, in the order in which they are added."""
+        roles = {} if self.special_tokens is None else self.special_tokens.by_role
+        return list(dict.fromkeys([*(self.add_tokens or []), *(self.add_special_tokens or []), *roles.values()]))
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a token that is named twice."""
+        special = self.add_special_tokens or []
+        for token in self.add_tokens or []:
+            if token in special:
+                yield Conflict(("add_tokens",), f"{token} is in add_special_tokens too", "remove it from one of them")
 
 
 class FullAdapter(Section):
