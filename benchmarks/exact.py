@@ -383,7 +383,13 @@ CASES: tuple[Case, ...] = (
     Case("SFT full, NEFTune", {"type": "sft", "trainer_args": {"neftune_noise_alpha": 5.0}}),
     *(
         Case(f"SFT full, {optim}", train={"optim": optim})
-        for optim in ("adafactor", "adamw_torch", "sgd", "ademamix", "adamw_8bit")
+        for optim in ("adafactor", "adamw_torch", "sgd", "ademamix", "adamw_8bit", "tunekit_adamw")
+    ),
+    Case("SFT full, pure bf16", train={"pure_bf16": True}, cuts=EVERYWHERE),
+    Case("SFT full, pure bf16, 8 bits", train={"pure_bf16": True, "optim": "tunekit_adamw_8bit"}, cuts=TWICE),
+    *(
+        Case(f"SFT full, pure bf16, {strategy}", train={"pure_bf16": True}, parallel=parallel, cuts=TWICE)
+        for strategy, parallel in (("DDP", DDP), ("fsdp2", {"num_processes": 2, "strategy": "fsdp2"}))
     ),
     *(
         Case(f"SFT full, {kind}", train={"lr_scheduler_type": kind, "warmup_steps": 2})

@@ -49,7 +49,7 @@ from tunekit.estimates.models.model_config import (
     num_experts_of,
     num_experts_per_token_of,
 )
-from tunekit.models.load import keep_trained_in_float32
+from tunekit.models.load import keep_trained
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
@@ -68,9 +68,14 @@ class Step:
     dtype: Dtype = "bfloat16"
     accumulates: bool = False
     rows: Literal["even", "padded"] = "even"
+    trained_dtype: Dtype = "float32"
 
     def config(self) -> PretrainedConfig:
         return AutoConfig.for_model(self.family, **dict(self.sizes))
+
+    @property
+    def autocasts(self) -> bool:
+        return self.dtype != "float32" and self.trained_dtype == "float32"
 
     @property
     def turn(self) -> int:
@@ -86,7 +91,7 @@ class Step:
         tied = " tied" if sizes.get("tie_word_embeddings") else ""
         how = f"{'ckpt' if self.checkpointing else ''}{' accum' if self.accumulates else ''}"
         if isinstance(self.adapter, FullAdapter):
-            trained = "full"
+            trained = "full" if self.trained_dtype == "float32" else "full pure"
         else:
             trained = _words(self.adapter)
         shape = f"{sizes['num_hidden_layers']}x{sizes['hidden_size']} V{sizes['vocab_size'] // 1000}k{tied}"
@@ -242,7 +247,7 @@ def take(
             if before_batch is not None:
                 before_batch(batch == num_batches - 1)
             tracker.enter("forward")
-            with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.dtype != "float32"):
+            with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.autocasts):
                 output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
             loss = output.loss
             del output
@@ -282,7 +287,7 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
 def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrainedModel]:
     """The model and, where it has an adapter, the model below it; one that judges has a score for a head."""
     full = isinstance(step.adapter, FullAdapter)
-    weights = torch.float32 if full else getattr(torch, step.dtype)
+    weights = getattr(torch, step.trained_dtype if full else step.dtype)
     # What has no sdpa in transformers is run with its own code where flash-attn is not installed.
     attention = "eager" if step.family in families()["without_sdpa"] else "sdpa"
     config = step.config()
@@ -306,7 +311,7 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
             use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
         )  # fmt: skip
         model = get_peft_model(base, config)
-        keep_trained_in_float32(model)
+        keep_trained(model)
     if step.checkpointing:
         base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         if not full:
@@ -518,6 +523,7 @@ def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noq
         device="cuda",
         dtype=step.dtype,
         optim="adamw_torch_fused",
+        trained_dtype=step.trained_dtype,
         num_tokens=step.batch * step.length,
         mask_length=mask_length,
         sliding_mask_length=mask_length or (step.length if slides else None),

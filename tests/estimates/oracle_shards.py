@@ -129,7 +129,7 @@ def fake_accelerator(sharded: ShardedStep, mesh: DeviceMesh) -> SimpleNamespace:
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    mixed = "no" if sharded.step.dtype == "float32" else "bf16"
+    mixed = "bf16" if sharded.step.autocasts else "no"
     if mixed != "no":
         plugin.set_mixed_precision(mixed)
     return SimpleNamespace(

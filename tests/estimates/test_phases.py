@@ -61,6 +61,17 @@ def test_the_peak_is_what_is_traced(family, adapter, dtype, rows):
     assert max(estimated.values()) == pytest.approx(max(traced.values()), rel=0.03)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_phase_of_weights_in_bfloat16_is_what_is_traced(family, tied, checkpointing, accumulates):
+    how = {"tied": tied, "checkpointing": checkpointing, "accumulates": accumulates, "trained_dtype": "bfloat16"}
+    traced, estimated = phases_of(step(family, FullAdapter(), **how))
+    assert estimated == {phase: pytest.approx(size, rel=0.03) for phase, size in traced.items()}
+
+
 def test_a_deep_model_is_drawn_through_shallow_ones():
     deep = step("llama", FullAdapter(), checkpointing=False).with_layers(8)
     drawn, whole = trace_deep(deep), trace(deep)

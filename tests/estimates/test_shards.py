@@ -102,6 +102,29 @@ def test_families_are_what_is_traced(family, adapter):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("accumulates", [False, True], ids=["one batch", "several"])
+@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"dp_replicate_size": 4},
+        {"sync_each_batch": True},
+        {"strategy": "ddp", "dp_shard_size": 1, "dp_replicate_size": 8},
+    ],
+    ids=["full shard", "no reshard", "hybrid", "synced", "ddp"],
+)
+def test_weights_in_bfloat16_are_what_is_traced(layout, tied, accumulates):
+    step = sharded("llama", FULL, tied=tied, accumulates=accumulates, trained_dtype="bfloat16").step
+    layout = Layout(**{"strategy": "fsdp2", "dp_shard_size": 8, **layout})
+    traced, estimated = trace(ShardedStep(step, layout)), estimate_of(step, layout)
+    assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes, abs=1024)
+    assert estimated.parts["optimizer"] == pytest.approx(traced.optimizer_bytes, abs=1024)
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 def test_float32_is_what_is_traced(adapter):
     traced, estimated = peaks_of(sharded("llama", adapter, dtype="float32"))

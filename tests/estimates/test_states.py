@@ -23,7 +23,7 @@ from tunekit.estimates.memory.states import (
 )
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
-from tunekit.models.load import attach_adapter, keep_trained_in_float32, load_model
+from tunekit.models.load import attach_adapter, keep_trained, load_model
 from tunekit.models.quantization import Stack
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
@@ -91,16 +91,16 @@ def sections(tmp_path_factory):
     return found
 
 
-def loaded(section, adapter, dtype="float32"):
+def loaded(section, adapter, dtype="float32", trained_dtype="float32"):
     model = load_model(
         section,
-        dtype="float32" if isinstance(adapter, FullAdapter) else dtype,
+        dtype=trained_dtype if isinstance(adapter, FullAdapter) else dtype,
         attn_implementation="sdpa",
         device="cpu",
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
     )
     model = attach_adapter(model, adapter, seed=0)
-    keep_trained_in_float32(model)
+    keep_trained(model, trained_dtype)
     return model
 
 
@@ -135,6 +135,14 @@ def test_weights_and_adapters_take_what_the_loaded_model_holds(name, adapter, dt
     assert adapters_bytes(planned, adapter) == (0 if full else stored_bytes(trained))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_are_trained_in_bfloat16_take_half(name, sections):
+    facts = probe_model(sections[name])
+    model = loaded(sections[name], FullAdapter(), trained_dtype="bfloat16")
+    planned = weights_bytes(facts, FullAdapter(), "bfloat16", "bfloat16")
+    assert planned == stored_bytes(model.parameters()) == 2 * sum(weight.numel() for weight in model.parameters())
+
+
 class Held(TrainerCallback):
     """Bytes of gradients and optimizer states at the end of a step."""
 
@@ -145,14 +153,14 @@ class Held(TrainerCallback):
         self.states = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
+def held_after_a_step(section, adapter, optim, tmp_path, *, pure_bf16=False) -> Held:
     from datasets import Dataset
 
     recipe = Recipe.model_validate(
         {
             "model": section,
             "data": {"train": "rows.jsonl", "max_length": 16},
-            "train": {"max_steps": 1, "global_batch_size": 2},
+            "train": {"max_steps": 1, "global_batch_size": 2, "pure_bf16": pure_bf16},
             "adapter": adapter,
         }
     )
@@ -165,7 +173,7 @@ def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
         data=recipe.data,
         plan=plan,
         schedule=plan.schedule,
-        model=loaded(section, adapter),
+        model=loaded(section, adapter, trained_dtype=plan.trained_dtype),
         tokenizer=make_tokenizer(),
         train_dataset=Dataset.from_list([row, row]),
         eval_dataset=None,
@@ -176,7 +184,7 @@ def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
         load_teacher=unused,
     )
     trainer = sft.build(recipe.method, parts)
-    keep_trained_in_float32(trainer.model)
+    keep_trained(trainer.model, plan.trained_dtype)
     trainer.train()
     return held
 
@@ -193,6 +201,15 @@ def assert_held_as_planned(section, adapter, optim, tmp_path):
 @pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if not optim.startswith("paged")])
 def test_every_optimizer_holds_what_is_planned(optim, adapter, sections, tmp_path):
     assert_held_as_planned(sections["llama"], ADAPTERS[adapter], optim, tmp_path)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if not optim.startswith("paged")])
+def test_every_optimizer_holds_what_is_planned_of_weights_in_bfloat16(optim, sections, tmp_path):
+    held = held_after_a_step(sections["llama"], FullAdapter(), optim, tmp_path, pure_bf16=True)
+    planned = trained_tensors(probe_model(sections["llama"]), FullAdapter())
+    assert sum(2 * math.prod(shape) for shape in planned.values()) == held.gradients
+    assert states_bytes(planned, optim, "bfloat16") == held.states
 
 
 @pytest.mark.sample(4)

@@ -88,5 +88,12 @@ def test_nobody_assigns_to_a_trainer_but_by_the_words_of_ours():
     assert others - settings == set(PATCHED)
 
 
-SETTINGS = {"control", "data_collator", "learns_from_sums", "stored_buffers", "train_dataset"}
+SETTINGS = {
+    "control",
+    "data_collator",
+    "learns_from_sums",
+    "optimizer_cls_and_kwargs",
+    "stored_buffers",
+    "train_dataset",
+}
 """Public attributes of a trainer that hold data, and are read from it at each use."""

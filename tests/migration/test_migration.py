@@ -88,7 +88,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "axolotl-doubtful.yaml": {
         "data.loss_on": "all", "adapter.type": "lora", "train.learning_rate": 1e-6, "train.num_epochs": 20,
-        "output.name": "second-try", "model.dtype": "auto", "train.optim": "adamw_torch_fused",
+        "output.name": "second-try", "model.dtype": "auto", "train.optim": None,
+    },
+    "axolotl-pure-bf16.yaml": {
+        "adapter.type": "full", "train.pure_bf16": True, "train.optim": "adamw_torch_fused", "model.dtype": "auto",
+        "train.global_batch_size": 16,
     },
     "llamafactory-lora-sft.yaml": {
         "model.path": "Qwen/Qwen3-4B-Instruct-2507", "adapter.rank": 8, "adapter.alpha": 16, "data.max_length": 2048,
@@ -125,6 +129,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "method.type": "kto", "method.beta": 0.2, "method.desirable_weight": 1.0, "method.undesirable_weight": 2.0,
         "data.format": "unpaired_preference", "train.global_batch_size": 8,
         "data.columns": {"prompt": "instruction", "completion": "output", "label": "kto_tag"},
+    },
+    "llamafactory-pure-bf16.yaml": {
+        "adapter.type": "full", "train.pure_bf16": True, "train.optim": None, "train.global_batch_size": 16,
     },
     "llamafactory-reward.yaml": {"method.type": "reward", "adapter.type": "lora", "train.learning_rate": 1e-4},
     "llamafactory-pretrain.yaml": {
@@ -206,9 +213,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "model.path": "Qwen/Qwen2.5-7B-Instruct", "adapter.type": "full", "data.format": "messages",
         "data.packing": True, "data.max_length": 4096, "train.num_epochs": 3, "train.global_batch_size": 2,
         "train.weight_decay": 0.01, "train.lr_scheduler_type": "constant", "train.warmup_steps": 0, "train.seed": 5,
+        "train.pure_bf16": True, "train.optim": "adamw_torch_fused",
     },
     "torchtune-qlora.yaml": {
         "model.path": "models/qwen", "adapter.type": "qlora", "adapter.target_modules": "all-linear",
+        "train.pure_bf16": False,
         "adapter.dropout": 0.05, "data.format": "prompt_completion", "train.optim": "paged_adamw_8bit",
         "data.columns": {"prompt": "question", "completion": "reply"}, "train.weight_decay": 0.01,
     },

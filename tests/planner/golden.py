@@ -56,6 +56,12 @@ def recipe(**sections) -> Recipe:
     return Recipe.model_validate({"model": "some-model", "data": data, **sections})
 
 
+def known_facts(name: str) -> ModelFacts:
+    """Facts of a well-known model from the table, without a look at any hub."""
+    known = known_models()[name]
+    return _from_config(known.config, name, known.has_chat_template).model_copy(update={"known_from": "table"})
+
+
 CASES: dict[str, tuple[Recipe, Hardware, ModelFacts]] = {
     "lora-1b-on-a-laptop": (recipe(data={"max_length": 512}), LAPTOP, LLAMA_1B),
     "lora-8b-on-24-gib": (recipe(), RTX_4090, LLAMA_8B),
@@ -66,13 +72,12 @@ CASES: dict[str, tuple[Recipe, Hardware, ModelFacts]] = {
     ),
     "full-1b-on-80-gib": (recipe(adapter="full", train={"num_epochs": 2.5, "global_batch_size": 64}), H100, LLAMA_1B),
     "full-8b-adafactor-on-80-gib": (recipe(adapter="full", train={"optim": "adafactor"}), H100, LLAMA_8B),
+    "full-8b-pure-bf16-on-80-gib": (
+        recipe(adapter="full", train={"pure_bf16": True}),
+        find_machine("h100").hardware(),
+        known_facts("meta-llama/Llama-3.1-8B"),
+    ),
 }
-
-
-def known_facts(name: str) -> ModelFacts:
-    """Facts of a well-known model from the table, without a look at any hub."""
-    known = known_models()[name]
-    return _from_config(known.config, name, known.has_chat_template).model_copy(update={"known_from": "table"})
 
 
 def facts(asked: Recipe) -> ModelFacts:

@@ -154,6 +154,35 @@ REFUSED = {
         },
         "ZeRO-2, optimizer on the CPU: DeepSpeed cannot run adamw_8bit on the CPU; use train.optim=adamw_torch_fused",
     ),
+    "weights in bfloat16 with DeepSpeed": (
+        {"adapter": "full", "train": {"pure_bf16": True}, "parallel": {"strategy": "zero2"}},
+        "ZeRO-2: DeepSpeed updates float32 copies of the weights in any case; "
+        "use fsdp2 or ddp, or unset train.pure_bf16",
+    ),
+    "our optimizer with DeepSpeed": (
+        {"adapter": "full", "train": {"optim": "tunekit_adamw"}, "parallel": {"strategy": "zero3"}},
+        "ZeRO-3: DeepSpeed updates flat float32 copies of the weights, for which tunekit_adamw has no use; "
+        "use train.optim=adamw_torch_fused",
+    ),
+    "our 8-bit states with fsdp2": (
+        {
+            "adapter": "full",
+            "train": {"pure_bf16": True, "optim": "tunekit_adamw_8bit"},
+            "parallel": {"strategy": "fsdp2"},
+        },
+        "FSDP2, full shard, no reshard: tunekit_adamw_8bit does not support sharded tensors; "
+        "use train.optim=tunekit_adamw",
+    ),
+    "weights in bfloat16 with tensor parallel": (
+        {"adapter": "full", "train": {"pure_bf16": True}, "parallel": {"tp_size": 2}},
+        "FSDP2, full shard, tensor parallel 2: weights in bfloat16 in tensor parallel layers: unsupported; "
+        "use fsdp2 without tp_size, or unset train.pure_bf16",
+    ),
+    "our optimizer on the processor": (
+        {"adapter": "full", "train": {"pure_bf16": True}, "parallel": {"offload_param_device": "cpu"}},
+        "FSDP2, full shard, CPU offload: tunekit_adamw is a kernel for accelerators: on the CPU, where offloading puts "
+        "it, its step takes minutes; unset parallel.offload_param_device, or unset train.pure_bf16",
+    ),
     "adapters with tensor parallel": (
         {"parallel": {"tp_size": 2}},
         "FSDP2, full shard, tensor parallel 2: PEFT adapters do not support tensor parallel layers; "

@@ -153,6 +153,11 @@ REFUSED = {
         "adapter.modules_to_save: llama-3.2-1b has no weights of lm_head; "
         "a head tied to the embedding has no weights of its own; set the module that holds them",
     ),
+    "bf16-without-bf16": (
+        recipe(adapter="full", train={"pure_bf16": True}),
+        T4,
+        "train.pure_bf16: T4 has no native bfloat16; unset it, or set adapter.type=lora",
+    ),
     "paged-on-cpu": (
         recipe(train={"optim": "paged_adamw_8bit"}),
         LAPTOP,
@@ -160,6 +165,50 @@ REFUSED = {
         "CPU (test) has only host memory; use adamw_8bit",
     ),
 }
+
+
+def reason(plan, topic):
+    (why,) = [one.why for one in plan.reasons if one.topic == topic]
+    return why
+
+
+WITHOUT_BF16 = {"adapter": "full", "parallel": {"strategy": "single"}}
+
+
+def test_weights_in_bfloat16_are_offered_where_8_bit_states_are_not_enough():
+    with pytest.raises(PlanError) as caught:
+        resolve(recipe(**WITHOUT_BF16), H100, LLAMA_8B, ROWS)
+    assert caught.value.changes == ("train.pure_bf16=true",)
+    changed = recipe(**WITHOUT_BF16, train={"pure_bf16": True})
+    needed = resolve(changed, H100, LLAMA_8B, ROWS).memory.total_bytes
+    assert needed <= caught.value.limit_bytes < caught.value.needed_bytes
+
+
+def test_an_optimizer_that_was_named_for_float32_goes_with_it():
+    with pytest.raises(PlanError) as caught:
+        resolve(recipe(**WITHOUT_BF16, train={"optim": "adamw_torch"}), H100, LLAMA_8B, ROWS)
+    assert caught.value.changes == ("train.optim=null", "train.pure_bf16=true")
+
+
+def test_a_plan_that_offloads_says_that_weights_in_bfloat16_would_fit():
+    plan = resolve(recipe(adapter="full"), find_machine("h100").hardware(), LLAMA_8B, ROWS)
+    assert plan.layout.offloads
+    assert "train.pure_bf16=true would fit without offloading" in reason(plan, "layout")
+
+
+def test_weights_in_bfloat16_take_8_bytes_a_parameter_on_one_device():
+    plan = resolve(recipe(adapter="full", train={"pure_bf16": True}), H100, LLAMA_8B, ROWS)
+    assert (plan.layout.strategy, plan.dtype, plan.autocast) == ("single", "bfloat16", False)
+    sizes = {part: plan.memory.parts[part] / LLAMA_8B.num_params for part in ("weights", "optimizer")}
+    assert sizes == {"weights": 2, "optimizer": pytest.approx(4, rel=1e-5)}
+    assert "rounded stochastically" in reason(plan, "precision")
+
+
+def test_an_optimizer_of_torch_is_taken_with_what_its_rounding_costs():
+    plan = resolve(
+        recipe(adapter="full", train={"pure_bf16": True, "optim": "adamw_torch_fused"}), H100, LLAMA_8B, ROWS
+    )
+    assert "adamw_torch_fused rounds weights to the nearest, so that updates below" in reason(plan, "precision")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -297,7 +297,7 @@ BROKEN = {
     "an_unknown_optimizer": (
         GOOD + "train: {optim: AdamW}\n",
         (
-            "recipe.yaml:3:16: train.optim: must be one of 21 names (`tunekit explain train.optim` lists "
+            "recipe.yaml:3:16: train.optim: must be one of 23 names (`tunekit explain train.optim` lists "
             "them), got 'AdamW'; did you mean 'adamw_torch'?"
         ),
     ),
@@ -358,12 +358,27 @@ BROKEN = {
         GOOD + "train: {gradient_checkpointing: on}\n",
         "recipe.yaml:3:33: train.gradient_checkpointing: must be auto, true or false, got 'on'; write true",
     ),
+    "bfloat16_weights_below_an_adapter": (
+        GOOD + "train: {pure_bf16: true}\n",
+        (
+            "recipe.yaml:3:9: train.pure_bf16: has no use with adapter lora, which is small beside a base in 16 bits "
+            "or fewer; unset it, or set adapter.type=full"
+        ),
+    ),
+    "bfloat16_weights_in_float32": (
+        "model: {path: pico, dtype: float32}\ndata: {train: x}\nadapter: full\ntrain: {pure_bf16: true, fp8: true}\n",
+        (
+            "recipe.yaml:4:9: train.pure_bf16: contradicts model.dtype float32; unset one of them\n"
+            "recipe.yaml:4:26: train.fp8: unsupported with train.pure_bf16: its products are cast from float32 "
+            "weights; unset one of them"
+        ),
+    ),
     "null_where_a_value_belongs": (
-        GOOD + "train: {seed: null, optim:}\n",
+        GOOD + "train: {seed: null, lr_scheduler_type:}\n",
         (
             "recipe.yaml:3:15: train.seed: must be an integer, got null; remove the key to use its default\n"
-            "recipe.yaml:3:27: train.optim: must be one of 21 names (`tunekit explain train.optim` lists them), "
-            "got null; remove the key to use its default"
+            "recipe.yaml:3:39: train.lr_scheduler_type: must be one of 10 names (`tunekit explain "
+            "train.lr_scheduler_type` lists them), got null; remove the key to use its default"
         ),
     ),
     "text_where_a_list_belongs": (

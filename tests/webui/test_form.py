@@ -53,6 +53,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
     "data.eval_size": {"data.eval": tunekit.UNSET},
     "data.streaming": {"train.max_steps": 5},
+    "train.pure_bf16": {"adapter.type": "full"},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},

@@ -611,8 +611,8 @@ class ModelFacts(Facts):
         return {}
 
     @cached_property
-    def trained_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Cache of `states.trained_bytes`, by adapter and optimizer."""
+    def trained_bytes(self) -> dict[tuple[str, str, str], tuple[int, int]]:
+        """Cache of `states.trained_bytes`, by adapter, optimizer and type."""
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:

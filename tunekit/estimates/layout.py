@@ -68,13 +68,14 @@ class Layout(Facts):
         """True if trained weights are float32 and autocast casts them; FSDP2 and DeepSpeed hand them over cast."""
         return self.strategy in ("single", "ddp")
 
-    def reduces_in(self, dtype: Dtype) -> Dtype:
+    def reduces_in(self, dtype: Dtype, trained_dtype: Dtype = "float32") -> Dtype:
         """Type in which gradients are summed over devices, where products are computed in `dtype`.
 
-        DDP sums what the optimizer takes. FSDP2 through Accelerate and DeepSpeed sum what the backward pass gives;
-        the first keeps the sums in float32. Through transformers, which divides layers besides, FSDP2 sums in float32.
+        DDP sums what the optimizer takes, in the type of the trained weights. FSDP2 through Accelerate and DeepSpeed
+        sum what the backward pass gives; the first keeps the sums as weights are trained. Through transformers, which
+        divides layers besides, FSDP2 sums in float32.
         """
-        return "float32" if self.autocasts or self.tp_size > 1 else dtype
+        return trained_dtype if self.autocasts or self.tp_size > 1 else dtype
 
     def pad_to_multiple_of(self, max_length: int, device: Device) -> int | None:
         """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.

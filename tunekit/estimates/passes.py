@@ -87,11 +87,18 @@ def steps_per_epoch(method: MethodSection, num_rows: int, global_batch_size: int
 
 
 def with_reference(
-    kept: Kept, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, devices_per_node: int
+    kept: Kept,
+    model: ModelFacts,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    *,
+    devices_per_node: int,
+    trained_dtype: Dtype = "float32",
 ) -> Kept:
     """Return the bytes kept from step to step, with a second model: a reference, or a teacher.
 
-    A reference has weights in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides
+    A reference has weights in the type of the trained model's, and whole but where FSDP2 or ZeRO-3 divides
     them; DeepSpeed casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed
     after the forward pass it stays gathered whole. A teacher is loaded in the type of the products, and ZeRO-3 alone
     divides it. What is divided lies where the model's weights do. A copy of an adapter lies as the adapter does.
@@ -103,7 +110,7 @@ def with_reference(
         whole = BYTES[dtype] * passes.teacher.num_params
         is_divided, stays = layout.strategy == "zero3", False
     elif passes.keeps_reference:
-        whole = (BYTES[dtype] if by_zero else 4) * model.num_params
+        whole = BYTES[dtype if by_zero else trained_dtype] * model.num_params
         is_divided = layout.strategy in ("fsdp2", "zero3")
         stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
     else:
@@ -285,7 +292,14 @@ def _gathered_for_generation(products: Products, layout: Layout) -> int:
     return e * (layers + vocabulary) if layout.strategy == "fsdp2" else 0
 
 
-def generation_bytes(model: ModelFacts, adapter: Adapter, passes: Passes, dtype: Dtype, layout: Layout) -> float:
+def generation_bytes(
+    model: ModelFacts,
+    adapter: Adapter,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    trained_dtype: Dtype = "float32",
+) -> float:
     """Bytes of memory that a device reads and writes to generate the answers of an optimizer step.
 
     Each new token reads all weights, for all sequences together, and the keys and values of all tokens before it.
@@ -294,8 +308,8 @@ def generation_bytes(model: ModelFacts, adapter: Adapter, passes: Passes, dtype:
     generation = passes.generation
     if generation is None:
         return 0.0
-    products = products_of(model, adapter, dtype, autocast=layout.autocasts)
-    weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(products)
+    products = products_of(model, adapter, dtype, autocast=layout.autocasts, trained_dtype=trained_dtype)
+    weights = weights_bytes(model, adapter, dtype, trained_dtype) + 2 * _casts_bytes(products)
     num_sequences = -(-generation.num_sequences // layout.num_batches)
     num_tokens = generation.prompt_tokens + generation.completion_tokens // 2
     cache = kv_cache_bytes(products, num_sequences=num_sequences, num_tokens=num_tokens)

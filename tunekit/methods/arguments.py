@@ -16,7 +16,7 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.recipe.sections.section import TrainSection
+from tunekit.recipe.sections.section import OUR_OPTIMS, TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -82,7 +82,7 @@ class Parts:
         """
         from transformers import PrinterCallback
 
-        from tunekit.methods.run_trainer import fill_last_step, run_trainer
+        from tunekit.methods.run_trainer import fill_last_step, give_optimizer, run_trainer
 
         trainer: RunTrainer = run_trainer(base)(
             **given,
@@ -92,6 +92,8 @@ class Parts:
             processing_class=self.tokenizer,
             callbacks=self.callbacks,
         )
+        if self.train.optimizer in OUR_OPTIMS:
+            give_optimizer(trainer, self.train)
         if fills_last_step:
             fill_last_step(trainer, self.train.global_batch_size, shuffle=self.data.shuffle, seed=self.train.seed)
         trainer.remove_callback(PrinterCallback)
@@ -116,7 +118,8 @@ class Parts:
             **self._balance(),
             "lr_scheduler_type": self.train.lr_scheduler_type,
             "warmup_steps": self.schedule.warmup_steps,
-            "optim": self.train.optim,
+            # TRL's config knows names of transformers alone; `trainer` gives it ours.
+            "optim": "adamw_torch" if self.train.optimizer in OUR_OPTIMS else self.train.optimizer,
             "weight_decay": self.train.weight_decay,
             "max_grad_norm": self.train.max_grad_norm,
             "seed": self.train.seed,
@@ -162,9 +165,10 @@ COPY = "ref"
 """TRL's name for its copy of the adapter that it was given."""
 
 
-def loading_arguments(base: ModelSection) -> dict[str, Any]:
-    """Return the arguments with which TRL loads a second model itself: from where the first came from."""
-    return {"revision": base.revision, "trust_remote_code": base.trust_remote_code, "use_safetensors": True}
+def loading_arguments(plan: Plan) -> dict[str, Any]:
+    """Return the arguments with which TRL loads a second model itself: from where the first came from, in its type."""
+    base, where = plan.base, {"use_safetensors": True, "dtype": plan.trained_dtype}
+    return {**where, "revision": base.revision, "trust_remote_code": base.trust_remote_code}
 
 
 def settle_reference(model: "Module", reference: Reference, trained: Path | None) -> None:

@@ -28,7 +28,7 @@ def build(method: DPOMethod, parts: Parts) -> RunTrainer:
             label_smoothing=method.label_smoothing,
             beta=method.beta,
             precompute_ref_log_probs=method.precompute_ref_log_probs,
-            model_init_kwargs=loading_arguments(parts.plan.base) if method.precompute_ref_log_probs else None,
+            model_init_kwargs=loading_arguments(parts.plan) if method.precompute_ref_log_probs else None,
             **method.trainer_args,
         ),
         fills_last_step=True,

@@ -74,7 +74,7 @@ def arguments_in_groups(method: RewardedMethod, parts: Parts) -> dict[str, Any]:
         "mask_truncated_completions": method.mask_truncated_completions,
         "reward_weights": [reward.weight for reward in method.rewards],
         # Of a second model, which TRL loads from where the first came from.
-        "model_init_kwargs": loading_arguments(plan.base) if method.beta else None,
+        "model_init_kwargs": loading_arguments(plan) if method.beta else None,
     }
 
 

@@ -46,7 +46,7 @@ def build(method: KTOMethod, parts: Parts) -> RunTrainer:
             desirable_weight=method.desirable_weight,
             undesirable_weight=method.undesirable_weight,
             precompute_ref_log_probs=method.precompute_ref_log_probs,
-            model_init_kwargs=loading_arguments(parts.plan.base) if method.precompute_ref_log_probs else None,
+            model_init_kwargs=loading_arguments(parts.plan) if method.precompute_ref_log_probs else None,
             **method.trainer_args,
         ),
         fills_last_step=not is_ordered,

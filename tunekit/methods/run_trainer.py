@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import Trainer as Base
     from transformers import TrainerState, TrainingArguments
+
+    from tunekit.recipe.sections.section import TrainSection
 else:
     Base = object
 
@@ -253,6 +255,16 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
         """Take the order of the epoch that begins or is resumed."""
         self.epoch = int(state.epoch or 0)
+
+
+def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
+    """Have a trainer make tunekit's AdamW of its parameter groups, with the arguments that torch's would have."""
+    from tunekit.kernels.adamw import AdamW, States
+
+    states: States = "8bit" if train.optimizer.endswith("8bit") else train.trained_dtype
+    args = trainer.args
+    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    trainer.optimizer_cls_and_kwargs = (AdamW, {**kwargs, "states": states, "seed": train.seed})
 
 
 def keep_order(trainer: "RunTrainer", order: Order) -> None:

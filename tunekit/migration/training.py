@@ -158,8 +158,19 @@ def half(draft: Draft, entry: Entry) -> Fate:
     return draft.carry(entry, "model.dtype", "float16")
 
 
+def pure_bf16(draft: Draft, entry: Entry) -> Fate:
+    """Weights that are trained in bfloat16 themselves; below an adapter nothing is that is not so anyway."""
+    if entry.value != "full" and not truth(entry.value):
+        return Fate("silent", "is off")
+    if draft.values.get("adapter.type") != "full":
+        return Fate("silent", reason("small_adapters"))
+    return draft.carry(entry, "train.pure_bf16", True)
+
+
 def precision_bf16(draft: Draft, entry: Entry) -> Fate:
     """The usual 16-bit floats."""
+    if entry.value == "full" and draft.tool == "Axolotl":
+        return pure_bf16(draft, entry)
     if entry.value != "auto" and not truth(entry.value) and is_off(draft.get("fp16", draft.get("float16", False))):
         draft.suspect(entry.key, f"{entry.key} and fp16 are off: the original trained in float32")
         return draft.carry(entry, "model.dtype", "float32")
@@ -173,6 +184,13 @@ def dtype(draft: Draft, entry: Entry) -> Fate:
     if name in ("auto", "bfloat16"):
         return Fate("decided", reason("precision"))
     return draft.carry(entry, "model.dtype", name)
+
+
+def weights_dtype(draft: Draft, entry: Entry) -> Fate:
+    """The type of the weights where those that are trained have it too."""
+    if text(entry.value) in ("bf16", "bfloat16") and draft.values.get("adapter.type") == "full":
+        return draft.carry(entry, "train.pure_bf16", True)
+    return dtype(draft, entry)
 
 
 def attention(draft: Draft, entry: Entry) -> Fate:

@@ -659,11 +659,18 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
     return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
 
 
-def keep_trained_in_float32(model: "torch.nn.Module") -> None:
-    """Undo a trainer's cast of trained parameters to 16 bits: small updates would vanish in rounding."""
+def keep_trained(model: "torch.nn.Module", dtype: Dtype = "float32") -> None:
+    """Undo a trainer's cast of trained parameters to 16 bits: small updates would vanish in rounding.
+
+    Args:
+        model: The model.
+        dtype: Type of trained parameters: `bfloat16` for an optimizer that rounds them stochastically.
+    """
+    import torch
+
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def num_trained(model: "torch.nn.Module") -> int:

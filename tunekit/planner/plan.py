@@ -107,7 +107,7 @@ class Plan(Facts):
     device: Device
     """One of those devices; they are equal."""
     dtype: Dtype
-    """Type of the products, and of the frozen weights. Trained weights are float32."""
+    """Type of the products, and of the frozen weights."""
     autocast: bool
     """True if products are computed in `dtype` while trained weights are kept in float32."""
     attn_implementation: Literal[
@@ -200,7 +200,12 @@ class Plan(Facts):
     @property
     def reduce_dtype(self) -> Dtype:
         """Type in which gradients are summed over devices."""
-        return self.layout.reduces_in(self.dtype)
+        return self.layout.reduces_in(self.dtype, self.trained_dtype)
+
+    @property
+    def trained_dtype(self) -> Dtype:
+        """Type of trained weights and of their gradients."""
+        return self.recipe.train.trained_dtype
 
     @property
     def devices_words(self) -> str:

@@ -9,7 +9,7 @@ from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
 from tunekit.estimates.memory.sharding import zero_buckets
-from tunekit.estimates.memory.states import num_trainable_params, reference_of
+from tunekit.estimates.memory.states import Dtype, num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.planner.decisions import backends, environment, reasons
 from tunekit.planner.decisions.beyond import Beyond, beyond
@@ -94,7 +94,7 @@ def resolve(
         num_nodes=chosen.candidate.num_nodes,
         device=setting.device,
         dtype=dtype,
-        autocast=dtype != "float32",
+        autocast=dtype != "float32" and not recipe.train.pure_bf16,
         attn_implementation=attention,
         flash_attention=backends.flash_attention_of(hardware, model) if attention == VARLEN else "FA2",
         kernels=kernels,
@@ -151,7 +151,7 @@ def resolve(
             *backends.documents_reasons(model, by_document=by_document),
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
-            *reasons.deepspeed_reasons(layout, recipe.train.optim),
+            *reasons.deepspeed_reasons(layout, recipe.train.optimizer),
             *environment.environment_reasons(variables, hardware, chosen.candidate.num_nodes),
             *environment.timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
             *reasons.data_reasons(recipe, data),
@@ -265,15 +265,23 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
 
 
 def _without_offload(setting: Setting) -> Iterator[str]:
-    """The adapter with which all would stay on the devices, if one does."""
-    chosen_adapter = setting.recipe.adapter
-    alternatives = [LoraAdapter(), QloraAdapter()] if isinstance(chosen_adapter, FullAdapter) else [QloraAdapter()]
-    for adapter in alternatives if not isinstance(chosen_adapter, QloraAdapter) else []:
-        other = replace(setting, recipe=setting.recipe.model_copy(update={"adapter": adapter}))
-        on_devices = (layout for layout, _ in _that_fit(other) if not layout.offloads)
-        if next(on_devices, None) is not None:
+    """Weights in bfloat16, and the adapter, with which all would stay on the devices."""
+    recipe = setting.recipe
+    alternatives = [LoraAdapter(), QloraAdapter()] if isinstance(recipe.adapter, FullAdapter) else [QloraAdapter()]
+    pure = _in_bf16(recipe, setting.dtype)
+    if pure is not None and _stays_on_devices(setting, pure):
+        yield "train.pure_bf16=true would fit without offloading"
+    for adapter in alternatives if not isinstance(recipe.adapter, QloraAdapter) else []:
+        # Weights in bfloat16 are for full fine-tuning alone.
+        train = recipe.train.model_copy(update={"pure_bf16": False})
+        if _stays_on_devices(setting, recipe.model_copy(update={"adapter": adapter, "train": train})):
             yield f"adapter.type={adapter.type} would fit without offloading"
             return
+
+
+def _stays_on_devices(setting: Setting, recipe: Recipe) -> bool:
+    """Return whether another recipe fits in a layout that offloads nothing."""
+    return any(not layout.offloads for layout, _ in _that_fit(replace(setting, recipe=recipe)))
 
 
 def _that_fit(setting: Setting) -> Iterator[tuple[Layout, MemoryEstimate]]:
@@ -384,7 +392,7 @@ def what_would_fit(setting: Setting) -> Smaller:
     """The smallest single change of a recipe with which it fits."""
     train = setting.recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": "auto"})
     free = setting.recipe.model_copy(update={"train": train})
-    for change, changed in _changes(setting.recipe, free):
+    for change, changed in _changes(setting.recipe, free, setting.dtype):
         other = replace(setting, recipe=changed)
         for layout, memory in _that_fit(other):
             how = "" if layout.num_processes == 1 else f" ({layout.name})"
@@ -393,22 +401,37 @@ def what_would_fit(setting: Setting) -> Smaller:
     return Smaller("no single change of the recipe fits; use a smaller model or a device with more memory")
 
 
-def _changes(recipe: Recipe, free: Recipe) -> Iterator[tuple[str, Recipe]]:
+def _changes(recipe: Recipe, free: Recipe, dtype: Dtype) -> Iterator[tuple[str, Recipe]]:
     """Single changes that save memory, the one that changes the least of the result first."""
     if recipe.train != free.train:
         yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
     train, data = free.train, free.data
-    for optim in ("adamw_8bit", "paged_adamw_8bit"):
+    for optim in ("tunekit_adamw_8bit",) if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
+    pure = _in_bf16(free, dtype)
+    if pure is not None:
+        yield "train.pure_bf16=true" + (" and train.optim=null" if train.optim is not None else ""), pure
     length = data.max_length // 2
     while length >= 256:
         shorter = data.model_copy(update={"max_length": length})
         yield f"data.max_length={length}", free.model_copy(update={"data": shorter})
         length //= 2
+    # Weights in bfloat16 are for full fine-tuning alone.
+    unset = {"train": train.model_copy(update={"pure_bf16": False})} if train.pure_bf16 else {}
+    also = " and train.pure_bf16=false" if unset else ""
     if isinstance(free.adapter, FullAdapter):
-        yield "adapter.type=lora", free.model_copy(update={"adapter": LoraAdapter()})
+        yield f"adapter.type=lora{also}", free.model_copy(update={"adapter": LoraAdapter(), **unset})
     if not isinstance(free.adapter, QloraAdapter):
-        yield "adapter.type=qlora", free.model_copy(update={"adapter": QloraAdapter()})
+        yield f"adapter.type=qlora{also}", free.model_copy(update={"adapter": QloraAdapter(), **unset})
+
+
+def _in_bf16(recipe: Recipe, dtype: Dtype) -> Recipe | None:
+    """Return a recipe that trains all weights in float32 with weights in bfloat16; None for others."""
+    train = recipe.train
+    if not isinstance(recipe.adapter, FullAdapter) or train.pure_bf16 or train.fp8 or dtype != "bfloat16":
+        return None
+    # An optimizer that is named for float32 weights would round to the nearest.
+    return recipe.model_copy(update={"train": train.model_copy(update={"pure_bf16": True, "optim": None})})
 
 
 def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
@@ -435,5 +458,5 @@ def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]
     if size > 1:
         smaller = max(part for part in range(1, size) if size % part == 0)
         yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
-    for change, changed in _changes(setting.recipe, setting.recipe):
+    for change, changed in _changes(setting.recipe, setting.recipe, setting.dtype):
         yield change, replace(setting, recipe=changed), found

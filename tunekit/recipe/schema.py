@@ -26,7 +26,7 @@ from tunekit.recipe.methods import METHODS, Method
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import OtherSections
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection
 from tunekit.recipe.sections.section import (
     EXPANDS_ENV,
     TAG,
@@ -78,9 +78,9 @@ class Recipe(Section):
         return self.train.learning_rate or self.method.default_learning_rate(self.adapter.type)
 
     def _conflicts_within(self) -> Iterator[Conflict]:
-        """Yield what does not go together with the method, or else why a stream would not end."""
+        """Yield what does not go together with the method and types, or else why a stream would not end."""
         others = OtherSections(self.data, self.train, self.adapter, self.output)
-        conflicts = list(self.method.conflicts(others))
+        conflicts = [*self.method.conflicts(others), *self._conflicts_of_types()]
         yield from conflicts
         if conflicts or not self.data.streaming:
             return
@@ -90,6 +90,21 @@ class Recipe(Section):
         elif self.train.max_steps is None:
             what = "requires train.max_steps: the number of rows per epoch is unknown"
             yield Conflict(("data", "streaming"), what, "set train.max_steps")
+
+    def _conflicts_of_types(self) -> Iterator[Conflict]:
+        """Yield what does not go together with trained weights in bfloat16."""
+        if not self.train.pure_bf16:
+            return
+        key = ("train", "pure_bf16")
+        if not isinstance(self.adapter, FullAdapter):
+            what = f"has no use with adapter {self.adapter.type}, which is small beside a base in 16 bits or fewer"
+            yield Conflict(key, what, "unset it, or set adapter.type=full")
+        if self.model.dtype not in ("auto", "bfloat16"):
+            what = f"contradicts model.dtype {self.model.dtype}"
+            yield Conflict(key, what, "unset one of them")
+        if self.train.fp8:
+            what = "unsupported with train.pure_bf16: its products are cast from float32 weights"
+            yield Conflict(("train", "fp8"), what, "unset one of them")
 
 
 def members(annotation: Any) -> Iterator[Any]:

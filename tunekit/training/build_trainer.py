@@ -58,7 +58,7 @@ def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
         activate(plan.flash_attention)
     model = load_model(
         plan.base,
-        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
+        dtype=plan.trained_dtype if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),

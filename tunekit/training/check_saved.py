@@ -117,7 +117,7 @@ def _load(plan: Plan, folder: Path, device: str) -> Any:
     saved = ModelSection(path=str(folder), trust_remote_code=plan.base.trust_remote_code)
     model: Any = load_model(
         saved if is_full else plan.base,
-        dtype="float32" if is_full else plan.dtype,
+        dtype=plan.trained_dtype if is_full else plan.dtype,
         device=device,
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
         head_seed=0 if plan.recipe.method.spec.classifies else None,
@@ -134,7 +134,7 @@ def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Ten
 
 def _device(plan: Plan) -> str | None:
     """Return where the saved model can be loaded beside the trained one; None where there is no room."""
-    size = 4 if isinstance(plan.recipe.adapter, FullAdapter) else BYTES[plan.dtype]
+    size = BYTES[plan.trained_dtype if isinstance(plan.recipe.adapter, FullAdapter) else plan.dtype]
     needed = SPARE_SHARE * size * plan.num_params + SPARE_BYTES
     if plan.device.kind == "cuda":
         torch.cuda.empty_cache()

@@ -14,11 +14,11 @@ from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.models import load
 from tunekit.models.documents import run_by_document
-from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
+from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
 from tunekit.recipe.sections.model import FullAdapter
-from tunekit.recipe.sections.section import Optim
+from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
 from tunekit.runs.fingerprints import check_run_code
@@ -137,7 +137,7 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     recipe = plan.recipe
     check_run_code(record.run)
     build_trainer.check_upstream(recipe.method.type)
-    forget_overrides(recipe.train.optim)
+    forget_overrides(recipe.train.optimizer)
     tokenizer = load_tokenizer(recipe.model)
     with engine.loading(plan):
         device = engine.weights_device(plan, record.place)
@@ -158,7 +158,7 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     )
     if build_trainer.loads_bare_reference(plan):
         give_weights(trainer.ref_model, build_trainer.load_policy(plan, device="cpu"))
-    keep_trained_in_float32(trainer.model)
+    keep_trained(trainer.model, plan.trained_dtype)
     settle_reference(trainer.model, plan.reference, build_trainer.continued_folder(plan, device))
     engine.before_wrapping(trainer, plan)
     follow(trainer, watch.heart, layers)
@@ -185,7 +185,7 @@ def forget_overrides(optim: Optim) -> None:
     It keeps states of embeddings in 32 bits because transformers asks for it, and remembers them by their place in the
     optimizer, where another run has another tensor (bitsandbytes 0.50, `GlobalOptimManager.index2config`).
     """
-    if optim.endswith("8bit"):
+    if optim.endswith("8bit") and optim not in OUR_OPTIMS:
         from bitsandbytes.optim import GlobalOptimManager
 
         GlobalOptimManager.get_instance().initialize()

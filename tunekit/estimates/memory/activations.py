@@ -91,6 +91,7 @@ class Products:
         cast_bytes: Bytes of the copies of weights that autocast keeps for the backward pass.
         dora: What DoRA adds; None without it.
         quantised: Whether weights are kept in 4 bits, and made dense for each product.
+        trained_bytes: Bytes of a trained weight, and of its gradient.
     """
 
     model: ModelFacts
@@ -109,6 +110,7 @@ class Products:
     cast_bytes: int
     dora: Dora | None
     quantised: bool
+    trained_bytes: int
 
     @property
     def stream_bytes(self) -> int:
@@ -131,13 +133,20 @@ class Products:
 
 
 def products_of(
-    model: ModelFacts, adapter: Adapter, dtype: Dtype, device: DeviceKind = "cuda", *, autocast: bool = True
+    model: ModelFacts,
+    adapter: Adapter,
+    dtype: Dtype,
+    device: DeviceKind = "cuda",
+    *,
+    autocast: bool = True,
+    trained_dtype: Dtype = "float32",
 ) -> Products:
     """Return the products of a step, computed in `dtype`.
 
-    `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
-    FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
+    `autocast` says whether each product casts trained weights that are float32: so on one device and under DDP. FSDP2
+    and DeepSpeed hand a layer all its weights in the compute type. Weights that are trained in it are not cast.
     """
+    autocast = autocast and trained_dtype == "float32"
     lora = None if isinstance(adapter, FullAdapter) else adapter
     names = model.all_linears.kinds if lora is None else model.adapted(lora.target_modules).kinds
     decoder = (name for name in names if not model.is_tower(name) and ".experts." not in name)
@@ -164,6 +173,7 @@ def products_of(
         cast_bytes=cast_weights_bytes(model, adapter, dtype) if casted else 0,
         dora=dora_of(model, lora, e, casted=casted, last=_FROM_MLP) if lora and lora.use_dora else None,
         quantised=isinstance(adapter, QloraAdapter),
+        trained_bytes=BYTES[trained_dtype],
     )
 
 
@@ -652,7 +662,7 @@ def _whole_head_of(products: Products, num_tokens: int, *, widens: bool) -> Head
     logits = (4 if widens else e) * vocabulary * num_tokens
     cast = e * vocabulary * h if products.casted and is_trained else 0
     # Its weight has no gradient yet, which is counted beside.
-    gradient = 4 * vocabulary * h if is_trained else 0
+    gradient = products.trained_bytes * vocabulary * h if is_trained else 0
     kept_bytes = _norm_bytes(products, num_tokens) + e * h * num_tokens * is_trained
     times = 3 if products.device == "cuda" else 4.5
     return Head(kept_bytes, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))

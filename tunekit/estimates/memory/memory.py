@@ -25,9 +25,10 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, products_of
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
-from tunekit.estimates.memory.states import BYTES, OPTIMIZER_BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
+from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
 from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import Optim
@@ -95,6 +96,7 @@ def estimate(
     device: DeviceKind,
     dtype: Dtype,
     optim: Optim,
+    trained_dtype: Dtype = "float32",
     num_tokens: int,
     mask_length: int | None,
     sliding_mask_length: int | None,
@@ -115,6 +117,7 @@ def estimate(
         device: Where.
         dtype: Type of the products, and of frozen weights.
         optim: Optimizer.
+        trained_dtype: Type of trained weights and of their gradients.
         num_tokens: Tokens of a micro-batch with its padding.
         mask_length: Length of a row of the attention mask: to which sequences are padded, or of all that lie one behind
             the other; None without a mask.
@@ -129,7 +132,7 @@ def estimate(
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
-    products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts)
+    products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts, trained_dtype=trained_dtype)
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
         products,
@@ -144,10 +147,20 @@ def estimate(
     widens = not layout.strategy.startswith("zero")
     head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
-        shard, adapter, layers, head, dtype, optim, layout, devices_per_node, accumulates=accumulates
+        shard,
+        adapter,
+        layers,
+        head,
+        dtype,
+        optim,
+        layout,
+        devices_per_node,
+        accumulates=accumulates,
+        trained_dtype=trained_dtype,
+        head_kind=passes.head,
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
-    copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
+    copied = products.trained_bytes * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
     # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
     beside_head = max(0, dequantised - head.kept - head.forward)
@@ -164,7 +177,9 @@ def estimate(
         more = replace(more, activations=more.activations + copies.get(phase, 0))
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
-    kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)
+    kept_state = with_reference(
+        kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node, trained_dtype=trained_dtype
+    )
     kept_state = replace(kept_state, vllm=vllm_bytes)
     highest |= method_needs(products, passes, layout, layers, head, mine, highest)
     phases = {
@@ -196,19 +211,26 @@ def _engine(
     devices_per_node: int,
     *,
     accumulates: bool,
+    trained_dtype: Dtype,
+    head_kind: HeadKind,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
     """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
     device.
     """
-    trained, optimizer_bytes = states.num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
+    trained, w = states.num_trainable_params(model, adapter), BYTES[trained_dtype]
+    optimizer_bytes = states.optimizer_bytes_per_param(optim, trained_dtype)
     if layout.strategy in ("single", "ddp"):
-        adapters, of_optimizer = states.trained_bytes(model, adapter, optim)
-        kept_state = Kept(states.weights_bytes(model, adapter, dtype), adapters, optimizer=of_optimizer)
-        return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
+        adapters, of_optimizer = states.trained_bytes(model, adapter, optim, trained_dtype)
+        weights = states.weights_bytes(model, adapter, dtype, trained_dtype)
+        # The fused heads sum the gradient of their weight in float32, and cast it.
+        summed = 4 if w < 4 and head_kind != "whole" else 0
+        needs = _needs(model, adapter, layers, head, layout, accumulates=accumulates, w=w, summed=summed)
+        return Kept(weights, adapters, optimizer=of_optimizer), needs, trained
     if layout.strategy == "fsdp2":
         units = units_of(model, adapter, layout.num_shards)
-        kept_state = fsdp2_kept(units, dtype, layout, optimizer_bytes, devices_per_node)
-        return kept_state, fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates), units.all.trained
+        kept_state = fsdp2_kept(units, dtype, layout, optimizer_bytes, devices_per_node, w)
+        needs = fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates, w=w)
+        return kept_state, needs, units.all.trained
     kept_state = zero_kept(
         model, adapter, dtype, layout, optimizer_bytes=optimizer_bytes, devices_per_node=devices_per_node
     )
@@ -241,16 +263,35 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
 
 
 def _needs(
-    model: ModelFacts, adapter: Adapter, layers: Layers, head: Head, layout: Layout, *, accumulates: bool
+    model: ModelFacts,
+    adapter: Adapter,
+    layers: Layers,
+    head: Head,
+    layout: Layout,
+    *,
+    accumulates: bool,
+    w: int,
+    summed: int,
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases on one device. A gradient that is added to another is there beside it.
 
     DDP holds as many bytes again in buckets, from which gradients are reduced (`gradient_as_bucket_view` is off in
     Accelerate).
+
+    Args:
+        model: The model.
+        adapter: What is trained.
+        layers: What the decoder layers hold.
+        head: What the final norm and the head hold.
+        layout: Whether there are buckets.
+        accumulates: Whether a step has several micro-batches.
+        w: Bytes of a trained weight, and of its gradient.
+        summed: Bytes of the sum of which the head makes the gradient of a weight of its own; 0 where it is that.
     """
-    trained = 4 * states.num_trainable_params(model, adapter)
-    table, tables = 4 * model.vocab_size * model.hidden_size, states.trained_tables(model, adapter)
+    trained = w * states.num_trainable_params(model, adapter)
+    table, tables = w * model.vocab_size * model.hidden_size, states.trained_tables(model, adapter)
     vocabulary = table if tables.head else 0
+    of_head = vocabulary + (summed * model.vocab_size * model.hidden_size if tables.head else 0)
     in_layers = trained - table * tables.num
     per_layer = in_layers // model.num_layers
     before = trained if accumulates else 0
@@ -262,7 +303,7 @@ def _needs(
         forward = Need(before, layers.kept + layers.shared + layers.passing)
     needs: dict[Phase, Need] = {
         "forward": forward,
-        "head": Need(before + vocabulary, layers.kept + layers.shared + head.kept, head.backward),
+        "head": Need(before + of_head, layers.kept + layers.shared + head.kept, head.backward),
         "last layer": Need(
             waiting + (before or vocabulary), layers.kept + layers.recomputed + layers.working + layers.shared
         ),
@@ -306,10 +347,9 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
 
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
     """
-    full = isinstance(recipe.adapter, FullAdapter)
-    trained = states.num_trainable_params(model, recipe.adapter)
-    adapters, of_optimizer = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
-    weights = 4 * model.num_params if full else adapters
+    trained, train = states.num_trainable_params(model, recipe.adapter), recipe.train
+    _, of_optimizer = states.trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
+    weights = _trained_bytes(recipe, model)
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
@@ -318,9 +358,15 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the trained model or adapter."""
-    full = isinstance(recipe.adapter, FullAdapter)
-    adapters, _ = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
-    return (4 * model.num_params if full else adapters) + TOKENIZER_BYTES * model.vocab_size
+    return _trained_bytes(recipe, model) + TOKENIZER_BYTES * model.vocab_size
+
+
+def _trained_bytes(recipe: Recipe, model: ModelFacts) -> int:
+    """Return the bytes of the weights of a model that is trained whole, or of the adapter."""
+    train = recipe.train
+    if isinstance(recipe.adapter, FullAdapter):
+        return BYTES[train.trained_dtype] * model.num_params
+    return states.trained_bytes(model, recipe.adapter, train.optimizer)[0]
 
 
 def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:

@@ -154,7 +154,9 @@ def _size(tensors: Count) -> int:
     return sum(times * prod(shape) for shape, times in tensors.items())
 
 
-def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: float, devices_per_node: int) -> Kept:
+def fsdp2_kept(
+    units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: float, devices_per_node: int, w: int = 4
+) -> Kept:
     """Return the bytes kept from step to step. With CPU offload all of it is in host memory, and gradients with it.
 
     Rank 0 loads the model into host memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
@@ -166,20 +168,21 @@ def fsdp2_kept(units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: floa
         layout: How the run is spread.
         optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
         devices_per_node: Devices that share a host memory.
+        w: Bytes of a trained weight, and of its gradient.
     """
     mine, full = units.all, units.full
-    trained, frozen = 4 * mine.trained, BYTES[dtype] * mine.frozen
+    trained, frozen = w * mine.trained, BYTES[dtype] * mine.frozen
     of_optimizer = int(optimizer_bytes * mine.trained)
-    loading = units.num_shards * ((4 if full else 0) * mine.trained + frozen)
+    loading = units.num_shards * ((trained if full else 0) + frozen)
     if layout.offload_param_device == "cpu":
-        host = devices_per_node * (trained + frozen + of_optimizer + 4 * mine.trained)
+        host = devices_per_node * (trained + frozen + of_optimizer + trained)
         return Kept(units.undivided, host_bytes=max(host, loading))
     weights = units.undivided + frozen + (trained if full else 0)
     return Kept(weights, adapters=0 if full else trained, optimizer=of_optimizer, host_bytes=loading)
 
 
 def fsdp2_needs(
-    units: Units, layers: Layers, head: Head, dtype: Dtype, layout: Layout, *, accumulates: bool
+    units: Units, layers: Layers, head: Head, dtype: Dtype, layout: Layout, *, accumulates: bool, w: int = 4
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases. A phase comes once for each moment or micro-batch that could be its peak.
 
@@ -190,12 +193,13 @@ def fsdp2_needs(
         dtype: Type of the products.
         layout: How the run is spread.
         accumulates: Whether a step has several micro-batches.
+        w: Bytes of a trained weight, and of its gradient.
     """
     e = BYTES[dtype]
-    gradients = 0 if layout.offload_param_device == "cpu" else 4 * units.all.trained
+    gradients = 0 if layout.offload_param_device == "cpu" else w * units.all.trained
     # A tensor arrives whole on each device and is cut there: it, and its parts laid out anew, with padding.
-    yield "load", Need(gathered=(4 if units.full else e) * (units.tensor.whole + units.gathered(units.tensor)))
-    backward = _Backward(units, layers, head, e, layout)
+    yield "load", Need(gathered=(w if units.full else e) * (units.tensor.whole + units.gathered(units.tensor)))
+    backward = _Backward(units, layers, head, e, w, layout)
     if accumulates and layout.sync_each_batch:
         backward = replace(backward, held=gradients)
     elif accumulates:
@@ -214,6 +218,8 @@ class _Backward:
     head: Head
     e: int
     """Bytes of the compute type."""
+    w: int
+    """Bytes of a trained weight, and of its gradient in shards."""
     layout: Layout
     whole: int = 0
     """Bytes of gradients that lie there whole before it."""
@@ -233,7 +239,7 @@ class _Backward:
         arrived = tail if units.full and not units.tied else ahead
         yield "forward", Need(before, kept_bytes + self.layers.forward_only, head.forward, tail + arrived + stays)
         # The head's gradient in float32, and its copy in the compute type.
-        vocabulary = (4 + self._cast) * self._vocabulary if units.full else 0
+        vocabulary = (4 + (self.e if self.e < 4 else 0)) * self._vocabulary if units.full else 0
         yield "head", Need(before, kept_bytes, head.backward, tail + vocabulary + (stays or ahead))
         yield from self._layer_needs()
         if units.full:
@@ -298,7 +304,7 @@ class _Backward:
         yield "embedding", Need(gradients, self.layers.stream, 0, gathered + table)
         if self.reduces:
             # What is reduced, before and after, and then cast.
-            after = (self._cast + (4 if self.held or self._offloads else 0)) * units.embedding.trained
+            after = (self._cast + (self.w if self.held or self._offloads else 0)) * units.embedding.trained
             reduced = table + self._reducing(units.embedding) + after
             yield "embedding", Need(self._gradients(finished + units.embedding), gathered=reduced)
 
@@ -306,9 +312,9 @@ class _Backward:
         """Bytes of gradients that stay, when those of `done` have been computed."""
         if not self.reduces:
             return self.whole + self.held
-        each = 0 if self.held or self._offloads else 4
+        each = 0 if self.held or self._offloads else self.w
         if self.layout.dp_replicate_size > 1:
-            # What was summed over the replicas stays until the pass ends, besides the copy in float32.
+            # What was summed over the replicas stays until the pass ends, besides a copy in float32.
             each += self._cast
         return self.held + each * done.trained + max(0, self.whole - self.e * done.whole)
 
@@ -327,8 +333,8 @@ class _Backward:
 
     @property
     def _cast(self) -> int:
-        """Bytes of a gradient in the compute type, where its copy in float32 is another."""
-        return self.e if self.e != 4 else 0
+        """Bytes of a gradient in the compute type, where that of the weight is another in float32."""
+        return self.e if self.e != self.w else 0
 
     @property
     def _offloads(self) -> bool:

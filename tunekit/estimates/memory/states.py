@@ -27,7 +27,8 @@ the weight.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
@@ -57,8 +58,9 @@ _NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, 
 """Values that an optimizer keeps of each trained one, by the first word of its name behind `paged_`: those of torch and
 bitsandbytes, as transformers makes them, SGD without momentum. Adafactor is a case of its own."""
 
-_WITH_STEP: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop"})
-"""Optimizers of torch that count the steps of each tensor in another one of float32."""
+_WITH_STEP: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "tunekit_adamw"})
+"""Optimizers of torch, and one of tunekit: they keep values in the type of the weight, and count the steps of each
+tensor in another one of float32. Those of bitsandbytes keep values in float32 or 8 bits."""
 
 
 def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
@@ -150,13 +152,13 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 
 
-def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
-    """Bytes of the model's own weights: in float32 where they are trained, else in `dtype`, or in 4 bits.
+def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype, trained_dtype: Dtype = "float32") -> int:
+    """Bytes of the model's own weights: in `trained_dtype` where they are trained, else in `dtype`, or in 4 bits.
 
     Embeddings, norms, routers and head are not quantized.
     """
     if isinstance(adapter, FullAdapter):
-        return 4 * model.num_params
+        return BYTES[trained_dtype] * model.num_params
     if not isinstance(adapter, QloraAdapter):
         return BYTES[dtype] * model.num_params
     return quantised_bytes(model, adapter) + BYTES[dtype] * (model.num_params - num_quantised(model))
@@ -204,12 +206,14 @@ def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.all_linears.shapes)
 
 
-def trained_bytes(model: ModelFacts, adapter: Adapter, optim: Optim) -> tuple[int, int]:
+def trained_bytes(
+    model: ModelFacts, adapter: Adapter, optim: Optim, trained_dtype: Dtype = "float32"
+) -> tuple[int, int]:
     """Bytes of what is trained besides the model's own weights, and of the optimizer's states; counted once of each."""
-    key = (repr(adapter), optim)
+    key = (repr(adapter), optim, trained_dtype)
     if key not in model.trained_bytes:
         tensors = trained_tensors(model, adapter)
-        model.trained_bytes[key] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim)
+        model.trained_bytes[key] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim, trained_dtype)
     return model.trained_bytes[key]
 
 
@@ -218,16 +222,20 @@ def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
     return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
 
 
-def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
+def states_bytes(trained: Mapping[str, Shape], optim: Optim, trained_dtype: Dtype = "float32") -> int:
     """Bytes of an optimizer's states for what is trained, after its first step.
 
-    8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861), and share a table for signed and one
-    for unsigned values. Embeddings keep float32 states (transformers asks bitsandbytes for it), and so does what is
-    small.
+    8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861). Those of bitsandbytes share a table
+    for signed and one for unsigned values; embeddings keep float32 states (transformers asks for it), and so does what
+    is small. Those of tunekit have no table, and are of all tensors.
     """
+    if optim == "tunekit_adamw_8bit":
+        sizes = [math.prod(shape) for shape in trained.values()]
+        return sum(2 * (size + 4 * math.ceil(size / BLOCK_8BIT)) + 4 for size in sizes)
     if optim == "adafactor":
         return sum(_factored_bytes(shape) for shape in trained.values())
-    num_states, is_8bit = _NUM_STATES[optim.removeprefix("paged_").partition("_")[0]], optim.endswith("_8bit")
+    num_states, is_8bit = _NUM_STATES[_family(optim)], optim.endswith("_8bit")
+    each = BYTES[trained_dtype] if optim in _WITH_STEP else 4
     total, quantised = 0, False
     for name, shape in trained.items():
         size = math.prod(shape)
@@ -235,8 +243,12 @@ def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
             total += num_states * (size + 4 * math.ceil(size / BLOCK_8BIT))
             quantised = True
         else:
-            total += 4 * num_states * size + 4 * (optim in _WITH_STEP)
+            total += each * num_states * size + 4 * (optim in _WITH_STEP)
     return total + (min(num_states, 2) * CODE_8BIT_BYTES if quantised else 0)
+
+
+def _family(optim: Optim) -> str:
+    return optim.removeprefix("paged_").removeprefix("tunekit_").partition("_")[0]
 
 
 def _factored_bytes(shape: Shape) -> int:
@@ -249,10 +261,13 @@ def _factored_bytes(shape: Shape) -> int:
 
 _LARGE = {"": (4096, 4096)}
 
-OPTIMIZER_BYTES: Mapping[Optim, float] = {
-    optim: round(states_bytes(_LARGE, optim) / 4096**2, 3) for optim in get_args(Optim)
-}
-"""Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
+
+@cache
+def optimizer_bytes_per_param(optim: Optim, trained_dtype: Dtype = "float32") -> float:
+    """Return the optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update
+    moves.
+    """
+    return round(states_bytes(_LARGE, optim, trained_dtype) / 4096**2, 3)
 
 
 _Forward = Literal["load", "generation", "forward", "reference"]

@@ -23,7 +23,13 @@ from statistics import median
 
 from tunekit.estimates.facts import DataFacts, Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
+from tunekit.estimates.memory.states import (
+    BYTES,
+    Dtype,
+    num_trainable_params,
+    optimizer_bytes_per_param,
+    trained_tables,
+)
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
 from tunekit.estimates.throughput import step as steps
 from tunekit.estimates.throughput.step import Range, Step
@@ -271,13 +277,13 @@ class Speed(Facts):
         return ", ".join(parts)
 
 
-def optimizer_bytes(num_trained: int, optim: Optim) -> float:
-    """Bytes of memory that an optimizer step reads and writes for `num_trained` float32 parameters.
+def optimizer_bytes(num_trained: int, optim: Optim, trained_dtype: Dtype = "float32") -> float:
+    """Bytes of memory that an optimizer step reads and writes for `num_trained` parameters.
 
-    Weights read and written (8), gradients read for their norm, scaled by it and read again (4 + 8 + 4), states read
-    and written.
+    Weights read and written (8 in float32), gradients read for their norm, scaled by it and read again (4 + 8 + 4),
+    states read and written.
     """
-    return num_trained * (24 + 2 * OPTIMIZER_BYTES[optim])
+    return num_trained * (6 * BYTES[trained_dtype] + 2 * optimizer_bytes_per_param(optim, trained_dtype))
 
 
 def step_of(
@@ -357,7 +363,8 @@ def step_of(
     generated = 0.0 if generation is None else generation.flops / (batch * row)
     cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
-    states = OPTIMIZER_BYTES[recipe.train.optim]
+    optim, trained_dtype = recipe.train.optimizer, recipe.train.trained_dtype
+    kept_bytes = BYTES[trained_dtype] + optimizer_bytes_per_param(optim, trained_dtype)
     head_again = 2 * steps.head_params(model) * head_share * computes_again
     return Step(
         model_type=model.model_type,
@@ -375,8 +382,8 @@ def step_of(
         max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
         num_trained=trained,
-        optimizer_bytes=optimizer_bytes(trained, recipe.train.optim) / (layout.num_shards * layout.tp_size),
-        checkpoint_bytes=trained * (4 + states),
+        optimizer_bytes=optimizer_bytes(trained, optim, trained_dtype) / (layout.num_shards * layout.tp_size),
+        checkpoint_bytes=trained * kept_bytes,
         transfers=steps.transfers_of(
             model,
             recipe.adapter,
@@ -386,6 +393,7 @@ def step_of(
             num_tokens=micro_batch_size * sequences * longest,
             gradient_checkpointing=gradient_checkpointing,
             passes=passes,
+            trained_dtype=trained_dtype,
         ),
         num_forwards=num_forwards,
         generating=generation,
@@ -409,7 +417,7 @@ def _generating(
         return None
     return steps.Generating(
         num_tokens=generation.completion_tokens / generation.num_steps,
-        read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout),
+        read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout, recipe.train.trained_dtype),
         flops=forward_flops / generation.num_steps,
         is_launched=not generation.by_vllm,
     )

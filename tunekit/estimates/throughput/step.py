@@ -192,6 +192,7 @@ def transfers_of(
     num_tokens: float,
     gradient_checkpointing: bool,
     passes: Passes = SFT,
+    trained_dtype: Dtype = "float32",
 ) -> tuple[Transfer, ...]:
     """All that a device sends in a step.
 
@@ -204,8 +205,9 @@ def transfers_of(
         num_tokens: Tokens of a micro-batch.
         gradient_checkpointing: Whether layers, and what they send, are computed again.
         passes: What the method does in a step.
+        trained_dtype: Type of trained weights and of their gradients.
     """
-    sender = _Sender(model, adapter, dtype, layout, passes, layout.num_processes // num_nodes)
+    sender = _Sender(model, adapter, dtype, layout, passes, layout.num_processes // num_nodes, trained_dtype)
     everything = [
         *sender.of_states(),
         *sender.between_replicas(),
@@ -238,6 +240,7 @@ class _Sender:
     layout: Layout
     passes: Passes
     per_node: int
+    trained_dtype: Dtype
 
     @property
     def num_trained(self) -> int:
@@ -303,10 +306,12 @@ class _Sender:
         return (generation.completion_tokens if every_token else 1) / generation.num_steps
 
     def between_replicas(self) -> Iterator[Transfer]:
-        """Yield the gradients among devices with a copy each: DDP's are float32, FSDP2's of the compute type."""
+        """Yield the gradients among devices with a copy each: DDP's as they are trained, FSDP2's of the compute
+        type.
+        """
         layout = self.layout
         sends = partial(self.ring, layout.dp_replicate_size, layout.num_shards * layout.tp_size)
-        each = 4 if layout.strategy == "ddp" else BYTES[self.dtype]
+        each = BYTES[self.trained_dtype if layout.strategy == "ddp" else self.dtype]
         gradients = each * self.num_trained / layout.tp_size / layout.num_shards
         often = layout.strategy == "fsdp2" and layout.sync_each_batch
         yield sends("summing gradients", 2 * gradients, "compute", per_step=not often)
@@ -345,10 +350,10 @@ class _Sender:
         parts, stored = layout.num_shards * layout.tp_size, layout.strategy == "fsdp2"
         trained = self.num_trained / parts
         adapters = 0 if isinstance(adapter, FullAdapter) else 4 * self.num_trained
-        as_stored = weights_bytes(model, adapter, dtype) + adapters
+        as_stored = weights_bytes(model, adapter, dtype, self.trained_dtype) + adapters
         weights = (as_stored if stored else gathered_bytes(model, adapter, dtype)) / parts
         gathers = (1 if stored and not layout.reshard_after_forward else 2) + self.passes.num_forwards
-        e = 4 if stored else BYTES[dtype]
+        e = BYTES[self.trained_dtype if stored else dtype]
         reduces_often = layout.sync_each_batch if stored else layout.strategy != "zero1"
         if weights_at != "none":
             to = partial(Transfer, link="host" if weights_at == "cpu" else "disk", num_in_node=self.per_node)

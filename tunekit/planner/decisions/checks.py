@@ -17,7 +17,7 @@ from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
-from tunekit.recipe.sections.section import LrSchedulerType, Optim
+from tunekit.recipe.sections.section import OUR_OPTIMS, LrSchedulerType, Optim
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
     "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
@@ -26,9 +26,12 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
 }
 """Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
 
-SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+SHARDED_OPTIMS: frozenset[Optim] = frozenset(
+    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw"}
+)
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
-and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
+and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each). The scales of
+`tunekit_adamw_8bit` belong to the part of one process, which sharded checkpoints do not hold."""
 
 CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers that DeepSpeed runs on the CPU, where states are offloaded to: torch's own. The fused one takes as
@@ -36,6 +39,9 @@ long as DeepSpeed's, which would be compiled when first used; the other one take
 
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"
 """Replacement of an optimizer that a layout does not run."""
+
+CLOSEST_OF_OURS: Optim = "tunekit_adamw"
+"""The same for weights in bfloat16."""
 
 
 def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
@@ -45,6 +51,12 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
         PlanError: The device does not compute in the type that is asked for.
     """
     requested = recipe.model.dtype
+    if recipe.train.pure_bf16:
+        if device.kind != "cpu" and not device.native_bfloat16:
+            raise PlanError(
+                f"train.pure_bf16: {device.name} has no native bfloat16", hint="unset it, or set adapter.type=lora"
+            )
+        return "bfloat16", "set by train.pure_bf16"
     if requested == "float16" and device.kind == "cpu":
         raise PlanError(
             "model.dtype: float16 does not run on a CPU: torch would silently compute in float32",
@@ -87,10 +99,11 @@ def _faults(
     yield from _published_faults(recipe, model)
     yield from _adapter_faults(recipe, model)
     yield from _merge_faults(recipe, model)
-    if train.optim.startswith("paged_") and device.kind == "cpu":
+    optim = train.optimizer
+    if optim.startswith("paged_") and device.kind == "cpu":
         twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
-        problem = f"train.optim: {train.optim} pages its states between an accelerator and host memory; "
-        hint = f"use {twins.get(train.optim, train.optim.removeprefix('paged_'))}"
+        problem = f"train.optim: {optim} pages its states between an accelerator and host memory; "
+        hint = f"use {twins.get(optim, optim.removeprefix('paged_'))}"
         yield f"{problem}{device.name} has only host memory", hint
     batch, size = train.global_batch_size, train.micro_batch_size
     if size is not None and batch % size:
@@ -305,7 +318,7 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
 
 def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, str]]:
     """Yield obstacles of this recipe in a layout with their remedies; None where there is no such obstacle."""
-    recipe, optim = setting.recipe, setting.recipe.train.optim
+    recipe, optim = setting.recipe, setting.recipe.train.optimizer
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
     if is_zero and setting.hardware.deepspeed is False:
@@ -335,7 +348,9 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             "use ddp",
         )
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
-        yield f"{optim} does not support sharded tensors", f"use train.optim={CLOSEST_OPTIM}"
+        closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
+        yield f"{optim} does not support sharded tensors", f"use train.optim={closest}"
+    yield from _bf16_refusals(recipe, layout)
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         yield f"DeepSpeed cannot run {optim} on the CPU", f"use train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
@@ -410,6 +425,24 @@ def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]
     if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
         why = "PEFT does not hold two adapters that train the rows of the same new tokens"
         yield why, "use adapter.type=full, or start from the adapter's export, merged"
+
+
+def _bf16_refusals(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield layouts that have no use for weights in bfloat16, or for our optimizers, or do not run them right."""
+    optim, is_pure = recipe.train.optimizer, recipe.train.pure_bf16
+    other = "unset train.pure_bf16" if is_pure else f"use train.optim={CLOSEST_OPTIM}"
+    if layout.strategy.startswith("zero"):
+        if is_pure:
+            yield "DeepSpeed updates float32 copies of the weights in any case", f"use fsdp2 or ddp, or {other}"
+        elif optim in OUR_OPTIMS:
+            why = f"DeepSpeed updates flat float32 copies of the weights, for which {optim} has no use"
+            yield why, other
+    if layout.tp_size > 1 and (is_pure or optim in OUR_OPTIMS):
+        what = "weights in bfloat16" if is_pure else optim
+        yield f"{what} in tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.offload_param_device != "none" and optim in OUR_OPTIMS:
+        why = f"{optim} is a kernel for accelerators: on the CPU, where offloading puts it, its step takes minutes"
+        yield why, f"unset parallel.offload_param_device, or {other}"
 
 
 def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,14 @@ from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, sta
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, is_traced
 from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files
-from tunekit.estimates.memory.states import BYTES, Dtype, new_rows, num_trainable_params, reference_of
+from tunekit.estimates.memory.states import (
+    BYTES,
+    Dtype,
+    new_rows,
+    num_trainable_params,
+    optimizer_bytes_per_param,
+    reference_of,
+)
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, scaled
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
@@ -26,7 +33,7 @@ from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.section import Optim
+from tunekit.recipe.sections.section import OUR_OPTIMS, Optim, TrainSection
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -66,15 +73,30 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
 
 def precision_reason(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
-    stored = {"full": "float32 weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
+    trained_dtype = recipe.train.trained_dtype
+    stored = {"full": f"{trained_dtype} weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
+    if recipe.train.pure_bf16:
+        stored += " and gradients"
+        why += _bf16_words(recipe.train)
     if isinstance(recipe.adapter, QloraAdapter) and model.expert_stacks:
         stored = "4-bit base, experts included"
         if model.published_as == "mxfp4":
             stored = f"experts in MXFP4 as published, {dtype} for the rest of the base"
     elif model.published_as in ("fp8", "mxfp4"):
         stored += f", dequantized from {model.published_as}"
-    summed = f"; gradients reduced in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
+    summed = f"; gradients reduced in {layout.reduces_in(dtype, trained_dtype)}" if layout.num_processes > 1 else ""
     return Reason(topic="precision", choice=f"{dtype} compute, {stored}", why=f"{why}{summed}")
+
+
+def _bf16_words(train: TrainSection) -> str:
+    """Return the gain and the price of trained weights in bfloat16."""
+    optim = train.optimizer
+    each, instead = (2 * BYTES[dtype] + optimizer_bytes_per_param(optim, dtype) for dtype in ("bfloat16", "float32"))
+    words = f": {each:.3g} bytes per parameter instead of {instead:.3g}, gradients accumulated in bfloat16"
+    if optim in OUR_OPTIMS:
+        return f"{words}; weights rounded stochastically, so that small updates count on average"
+    lost = "updates below 1/512 to 1/256 of a weight are lost: unset train.optim to round stochastically"
+    return f"{words}; {optim} rounds weights to the nearest, so that {lost}"
 
 
 def head_reason(
@@ -138,12 +160,16 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 def optimizer_reason(recipe: Recipe) -> Reason:
     """Return the reason for the optimizer."""
-    reason, choice = "set by the recipe", f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}"
+    reason, choice = "set by the recipe", f"{recipe.train.optimizer}, learning rate {recipe.learning_rate:g}"
     if recipe.train.learning_rate is None:
         source = recipe.method.spec.learning_rate.source
         times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the full fine-tuning rate of "
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
-    return Reason(topic="optimizer", choice=choice, why=f"{reason}; {recipe.train.lr_scheduler_type} schedule")
+    reason += f"; {recipe.train.lr_scheduler_type} schedule"
+    if recipe.train.optimizer in OUR_OPTIMS:
+        kept = "8 bits" if recipe.train.optimizer.endswith("8bit") else recipe.train.trained_dtype
+        reason += f"; tunekit's AdamW, states in {kept}"
+    return Reason(topic="optimizer", choice=choice, why=reason)
 
 
 def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:

@@ -103,7 +103,7 @@ class ModelSection(Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of frozen weights and of compute. `auto`: bfloat16 if the device supports it natively, else float32.
-    Trained weights and optimizer states are always float32."""
+    Trained weights are float32 in any case, unless `train.pure_bf16` is set."""
 
     attn_implementation: Literal[
         "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "tunekit_varlen"

@@ -105,7 +105,11 @@ _BnbOptim = Literal["ademamix_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit
 _PagedAdam = Literal["paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"]
 _PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
-Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop]
+_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit"]
+Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _OurOptim]
+
+OUR_OPTIMS: frozenset[Optim] = frozenset({"tunekit_adamw", "tunekit_adamw_8bit"})
+"""Optimizers that round weights in bfloat16 stochastically (`tunekit.kernels.adamw`)."""
 
 _Decay = Literal["linear", "cosine", "cosine_with_restarts", "polynomial"]
 _Constant = Literal["constant", "constant_with_warmup", "inverse_sqrt"]
@@ -143,8 +147,14 @@ class TrainSection(Section):
     warmup_steps: Annotated[float, Field(ge=0)] = 0.03
     """Linear warm-up steps; below 1, a fraction of all steps."""
 
-    optim: Optim = "adamw_torch_fused"
-    """Optimizer by its transformers name."""
+    optim: Optim | None = None
+    """Optimizer by its transformers name, or `tunekit_adamw` and `tunekit_adamw_8bit`: AdamW that rounds bfloat16
+    weights stochastically, with states in the type of the weights or in 8 bits. Default: `adamw_torch_fused`, or
+    `tunekit_adamw` with `pure_bf16`."""
+
+    pure_bf16: bool = False
+    """Keep trained weights, gradients and optimizer states in bfloat16 instead of float32: half the memory. For full
+    fine-tuning, with the stochastic rounding of `tunekit_adamw`, or an optimizer named in `optim`."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
@@ -196,6 +206,16 @@ class TrainSection(Section):
     retry_out_of_memory: bool = False
     """When memory runs out, restart once from the last checkpoint with half the micro-batch and the same global batch.
     Refused if the planned micro-batch is 1."""
+
+    @property
+    def optimizer(self) -> Optim:
+        """The optimizer: the one given, or the default for the type of the trained weights."""
+        return self.optim or ("tunekit_adamw" if self.pure_bf16 else "adamw_torch_fused")
+
+    @property
+    def trained_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Data type of trained weights and their gradients."""
+        return "bfloat16" if self.pure_bf16 else "float32"
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":

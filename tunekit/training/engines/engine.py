@@ -238,7 +238,7 @@ def _planned(plan: Plan) -> dict[str, Any]:
         "sync_each_batch": layout.sync_each_batch,
         "engine": layout.strategy,
         "mesh": planned_mesh(layout),
-        "trained_dtype": "float32",
+        "trained_dtype": plan.trained_dtype,
         "compute_dtype": plan.dtype,
         "reduce_dtype": plan.reduce_dtype,
     }
@@ -269,7 +269,7 @@ def _found(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     casts = trainer.accelerator.native_amp and "_original_forward" in vars(trainer.model)
     actual: dict[str, Any] = {
         "trained_dtype": trained_dtypes,
-        "compute_dtype": [COMPUTE[trainer.accelerator.mixed_precision if casts else "no"]],
+        "compute_dtype": [COMPUTE[trainer.accelerator.mixed_precision]] if casts else trained_dtypes,
         # As DDP sums them, and the parts of a model that was divided when it was loaded.
         "reduce_dtype": trained_dtypes,
     }

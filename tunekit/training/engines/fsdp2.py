@@ -223,11 +223,13 @@ def found(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     model = trainer.model_wrapped
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
+    # Without another type, weights are gathered and gradients reduced as they are trained.
+    (own,) = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
-        "compute_dtype": [policy.param_dtype or torch.float32 for policy in policies],
-        "reduce_dtype": [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies],
+        "compute_dtype": [policy.param_dtype or own for policy in policies],
+        "reduce_dtype": [policy.reduce_dtype or policy.param_dtype or own for policy in policies],
         "reshard_after_forward": _reshards(model),
         "local_share": local_share(model),
         "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
