@@ -440,7 +440,6 @@ UNSUPPORTED = {
         "lora_dropuot": "unknown key of Axolotl; did you mean 'lora_dropout'?",
         "tokens": "adding tokens to the vocabulary is unsupported",
         "optimizer": "train.optim must be one of",
-        "early_stopping_patience": "early stopping is unsupported",
         "wandb_project": "not a recipe key: set WANDB_PROJECT=trials",
     },
     "llamafactory-doubtful.yaml": {
