@@ -164,7 +164,7 @@ def _why(event: tunekit.Event) -> str:
 
 def warnings(reader: tunekit.EventReader, words: Words) -> str:
     """Render the warnings, the newest first, with the time."""
-    events = reader.all("warning") + reader.all("error") + reader.all("stop")
+    events = [event for kind in ("warning", "error", "stop", "early_stop") for event in reader.all(kind)]
     if not events:
         return ""
     newest = sorted(events, key=lambda event: float(event["time"]), reverse=True)

@@ -449,7 +449,6 @@ UNSUPPORTED = {
         "load_in_8bit": "an 8-bit base is unsupported",
         "lora_dropuot": "unknown key of Axolotl; did you mean 'lora_dropout'?",
         "optimizer": "train.optim must be one of",
-        "early_stopping_patience": "early stopping is unsupported",
         "wandb_project": "not a recipe key: set WANDB_PROJECT=trials",
     },
     "llamafactory-doubtful.yaml": {

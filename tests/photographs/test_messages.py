@@ -31,6 +31,7 @@ COMMANDS = {
         check sft.yaml method.beta=0.2
         check sft.yaml train.max_steps
         check sft.yaml train.max_steps=0
+        check sft.yaml train.early_stopping_threshold=0.1
         check sft.yaml model=./nowhere
         check sft.yaml data.train=nowhere.jsonl
         check sft.yaml data.train=empty.jsonl
@@ -92,6 +93,8 @@ COMMANDS = {
         plan sft.yaml --on 2xh100 parallel.strategy=fsdp2 parallel.tp_size=2
         plan sft.yaml --on 2xh100 parallel.strategy=zero3 adapter=qlora
         plan sft.yaml --on h100 train.fp8=true
+        plan sft.yaml --on h100 train.early_stopping_patience=2
+        plan sft.yaml --on h100 train.early_stopping_patience=2 data.eval_size=0.5
         plan kto.yaml --on 8xh100 parallel.num_processes=8 parallel.strategy=ddp train.global_batch_size=8
         plan dpo.yaml --on 2xh100 parallel.strategy=fsdp2 method.precompute_ref_log_probs=true
         plan sft.yaml --on t4 train.fp8=true

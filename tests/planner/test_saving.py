@@ -106,3 +106,32 @@ def test_a_checkpoint_of_answers_that_several_steps_learn_from_is_made_behind_th
     schedule = planned(adapter="lora", method=method).schedule
     assert schedule.save_together == 4
     assert schedule.save_steps % 4 == 0
+
+
+def test_a_plan_tells_what_stops_it_early():
+    asked = {"eval_steps": 10, "early_stopping_patience": 3, "early_stopping_threshold": 0.01}
+    steps = reason(planned(num_eval=8, train=asked), "steps")
+    assert steps.choice == "at most 100, 3 of warmup"
+    assert steps.why.endswith("; stops early once 3 evaluations in a row do not improve eval_loss by more than 0.01")
+
+
+@pytest.mark.parametrize(
+    ("train", "num_eval", "why", "hint"),
+    [
+        ({}, None, "no evaluation rows to stop early by", "set data.eval"),
+        ({}, 8, "3 needs 4 evaluations before the last step, 100; there are 3, every 25 steps", "eval_steps=24"),
+        ({"eval_steps": 60}, 8, "there is 1, every 60 steps", "set train.eval_steps=24"),
+        ({"max_steps": 3, "eval_steps": 1}, 8, "there are 2, every step", "set train.early_stopping_patience=1"),
+    ],
+    ids=["nothing to evaluate", "four evaluations", "one evaluation", "few steps"],
+)
+def test_a_patience_that_no_evaluations_can_exhaust_is_refused_with_a_remedy(train, num_eval, why, hint):
+    with pytest.raises(PlanError, match=why) as refused:
+        planned(num_eval=num_eval, train={"early_stopping_patience": 3, **train})
+    assert hint in refused.value.hint
+
+
+def test_early_stopping_in_a_layout_without_checkpoints_is_refused():
+    asked = {"eval_steps": 10, "early_stopping_patience": 3}
+    with pytest.raises(PlanError, match=r"train.early_stopping_patience: .* saves no checkpoints"):
+        planned(num_eval=8, train=asked, parallel={"strategy": "fsdp2", "tp_size": 2})

@@ -61,6 +61,7 @@ LINES = {
     "tracker": ("{name}  {message}", "dim"),
     "warning": ("warning: {message}", "yellow"),
     "stop": ("{message}", "yellow"),
+    "early_stop": ("{message}", "yellow"),
 }
 """Events that are shown as a line each: its words and its style."""
 
@@ -266,10 +267,12 @@ def summary(result: Event, run: Run) -> RenderableType:
     if result.get("checkpoints") is not None:
         for label, words in _checkpoint_rows(result["checkpoints"], result["seconds"]):
             table.add_row(label, words)
+    if result.get("stopped_early") is not None:
+        table.add_row("end", result["stopped_early"])
     sizes = [rank["peak_memory_bytes"] for rank in ranks] or [result["peak_memory_bytes"]]
     peak = gib(max(sizes)) if len(sizes) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} per process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
-    table.add_row("model", result["model"])
+    table.add_row("model", f"{result['model']}{_of_step(result, run)}")
     return Group("", table, *samples_table(run), *contrast_table(run))
 
 
@@ -283,6 +286,15 @@ def _checkpoint_rows(found: Event, seconds: float) -> Iterator[tuple[str, str]]:
         each = gib(found["bytes"] / found["num"])
         waited = f"training waited {duration(found['wait_seconds'])}, {share:.0%} of the time"
         yield "checkpoints", f"{found['num']} of {each} each; {waited}"
+
+
+def _of_step(result: Event, run: Run) -> str:
+    """Tell the step of the result of a run that stopped early, and how to get the best model; empty of others."""
+    step, best = run.status()["step"], (result.get("checkpoints") or {}).get("best")
+    if result.get("stopped_early") is None or best is None or best["step"] == step:
+        return ""
+    command = shlex.join(["tunekit", "export", str(run.path), "--checkpoint", str(best["step"])])
+    return f", of step {step:,}; for the best, of step {best['step']:,}: {command}"
 
 
 def _time_words(result: Event) -> str:

@@ -139,6 +139,23 @@ def metric(draft: Draft, entry: Entry) -> Fate:
     return draft.carry(entry, "train.metric_for_best_model", f"eval_{text(entry.value).removeprefix('eval_')}")
 
 
+def early_stopping(draft: Draft, entry: Entry) -> Fate:
+    """Evaluations without improvement after which the training stops."""
+    return _patience(draft, entry, "the result is the state of that step; the best checkpoint stays beside it")
+
+
+def early_stop_interval(draft: Draft, entry: Entry) -> Fate:
+    """The same by checkpoints, all of which ms-swift counts that are no better."""
+    return _patience(draft, entry, "evaluations in a row, where ms-swift counts all checkpoints that are no better")
+
+
+def _patience(draft: Draft, entry: Entry, note: str) -> Fate:
+    patience = whole(entry.value)
+    if patience < 1:
+        return Fate("silent", "is off")
+    return Fate("carried", f"{draft.carry(entry, 'train.early_stopping_patience', patience).words}  ({note})")
+
+
 def run_name(draft: Draft, entry: Entry) -> Fate:
     """The name of a run, in letters that a folder may have."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text(entry.value)).strip("-._")[:100]

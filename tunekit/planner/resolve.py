@@ -61,6 +61,7 @@ def resolve(
         attention, why_attention = backends.dense_attention(model)
     by_document = padding.is_free and backends.runs_by_document(model)
     schedule = reasons.schedule_of(recipe, data)
+    reasons.check_stopping(recipe, schedule)
     step = step_of(
         recipe,
         model,

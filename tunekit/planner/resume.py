@@ -3,7 +3,13 @@
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import metric_of
 from tunekit.planner.decisions.checks import Refusal
-from tunekit.planner.decisions.reasons import optimizer_reason, schedule_of, speed_reason, steps_reason
+from tunekit.planner.decisions.reasons import (
+    check_stopping,
+    optimizer_reason,
+    schedule_of,
+    speed_reason,
+    steps_reason,
+)
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
 
@@ -40,6 +46,7 @@ def _divides(layout: Layout) -> tuple[int, int, bool]:
 def rescheduled(plan: Plan, recipe: Recipe) -> Plan:
     """A plan with an edited recipe whose edits change how long it is trained, and nothing of how."""
     schedule, speed = schedule_of(recipe, plan.data), plan.speed
+    check_stopping(recipe, schedule)
     if speed is not None and schedule is not None and plan.schedule is not None:
         longer = schedule.num_steps / plan.schedule.num_steps
         spans = {"seconds": speed.seconds, "cost_usd": speed.cost_usd}

@@ -178,7 +178,7 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
             yield "resumed", f"from step {event['step']:,}{changed}"
         elif event["event"] == "restart":
             yield "restarted", f"from step {event['step']:,}: {event['reason']}"
-        elif event["event"] == "stop":
+        elif event["event"] in ("stop", "early_stop"):
             yield "stopped", str(event["message"])
 
 

@@ -10,6 +10,9 @@ from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import WHO, Request, read_continuation, read_text, requested
 
+TO_THE_END = "train.early_stopping_patience=null"
+"""Edit of a recipe with which a run that stopped early trains further."""
+
 
 def stop_wish(run: Run) -> Literal["after the step", "now"] | None:
     """Return how a run that is not over was asked to stop; None where it was not."""
@@ -81,7 +84,8 @@ def prospects(run: Run) -> str | None:
         return None
     newest = newest_complete(run.path)
     if state == "finished":
-        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains further"
+        change = "train.max_steps=N" if run.result().get("stopped_early") is None else TO_THE_END
+        return None if newest.path is None else f"`tunekit resume {name} {change}` trains further"
     anew = f"`{begin_anew(run)}` starts over"
     if newest.path is not None:
         back = "" if not newest.skipped else f" ({'; '.join(newest.skipped)})"

@@ -36,7 +36,9 @@ Events are JSON lines, written as they happen and read while the file grows. Eve
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, warm-up in the
   first step included; `seconds` from loading to the saved result, and by part those of the main process; memory as
   planned and at the peak of the process that used most, in all and of tensors alone, `held_bytes`, the bytes of
-  weights, adapters, gradients and optimizer states of the main process in the first step; and `ranks`
+  weights, adapters, gradients and optimizer states of the main process in the first step; `stopped_early`, the reason
+  if it did; and `ranks`
+- `early_stop`: `step`, and its reason as `message`; the evaluation is that of the last step
 - `stop`: a stop request; `by` whom or which signal, whether `now`, and its effect as `message`
 - `error`: `message`
 

@@ -33,6 +33,7 @@ from tunekit.process.signals import MARGIN_SECONDS, Wishes
 from tunekit.process.watchdog import Heart, largest, same_everywhere
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.sections.model import FullAdapter
+from tunekit.runs.checkpoints.complete import Newest
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import COMMAND, Place
@@ -449,14 +450,16 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         return largest(mine, self._saver.record.place)
 
 
-def evaluation_is_due(run: Run, schedule: Schedule, step: int, place: Place) -> bool:
+def evaluation_is_due(run: Run, schedule: Schedule, newest: Newest, place: Place) -> bool:
     """Return whether the evaluation of the step that a run resumes from was interrupted, or not begun.
 
-    The main process decides.
+    It is also where it came after the checkpoint, which early stopping counts by. The main process decides.
     """
+    step = newest.step
     if schedule.eval_steps is None or (step % schedule.eval_steps and step < schedule.num_steps):
         return False
     is_done = place.is_main and any(event["event"] == "eval" and event["step"] == step for event in run.events())
+    is_done = is_done and (newest.patience is None or newest.patience.step == step)
     return not same_everywhere(is_done, place)
 
 

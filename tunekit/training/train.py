@@ -63,7 +63,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     start.before_training(trainer, plan, place)
     carried = Carried(trainer, plan, place, start.newest.path)
     if start.newest.path is not None:
-        trainer.args.eval_on_start = evaluation_is_due(run, schedule, start.newest.step, place)
+        trainer.args.eval_on_start = evaluation_is_due(run, schedule, start.newest, place)
 
     def look() -> None:
         wishes.check()
@@ -89,7 +89,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
         watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, plan, watch.heart, start.best(plan))
+    saver = Saver(record, plan, watch.heart, start)
     saver.attach(trainer)
     boundary = Boundary(plan, wishes, saver)
     boundary.attach(trainer)
@@ -98,7 +98,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             trainer.train(resume_from_checkpoint=None if start.newest.path is None else str(start.newest.path))
         if boundary.has_ended():
             return True
-        if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
+        if schedule.eval_steps is not None and watch.evaluated_step != trainer.state.global_step:
             trainer.evaluate()
     except EvaluationLeft:
         return True
@@ -126,7 +126,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             publish_result(draft, run.model_path)
             record.write("result", **result)
             give_room(run)
-    record.update_status(phase="finished", exit_reason="trained to the end")
+    record.update_status(phase="finished", exit_reason=saver.stopping.words or "trained to the end")
     record.write("phase", phase="finished")
     return False
 
@@ -240,6 +240,7 @@ def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
         "evaluation_seconds": timing.evaluation_seconds,
         "saving_seconds": timing.saving_seconds,
         "checkpoints": saver.summary(),
+        "stopped_early": saver.stopping.words,
         "seconds": seconds,
         **{name: value for name, value in most.items() if name.startswith("peak_")},
         "ranks": ranks,

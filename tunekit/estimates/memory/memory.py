@@ -377,12 +377,10 @@ def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
     """
     train = recipe.train
     if data.num_eval is None:
-        for name in ("metric_for_best_model", "greater_is_better"):
+        for name in ("metric_for_best_model", "greater_is_better", "early_stopping_patience"):
             if dict(train)[name] is not None:
-                raise PlanError(
-                    f"train.{name}: no evaluation rows to select the best checkpoint by",
-                    hint="set data.eval, or unset it",
-                )
+                purpose = "stop early" if name == "early_stopping_patience" else "select the best checkpoint"
+                raise PlanError(f"train.{name}: no evaluation rows to {purpose} by", hint="set data.eval, or unset it")
         return None, False
     metric = train.metric_for_best_model
     if metric is None:
@@ -409,11 +407,12 @@ def saving_of(
     """
     metric, greater = metric_of(recipe, data)
     if layout.why_not_resumed is not None:
-        if recipe.train.metric_for_best_model is not None:
-            raise PlanError(
-                f"train.metric_for_best_model: {layout.name} saves no checkpoints: {layout.why_not_resumed}",
-                hint="unset it, or choose another layout",
-            )
+        for name in ("metric_for_best_model", "early_stopping_patience"):
+            if dict(recipe.train)[name] is not None:
+                raise PlanError(
+                    f"train.{name}: {layout.name} saves no checkpoints: {layout.why_not_resumed}",
+                    hint="unset it, or choose another layout",
+                )
         metric, greater = None, False
     size = checkpoint_bytes(recipe, model, layout, dtype)
     fits = spare_bytes is not None and copied_bytes(size, layout) <= spare_bytes

@@ -13,7 +13,7 @@ from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, is_traced
-from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files
+from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files, metric_of
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
@@ -347,6 +347,28 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     )
 
 
+def check_stopping(recipe: Recipe, schedule: Schedule | None) -> None:
+    """Refuse a patience that the evaluations of a run cannot exhaust before its end.
+
+    Raises:
+        PlanError: There are too few of them.
+    """
+    patience = recipe.train.early_stopping_patience
+    if patience is None or schedule is None or schedule.eval_steps is None:
+        return
+    between = math.lcm(schedule.eval_steps, schedule.save_together)
+    num = (schedule.num_steps - 1) // between
+    if num > patience:
+        return
+    ways = [f"set train.early_stopping_patience={num - 1}"] if num > 1 else []
+    often = (schedule.num_steps - 1) // (patience + 1) // schedule.save_together * schedule.save_together
+    ways += [f"set train.eval_steps={often}"] if often else []
+    problem = f"train.early_stopping_patience: {patience} needs {patience + 1} evaluations before the last step, "
+    problem += f"{schedule.num_steps}; there {'is' if num == 1 else 'are'} {num}, "
+    problem += "every step" if between == 1 else f"every {between} steps"
+    raise PlanError(problem, hint=", or ".join(ways) or "unset it, or train longer")
+
+
 def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     """Yield the reasons about the data, and the share of each source."""
     yield _data_reason(recipe, data)
@@ -433,7 +455,15 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
         why += f"; {missing} {trains_on} from the start fill the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps} steps"
-    return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warmup", why=why)
+    choice = f"{schedule.num_steps}, {schedule.warmup_steps} of warmup"
+    if train.early_stopping_patience is None:
+        return Reason(topic="steps", choice=choice, why=why)
+    metric, _ = metric_of(recipe, data)
+    least = f" by more than {train.early_stopping_threshold:g}" if train.early_stopping_threshold else ""
+    num = train.early_stopping_patience
+    evaluations = "an evaluation does" if num == 1 else f"{num} evaluations in a row do"
+    why += f"; stops early once {evaluations} not improve {metric}{least}"
+    return Reason(topic="steps", choice=f"at most {choice}", why=why)
 
 
 def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:

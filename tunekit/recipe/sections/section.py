@@ -196,6 +196,13 @@ class TrainSection(Section):
     greater_is_better: bool | None = None
     """True if a greater metric is better. Default: true, unless its name ends in `loss`."""
 
+    early_stopping_patience: Annotated[int, Field(gt=0)] | None = None
+    """Stop after this many evaluations in a row that do not improve `metric_for_best_model`. The result is the state of
+    that step; the best checkpoint stays beside it. Default: train to the end."""
+
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
+    """Difference from the best evaluation so far that an improvement must exceed for `early_stopping_patience`."""
+
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """Action on a NaN or infinite loss or gradient, detected before weights change. `stop`: stop the run and name the
     rows. `skip`: skip the step. `rollback`: resume from the last checkpoint and skip the step when it comes again."""
@@ -216,6 +223,13 @@ class TrainSection(Section):
     def trained_dtype(self) -> Literal["float32", "bfloat16"]:
         """Data type of trained weights and their gradients."""
         return "bfloat16" if self.pure_bf16 else "float32"
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield a threshold of early stopping without it."""
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            yield Conflict(
+                ("early_stopping_threshold",), "requires early_stopping_patience", "set that too, or unset it"
+            )
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":

@@ -79,6 +79,17 @@ class Best(Facts):
     step: int
 
 
+class Patience(Facts):
+    """Progress of early stopping."""
+
+    counter: int
+    """Evaluations in a row that were no improvement."""
+    since: int
+    """Step of the last improvement."""
+    step: int
+    """Step of the last evaluation that was counted."""
+
+
 class Manifest(Facts):
     """Manifest of a checkpoint: its kind and its files."""
 
@@ -95,6 +106,8 @@ class Manifest(Facts):
     versions: Mapping[str, str]
     """Of tunekit and of the libraries that wrote it."""
     best: Best | None
+    patience: Patience | None = None
+    """None where the run trains to the end."""
     files: Mapping[str, Written]
     """All but the manifest, by their paths in the folder."""
 
@@ -113,12 +126,14 @@ class Newest:
         path: Its folder.
         skipped: Newer ones, each with what is wrong.
         best: The best evaluation as it tells it.
+        patience: The progress of early stopping as it tells it.
     """
 
     step: int = 0
     path: Path | None = None
     skipped: tuple[str, ...] = ()
     best: Best | None = None
+    patience: Patience | None = None
 
 
 def draft_of(run_folder: Path, step: int) -> Path:
@@ -285,7 +300,8 @@ def _newest(run_folder: Path, *, contents: bool) -> Newest:
     for step, folder in _found(run_folder):
         fault = fault_of(folder, contents=contents)
         if fault is None:
-            return Newest(step, folder, tuple(skipped), manifest_of(folder).best)
+            manifest = manifest_of(folder)
+            return Newest(step, folder, tuple(skipped), manifest.best, manifest.patience)
         note = f"; renamed to {_set_aside(folder).name}" if contents else ""
         skipped.append(f"{folder.name}: {fault}{note}")
     return Newest(skipped=tuple(skipped))

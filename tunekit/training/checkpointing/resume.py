@@ -18,8 +18,8 @@ from tunekit.recipe.edits import Edit, Effect, edits, ruling
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.runs import fingerprints, small_files
-from tunekit.runs.available_actions import begin_anew
-from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
+from tunekit.runs.available_actions import TO_THE_END, begin_anew
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, manifest_of, newest_complete
 from tunekit.runs.checkpoints.listing import Found, folders_of, named, newest_weights, steps_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
@@ -237,6 +237,11 @@ def _check_length(
     if plan.schedule is None or weights_only:
         return
     num_steps, is_edited = plan.schedule.num_steps, any(edit.name in LENGTH for edit in edited)
+    patience, limit = manifest_of(found.path).patience, plan.recipe.train.early_stopping_patience
+    if run.state == "finished" and num_steps > found.step and patience and limit and patience.counter >= limit:
+        why = f"{plan.saving.metric_for_best_model} had not improved for {patience.counter} evaluations"
+        more = f"train further: tunekit resume {run.path} {TO_THE_END}"
+        raise RunError(f"{run.name} stopped early after {found.step} steps: {why}", hint=more)
     if num_steps > found.step or (num_steps == found.step and run.state != "finished" and not is_edited):
         return
     more = f"train further: tunekit resume {run.path} train.max_steps={2 * found.step}"

@@ -37,6 +37,8 @@ from tunekit.process.watchdog import Heart, any_of, exchange_problem, of_all, sa
 from tunekit.runs.checkpoints import complete
 from tunekit.runs.fingerprints import versions
 from tunekit.runs.record import Record, free_bytes, not_saved, tokenizers_errors, words_of
+from tunekit.training.checkpointing.restore import Start
+from tunekit.training.early_stopping import EarlyStopping, is_better
 from tunekit.training.engines import deepspeed, fsdp2
 
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class _Save:
     Attributes:
         step: Its step.
         best: The best evaluation so far.
+        patience: The progress of early stopping.
         began: When, by the clock of this process.
         writes: What is still to be written, from what was copied.
         wait_seconds: How long the training waited for it.
@@ -76,6 +79,7 @@ class _Save:
 
     step: int
     best: complete.Best | None
+    patience: complete.Patience | None
     began: float
     writes: list[Callable[[], None]] = field(default_factory=list)
     wait_seconds: float = 0.0
@@ -94,14 +98,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         record: Record of the run.
         plan: The plan of the run.
         heart: Heartbeats of the process.
-        best: The best evaluation before, on resume.
+        start: Start of the training, with the best evaluation before.
     """
 
-    def __init__(self, record: Record, plan: Plan, heart: Heart, best: complete.Best | None) -> None:
+    def __init__(self, record: Record, plan: Plan, heart: Heart, start: Start) -> None:
         self.record, self.run = record, record.run
         self.plan = plan
         self.heart = heart
-        self.best = best
+        self.best = start.best(plan)
+        self.stopping = EarlyStopping(
+            record, plan.recipe.train, plan.saving, None if self.best is None else start.newest.patience
+        )
         self.seconds: list[float] = []
         """Seconds that each checkpoint took that is whole, since this process began."""
         self._wait_seconds = 0.0
@@ -111,7 +118,6 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Bytes of one: first as planned, then of the last one."""
         self._evaluation: dict[str, float] = {}
         self._saving: _Save | None = None
-        self._num_steps = 0
 
     def attach(self, trainer: RunTrainer) -> None:
         """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
@@ -121,6 +127,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             # Of its own, since exchanges of a thread would come between those of the training.
             self._group = distributed.new_group(timeout=timedelta(seconds=self.plan.timeout_seconds), backend="gloo")
         self._target: Path | None = None
+        self.stopping.attach(trainer)
         trainer.wrap("save_checkpoint", self._save)
         trainer.wrap("save_weights", self._save_main_files)
         trainer.wrap("checkpoint_folder", self._folder_of)
@@ -173,17 +180,16 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             raise RunError(f"train.metric_for_best_model: evaluations report no {metric}", hint=f"available: {names}")
         schedule = self.plan.schedule
         assert schedule is not None
-        # The evaluation before the first step is of a step that has its checkpoint, or of none.
-        if not self._num_steps or state.global_step % schedule.save_together:
+        if not state.global_step or state.global_step % schedule.save_together:
             return
         value = same_everywhere(float(self._evaluation[metric]), self.record.place)
+        self.stopping.count(value, self.best)
         if is_better(value, self.best, greater=self.plan.saving.greater_is_better):
             self.best = complete.Best(metric=metric, value=value, step=state.global_step)
             control.should_save = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
-        self._num_steps += 1
         if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
             self._finish()
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
@@ -202,7 +208,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self.heart.mark("saving")
         self._finish()
         step = int(self.trainer.state.global_step)
-        saving = self._saving = _Save(step, self.best, time.perf_counter())
+        saving = self._saving = _Save(step, self.best, self.stopping.patience, time.perf_counter())
         if self.record.place.is_main:
             self._keep(saving, lambda: self._begin(saving))
         self._agree(saving)
@@ -327,6 +333,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             made_of=files["fingerprints.json"].sha256 if "fingerprints.json" in files else None,
             versions=versions(),
             best=saving.best,
+            patience=saving.patience,
             files=files,
         )
         complete.publish(self.run.path, manifest)
@@ -440,13 +447,6 @@ def result_saved(record: Record, draft: Path) -> Iterator[None]:
         if record.place.is_main:
             shutil.rmtree(draft, ignore_errors=True)
         raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
-
-
-def is_better(value: float, best: complete.Best | None, *, greater: bool) -> bool:
-    """Return whether an evaluation is better than the best before; one that is not a number is not."""
-    if value != value:
-        return False
-    return best is None or (value > best.value if greater else value < best.value)
 
 
 def _share(seen: list[list[str]], rank: int) -> list[str]:
