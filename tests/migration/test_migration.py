@@ -57,7 +57,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-dora.yaml": {
         "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.modules_to_save": ["embed_tokens", "lm_head"],
         "train.optim": "adamw_bnb_8bit", "method.trainer_args": {"adam_beta2": 0.95, "adam_epsilon": 1e-6},
-        "train.global_batch_size": 16, "data.eval_size": None,
+        "train.global_batch_size": 16, "data.eval_size": None, "adapter.layers_to_transform": [0, 1, 27],
+        "adapter.rank_pattern": {"q_proj": 8, "layers.0.mlp.up_proj": 32}, "adapter.alpha_pattern": {"q_proj": 16},
     },
     "axolotl-dpo.yaml": {
         "method.type": "dpo", "method.beta": 0.2, "data.columns": {"prompt": "question"}, "adapter.dropout": 0.0,
@@ -259,6 +260,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "swift-dora.yaml": {
         "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.rank": 32, "adapter.alpha": 32,
+        "adapter.target_modules": r".*\.self_attn\.[qv]_proj",
         "train.global_batch_size": 16, "data.eval.path": "data/held.jsonl",
     },
     "swift-pretrain.sh": {

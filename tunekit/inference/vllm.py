@@ -18,7 +18,7 @@ from tunekit.errors import DependencyError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Answer, Device, Sampling, Trained, longest_of, room_of, tokenizer_of
 from tunekit.probe.model import model_folder
-from tunekit.recipe.sections.model import QloraAdapter
+from tunekit.recipe.sections.model import LoraAdapter, QloraAdapter
 
 Backend = Literal["auto", "transformers", "vllm"]
 
@@ -68,9 +68,14 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
     adapter = found.adapter
     if isinstance(adapter, QloraAdapter):
         return RunError(f"{found.name} was trained on a 4-bit base, which vLLM does not load", hint=other)
-    if adapter is not None and (adapter.use_dora or adapter.modules_to_save or adapter.rank > RANKS[-1]):
+    if adapter is not None and (_is_beyond(adapter) or adapter.rank > RANKS[-1]):
         return RunError(f"vLLM does not support the adapter of {found.name}", hint=other)
     return None
+
+
+def _is_beyond(adapter: LoraAdapter) -> bool:
+    """Return whether vLLM refuses an adapter for its kind, or would scale all modules by one rank and alpha."""
+    return bool(adapter.use_dora or adapter.modules_to_save or adapter.rank_pattern or adapter.alpha_pattern)
 
 
 class VllmModel:

@@ -9,13 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.data.tokenization.chat import template_in_time
-from tunekit.errors import RunError
+from tunekit.errors import ModelError, RunError
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.models.documents import run_by_document
 from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
+from tunekit.recipe.sections.model import LoraAdapter
 from tunekit.recipe.sections.section import Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
@@ -159,6 +160,10 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
+        if isinstance(plan.recipe.adapter, LoraAdapter) and plan.recipe.adapter.chooses_by_name:
+            problem = f"adapter: the model has {num_trained(trainer.model):,} parameters in the modules chosen, "
+            problem += f"{plan.num_trainable_params:,} are planned: some names differ between its files and its modules"
+            raise ModelError(problem, hint="choose by the last parts of names")
         record.write(
             "warning",
             message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "

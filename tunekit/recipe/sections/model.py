@@ -5,11 +5,13 @@ The section of a recipe that says which model to start from.
 Trained parameters: every weight, or low-rank updates beside frozen ones.
 """
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
-from tunekit.recipe.sections.section import EXPANDS_ENV, Section, type_alone
+from tunekit.recipe.sections.section import EXPANDS_ENV, Conflict, Section, type_alone
 
 
 class ModelSection(Section):
@@ -47,6 +49,10 @@ class ModelSection(Section):
     `revision`, of a folder as it is when the run starts."""
 
 
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer but the head."""
+
+
 class FullAdapter(Section):
     """Full fine-tuning of all parameters."""
 
@@ -73,9 +79,22 @@ class LoraAdapter(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter input. Above 0 it costs activation memory."""
 
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Modules to adapt: `all-linear` (every linear layer except the LM head) or a list of name suffixes such as
-    [q_proj, v_proj]."""
+    rank_pattern: dict[str, Annotated[int, Field(gt=0)]] | None = None
+    """Other ranks by module: name endings or regular expressions for the end of a name, the first that matches, such as
+    {q_proj: 8, "layers.0.mlp.up_proj": 32}."""
+
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """Other alphas by module, named as in `rank_pattern`."""
+
+    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    """Modules to adapt: `all-linear` (every linear layer except the LM head), a list of name suffixes such as
+    [q_proj, v_proj], or a regular expression that matches whole names of linear layers."""
+
+    exclude_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Modules of `target_modules` to leave out, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
+
+    layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
+    """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
 
     use_rslora: bool = False
     """Rank-stabilized scaling (arXiv 2312.03732)."""
@@ -85,6 +104,32 @@ class LoraAdapter(Section):
 
     modules_to_save: list[str] | None = None
     """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
+
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _compiles(cls, value: Any) -> Any:
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+        return value
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        if self.layers_to_transform and self.target_regex is not None:
+            what = "does not apply to a regular expression in target_modules"
+            yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
+
+    @property
+    def chooses_by_name(self) -> bool:
+        """True if modules are chosen or ranked by more than their last names."""
+        return bool(self.target_regex or self.exclude_modules or self.layers_to_transform or self.rank_pattern)
+
+    @property
+    def target_regex(self) -> str | None:
+        """The regular expression in `target_modules`; None where it is something else."""
+        targets = self.target_modules
+        return targets if isinstance(targets, str) and targets != ALL_LINEAR else None
 
 
 class QloraAdapter(LoraAdapter):
