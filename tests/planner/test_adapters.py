@@ -5,8 +5,11 @@ import pytest
 from tests.estimates.shapes import H100, LLAMA_1B
 from tests.planner.golden import ROWS, recipe
 from tunekit.errors import PlanError
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.planner.decisions.adapters import adapter_faults
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
+from tunekit.recipe.sections.model import LoraAdapter
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 UNFUSED = "k_proj, o_proj, q_proj, v_proj"
@@ -61,6 +64,75 @@ OF_EXPERTS = {
         f"limit it to {UNFUSED}",
     ),
 }
+
+STARTS = {
+    "quantized": (
+        {"type": "qlora", "init_lora_weights": "pissa"},
+        "pissa needs base weights that are not quantized; set adapter.type=lora, or use gaussian",
+    ),
+    "quantized, orthogonal": (
+        {"type": "qlora", "init_lora_weights": "orthogonal"},
+        "orthogonal needs base weights that are not quantized; set adapter.type=lora, or use gaussian",
+    ),
+    "odd ranks": (
+        {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}},
+        "orthogonal needs even ranks, got 3; change adapter.rank or rank_pattern",
+    ),
+    "dora": (
+        {"init_lora_weights": "olora", "use_dora": True},
+        "olora does not go with use_dora: saved, such an adapter subtracts its initial one, and the norm of DoRA is of "
+        "the sum; unset one of them",
+    ),
+    "rslora of several ranks": (
+        {"init_lora_weights": "pissa_niter_16", "use_rslora": True, "rank_pattern": {"q_proj": 4}},
+        "pissa_niter_16 with use_rslora needs one rank and alpha; unset rank_pattern and alpha_pattern",
+    ),
+    "a rank too large": (
+        {"init_lora_weights": "pissa", "rank": 600},
+        "pissa: a rank exceeds the smaller size of its weight; lower adapter.rank or rank_pattern",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_that_peft_or_what_is_saved_cannot_have_is_refused(name):
+    options, message = STARTS[name]
+    with pytest.raises(PlanError) as caught:
+        planned(LLAMA_1B, **options)
+    assert str(caught.value) == f"adapter.init_lora_weights: {message}"
+
+
+def test_experts_do_not_begin_with_parts_of_their_weights():
+    with pytest.raises(PlanError, match=r"pissa is for linear layers, and the adapters of .* reach experts"):
+        planned(known_model(MOE), init_lora_weights="pissa")
+    on_attention = LoraAdapter(init_lora_weights="pissa", target_modules=["q_proj"])
+    assert not list(adapter_faults(on_attention, known_model(MOE)))
+
+
+def test_a_model_without_its_adapter_is_no_reference_once_its_weights_lack_a_part():
+    with pytest.raises(PlanError, match=r"the model without its adapter is not the reference of dpo; use gaussian"):
+        asked = recipe(method={"type": "dpo"}, adapter={"type": "lora", "init_lora_weights": "pissa"})
+        resolve(asked, H100, LLAMA_1B, ROWS.model_copy(update={"format": "preference"}))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+def test_parts_are_taken_out_of_whole_weights(strategy):
+    asked = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"}, parallel={"strategy": strategy})
+    with pytest.raises(PlanError, match=r"pissa takes parts out of whole weights; use ddp, or gaussian"):
+        resolve(asked, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
+    free = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"})
+    plan = resolve(free, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
+    assert plan.layout.strategy == "ddp"
+
+
+def test_the_plan_says_what_is_saved_of_a_start_in_the_base_weights():
+    (reason,) = [r for r in planned(LLAMA_1B, rank=8, init_lora_weights="pissa").reasons if r.topic == "adapter"]
+    assert reason.choice == "lora, rank 8, alpha 32, on all-linear, from pissa"
+    plain, split = (planned(LLAMA_1B, rank=8, init_lora_weights=start) for start in ("gaussian", "pissa"))
+    sizes = [(plan.saving.result_bytes, plan.saving.checkpoint_bytes) for plan in (plain, split)]
+    more = 4 * plain.num_trainable_params
+    assert [size + more for size in sizes[0]] == list(sizes[1])
+    assert reason.why.endswith("; taken out of the base weights, and saved as plain LoRA of rank 16")
 
 
 def planned(model, **adapter):

@@ -105,7 +105,7 @@ def test_options_train_with_every_adapter(adapter, option, here):
     [
         *("use_rslora=true", "use_dora=true", "dropout=0.1", "target_modules=[q_proj,v_proj]", "quant_type=fp4"),
         *("exclude_modules=[down_proj]", "layers_to_transform=[1]", "target_modules=.*[qv]_proj"),
-        *("rank_pattern={q_proj: 4}", "alpha_pattern={.*_proj: 8.0}"),
+        *("rank_pattern={q_proj: 4}", "alpha_pattern={.*_proj: 8.0}", "init_lora_weights=gaussian"),
     ],
 )
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

@@ -27,7 +27,7 @@ from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, Mod
 
 MATRICES = (
     *("rank", "alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
-    *("use_rslora", "use_dora", "modules_to_save"),
+    *("init_lora_weights", "use_rslora", "use_dora", "modules_to_save"),
 )
 """Fields of an adapter section that say what the trained tensors are and mean: an adapter that is trained further keeps
 them."""

@@ -393,6 +393,10 @@ def attach_adapter(
     _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
+    elif adapter.splits_base:
+        from tunekit.models.split_base import keep_initial
+
+        keep_initial(adapted)
     return adapted
 
 
@@ -471,6 +475,7 @@ def lora_config(
         alpha_pattern=dict(adapter.alpha_pattern or {}),
         target_modules=_targeted_linears(adapter, model) if by_name else targets,
         layers_to_transform=None if by_name else adapter.layers_to_transform,
+        init_lora_weights=adapter.init_lora_weights if trained is None else True,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,

@@ -59,7 +59,7 @@ def _of_run(folder: Path, path: str) -> Origin:
         base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
     else:
         _check_weights(folder, path)
-        adapter = recipe.adapter
+        adapter = recipe.adapter.as_saved
     this = Ancestor(name=run.name, path=str(run), method=recipe.method.type, adapter=recipe.adapter.type)
     return Origin(
         folder=str(folder),

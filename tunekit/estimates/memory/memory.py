@@ -302,10 +302,9 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
 
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
     """
-    full = isinstance(recipe.adapter, FullAdapter)
     trained = states.num_trainable_params(model, recipe.adapter)
-    adapters, of_optimizer = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
-    weights = 4 * model.num_params if full else adapters
+    _, of_optimizer = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
+    weights = _saved_bytes(recipe, model)
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
@@ -314,9 +313,15 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the trained model or adapter."""
-    full = isinstance(recipe.adapter, FullAdapter)
-    adapters, _ = states.trained_bytes(model, recipe.adapter, recipe.train.optim)
-    return (4 * model.num_params if full else adapters) + TOKENIZER_BYTES * model.vocab_size
+    return _saved_bytes(recipe, model) + TOKENIZER_BYTES * model.vocab_size
+
+
+def _saved_bytes(recipe: Recipe, model: ModelFacts) -> int:
+    adapter = recipe.adapter
+    if isinstance(adapter, FullAdapter):
+        return 4 * model.num_params
+    saved, _ = states.trained_bytes(model, adapter.as_saved, recipe.train.optim)
+    return saved
 
 
 def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 from tunekit.estimates.facts import ModelFacts
+from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
-from tunekit.recipe.sections.model import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter
+from tunekit.recipe.methods.spec import MethodSection
+from tunekit.recipe.sections.model import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 Faults = Iterator[tuple[str, str]]
 
@@ -20,6 +22,7 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     yield from expert_faults(model, adapter)
     yield from _target_faults(model, adapter)
     yield from _choice_faults(model, adapter)
+    yield from _start_faults(model, adapter)
     unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
     if unknown:
         hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
@@ -69,6 +72,45 @@ def _choice_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         if unused and adapted:
             problem = f"adapter.{field}: no adapted module has a name that ends in {', '.join(unused)}"
             yield problem, f"available: {', '.join(sorted({last_part(name) for name in adapted}))}"
+
+
+def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield why an adapter cannot begin as `init_lora_weights` says."""
+    start = adapter.init_lora_weights
+    if start is True:
+        return
+    problem = f"adapter.init_lora_weights: {start}"
+    adapted = model.adapted(adapter)
+    if start != "gaussian":
+        if isinstance(adapter, QloraAdapter):
+            yield f"{problem} needs base weights that are not quantized", "set adapter.type=lora, or use gaussian"
+        if any(name not in model.linears for name in adapted.ranks):
+            what = f"{problem} is for linear layers, and the adapters of {model.path} reach experts and routers"
+            yield what, "limit adapter.target_modules to attention, or use gaussian"
+    odd = sorted({rank for rank in adapted.ranks.values() if rank % 2})
+    if start == "orthogonal" and odd:
+        yield f"{problem} needs even ranks, got {', '.join(map(str, odd))}", "change adapter.rank or rank_pattern"
+    if not adapter.splits_base:
+        return
+    largest = min((min(sizes) // adapted.ranks[name] for name, sizes in adapted.sizes.items()), default=1)
+    if largest < 1:
+        yield f"{problem}: a rank exceeds the smaller size of its weight", "lower adapter.rank or rank_pattern"
+    if adapter.use_dora:
+        why = "saved, such an adapter subtracts its initial one, and the norm of DoRA is of the sum"
+        yield f"{problem} does not go with use_dora: {why}", "unset one of them"
+    if adapter.use_rslora and (adapter.rank_pattern or adapter.alpha_pattern):
+        yield f"{problem} with use_rslora needs one rank and alpha", "unset rank_pattern and alpha_pattern"
+
+
+def start_refusal(adapter: Adapter, method: MethodSection, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why an adapter cannot begin with parts of the base weights beside this method, or in this layout."""
+    if isinstance(adapter, FullAdapter) or not adapter.splits_base:
+        return
+    name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"
+    if method.reference_use != "none":
+        yield f"with {name} the model without its adapter is not the reference of {method.type}", hint
+    if layout.strategy not in ("single", "ddp"):
+        yield f"{name} takes parts out of whole weights", "use ddp, or gaussian"
 
 
 def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:

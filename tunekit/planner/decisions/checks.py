@@ -9,7 +9,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import Dtype, reference_of, unties_head
 from tunekit.estimates.models.model_config import model_types
 from tunekit.planner.decisions import backends
-from tunekit.planner.decisions.adapters import adapter_faults
+from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
@@ -200,6 +200,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     recipe, optim = setting.recipe, setting.recipe.train.optim
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
+    yield from start_refusal(recipe.adapter, recipe.method, layout)
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter) and (

@@ -131,6 +131,10 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
         return Reason(topic="adapter", choice="full", why=f"all {count(trained)} parameters trained")
     choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {_targets_words(adapter)}"
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
+    if adapter.init_lora_weights is not True:
+        choice += f", from {adapter.init_lora_weights}"
+    if adapter.splits_base:
+        share += f"; taken out of the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
     return Reason(topic="adapter", choice=choice, why=share)
 
 

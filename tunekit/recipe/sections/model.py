@@ -5,9 +5,10 @@ The section of a recipe that says which model to start from.
 Trained parameters: every weight, or low-rank updates beside frozen ones.
 """
 
+import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -53,6 +54,20 @@ ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
 
 
+InitLoraWeights = Literal[
+    True,
+    "gaussian",
+    "orthogonal",
+    "olora",
+    "pissa",
+    "pissa_niter_4",
+    "pissa_niter_8",
+    "pissa_niter_16",
+    "pissa_niter_32",
+]
+"""Initial weights of an adapter, by PEFT's names."""
+
+
 class FullAdapter(Section):
     """Full fine-tuning of all parameters."""
 
@@ -96,6 +111,12 @@ class LoraAdapter(Section):
     layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
     """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
 
+    init_lora_weights: InitLoraWeights = True
+    """Initial matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to each other,
+    or parts of the base weights, which are frozen without them: `olora` by QR (arXiv 2406.01775), `pissa` by SVD (arXiv
+    2404.02948), `pissa_niter_16` by a faster one of 16 iterations. Of these, plain LoRA of twice the rank is saved, for
+    the base as it was."""
+
     use_rslora: bool = False
     """Rank-stabilized scaling (arXiv 2312.03732)."""
 
@@ -119,6 +140,29 @@ class LoraAdapter(Section):
         if self.layers_to_transform and self.target_regex is not None:
             what = "does not apply to a regular expression in target_modules"
             yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
+
+    @property
+    def splits_base(self) -> bool:
+        """True if adapters begin with parts of the base weights."""
+        return isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith(("pissa", "olora"))
+
+    @property
+    def as_saved(self) -> Self:
+        """The section of the adapter that is saved.
+
+        Where parts of the base weights were taken out, what is saved is plain LoRA of twice the rank: the trained
+        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays.
+        """
+        plain = self.model_copy(update={"init_lora_weights": True})
+        if not self.splits_base:
+            return plain
+        times = math.sqrt(2) if self.use_rslora else 2
+        update: dict[str, Any] = {"rank": 2 * self.rank, "alpha": times * self.alpha}
+        if self.rank_pattern:
+            update["rank_pattern"] = {name: 2 * rank for name, rank in self.rank_pattern.items()}
+        if self.alpha_pattern:
+            update["alpha_pattern"] = {name: times * alpha for name, alpha in self.alpha_pattern.items()}
+        return plain.model_copy(update=update)
 
     @property
     def chooses_by_name(self) -> bool:
