@@ -15,7 +15,7 @@ from tunekit.estimates.memory.states import num_trainable_params, trained_tensor
 from tunekit.estimates.models.architectures import FAMILIES, tensors_of
 from tunekit.estimates.models.model_config import complete, layer_types_of, model_types
 from tunekit.models.load import attach_adapter
-from tunekit.planner.decisions.checks import expert_faults
+from tunekit.planner.decisions.adapters import expert_faults
 from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.sections.model import LoraAdapter, ModelSection
 

@@ -33,6 +33,11 @@ ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "mistral")
 SPECIAL = {
     "pico, DoRA": ("pico", DORA),
     "4-bit DoRA": ("llama", {"type": "qlora", "use_dora": True, "rank": 4}),
+    "LoRA of several ranks": (
+        "llama",
+        {"type": "lora", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 64}},
+    ),
+    "LoRA of a layer": ("gemma3_text", {"type": "lora", "layers_to_transform": [1], "exclude_modules": ["k_proj"]}),
     "rsLoRA": ("llama", {"type": "lora", "use_rslora": True}),
     # Input and output embeddings of this one are the same matrix.
     "tied, embeddings trained": ("gemma3_text", {"type": "lora", "modules_to_save": ["embed_tokens"]}),

@@ -58,7 +58,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-dora.yaml": {
         "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.modules_to_save": ["embed_tokens", "lm_head"],
         "train.optim": "adamw_bnb_8bit", "method.trainer_args": {"adam_beta2": 0.95, "adam_epsilon": 1e-6},
-        "train.global_batch_size": 16, "data.eval_size": None,
+        "train.global_batch_size": 16, "data.eval_size": None, "adapter.layers_to_transform": [0, 1, 27],
+        "adapter.rank_pattern": {"q_proj": 8, "layers.0.mlp.up_proj": 32}, "adapter.alpha_pattern": {"q_proj": 16},
+        "adapter.init_lora_weights": "gaussian",
     },
     "axolotl-dpo.yaml": {
         "method.type": "dpo", "method.beta": 0.2, "data.columns": {"prompt": "question"}, "adapter.dropout": 0.0,
@@ -95,6 +97,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.global_batch_size": 16,
     },
     "llamafactory-lora-sft.yaml": {
+        "adapter.init_lora_weights": "pissa_niter_16",
         "model.path": "Qwen/Qwen3-4B-Instruct-2507", "adapter.rank": 8, "adapter.alpha": 16, "data.max_length": 2048,
         "train.global_batch_size": 8, "train.learning_rate": 1e-4, "train.num_epochs": 3, "train.warmup_steps": 0.1,
         "train.eval_steps": 500, "train.save_steps": 500, "data.eval_size": 0.1, "train.logging_steps": 10,
@@ -254,6 +257,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "torchtune-doubtful.yaml": {"model.path": "Qwen/Qwen2.5-1.5B-Instruct", "train.global_batch_size": 2},
     "swift-lora-sft.sh": {
+        "adapter.init_lora_weights": "olora",
         "adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05, "train.global_batch_size": 16,
         "train.eval_steps": 50, "train.save_steps": 50, "train.save_total_limit": 5, "train.warmup_steps": 0.05,
         "train.weight_decay": 0.1, "method.trainer_args": {"adam_beta2": 0.95}, "data.max_length": 2048,
@@ -269,6 +273,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "swift-dora.yaml": {
         "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.rank": 32, "adapter.alpha": 32,
+        "adapter.target_modules": r".*\.self_attn\.[qv]_proj",
         "train.global_batch_size": 16, "data.eval.path": "data/held.jsonl",
     },
     "swift-pretrain.sh": {

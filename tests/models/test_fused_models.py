@@ -287,6 +287,17 @@ def test_layers_without_an_adapter_are_computed_beside_those_with_one():
     assert_agrees(fused, plain, packed_batch())
 
 
+@pytest.mark.parametrize("adapter", ["lora", "nf4"])
+def test_layers_of_several_ranks_and_scales_and_layers_with_none_are_computed_together(adapter):
+    config = {"rank_pattern": {"q_proj": 2, "0.mlp.up_proj": 24}, "alpha_pattern": {"[vg].*_proj": 5.0}}
+    names = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    for layers in (None, [0]):
+        config |= {"layers_to_transform": layers, "target_modules": names, "exclude_modules": ["0.self_attn.k_proj"]}
+        fused, plain = (model_of("llama", adapter, **config) for _ in range(2))
+        fuse(fused)
+        assert_agrees(fused, plain, packed_batch())
+
+
 def test_an_unfused_model_is_the_plain_one():
     model, plain = model_of("gemma3_text", "lora"), model_of("gemma3_text", "lora")
     fuse(model)

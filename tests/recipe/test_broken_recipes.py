@@ -382,11 +382,32 @@ BROKEN = {
         ),
     ),
     "text_where_a_list_belongs": (
-        GOOD + "adapter: {type: lora, target_modules: q_proj, modules_to_save: lm_head}\n",
+        GOOD + "adapter: {type: lora, exclude_modules: q_proj, modules_to_save: lm_head}\n",
         (
-            "recipe.yaml:3:39: adapter.target_modules: must be all-linear or a list of strings, got "
-            "'q_proj'; write [q_proj]\n"
-            "recipe.yaml:3:64: adapter.modules_to_save: must be a list of strings, got 'lm_head'; write [lm_head]"
+            "recipe.yaml:3:40: adapter.exclude_modules: must be a list of strings, got 'q_proj'; write [q_proj]\n"
+            "recipe.yaml:3:65: adapter.modules_to_save: must be a list of strings, got 'lm_head'; write [lm_head]"
+        ),
+    ),
+    "broken_expressions_of_modules": (
+        GOOD + 'adapter: {type: lora, target_modules: "(q", rank_pattern: {"*": 4}}\n',
+        (
+            "recipe.yaml:3:39: adapter.target_modules: '(q' is not a valid regular expression: missing ), "
+            "unterminated subpattern at position 0\n"
+            "recipe.yaml:3:59: adapter.rank_pattern: '*' is not a valid regular expression: nothing to repeat at "
+            "position 0"
+        ),
+    ),
+    "layers_beside_an_expression": (
+        GOOD + 'adapter: {type: lora, target_modules: ".*q_proj", layers_to_transform: [0]}\n',
+        "recipe.yaml:3:51: adapter.layers_to_transform: does not apply to a regular expression in target_modules; "
+        "put the layers into the expression",
+    ),
+    "ranks_and_layers_of_other_kinds": (
+        GOOD + "adapter: {type: lora, rank_pattern: {q_proj: 0}, alpha_pattern: 3, layers_to_transform: [1.5]}\n",
+        (
+            "recipe.yaml:3:37: adapter.rank_pattern: must be greater than 0, got 0\n"
+            "recipe.yaml:3:65: adapter.alpha_pattern: must be a mapping, got 3\n"
+            "recipe.yaml:3:90: adapter.layers_to_transform[0]: must be an integer, got 1.5"
         ),
     ),
     "numbers_in_a_list_of_text": (

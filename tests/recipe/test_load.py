@@ -247,7 +247,10 @@ LORA: dict[str, Any] = {
     "rank": st.integers(1),
     "alpha": POSITIVE,
     "dropout": st.floats(0, 1, exclude_max=True),
-    "target_modules": st.just("all-linear") | st.lists(TEXTS),
+    "rank_pattern": st.none() | st.dictionaries(st.sampled_from(["q_proj", r"layers\.\d+\..*"]), st.integers(1)),
+    "target_modules": st.sampled_from(["all-linear", r".*\.[qv]_proj"]) | st.lists(TEXTS),
+    "exclude_modules": st.none() | st.lists(TEXTS, min_size=1),
+    "init_lora_weights": st.sampled_from([True, "gaussian", "pissa_niter_16"]),
     "use_rslora": st.booleans(),
     "modules_to_save": st.none() | st.lists(TEXTS),
 }

@@ -223,6 +223,8 @@ KINDS = {
     "lora": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
     "rslora": {"target_modules": "all-linear", "use_rslora": True},
     "dora": {"target_modules": ["k_proj", "down_proj"], "use_dora": True},
+    "chosen": {"target_modules": r".*[qk]_proj", "exclude_modules": ["k_proj"], "alpha_pattern": {"1.*": 5}},
+    "ranks": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 1, "rank_pattern": {"up_proj": 3}},
     "tables": {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
 }
 
@@ -262,8 +264,8 @@ def save_tied_model(folder: Path) -> Path:
 
 
 def test_an_adapter_that_no_recipe_describes_is_refused(here):
-    adapter = save_adapter(here / "adapter-odd", here / "model", target_modules=["q_proj"], rank_pattern={"q_proj": 2})
-    with pytest.raises(RecipeError, match=r"is an adapter with rank_pattern: .*, which recipes do not support"):
+    adapter = save_adapter(here / "adapter-odd", here / "model", target_modules=["q_proj"], bias="all")
+    with pytest.raises(RecipeError, match=r"is an adapter with bias: all, which recipes do not support"):
         verbs.plan(recipe("sft", str(adapter)))
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(RecipeError, match=r"has no adapter_model.safetensors"):

@@ -101,7 +101,12 @@ def test_options_train_with_every_adapter(adapter, option, here):
 
 
 @pytest.mark.parametrize(
-    "option", ["use_rslora=true", "use_dora=true", "dropout=0.1", "target_modules=[q_proj,v_proj]", "quant_type=fp4"]
+    "option",
+    [
+        *("use_rslora=true", "use_dora=true", "dropout=0.1", "target_modules=[q_proj,v_proj]", "quant_type=fp4"),
+        *("exclude_modules=[down_proj]", "layers_to_transform=[1]", "target_modules=.*[qv]_proj"),
+        *("rank_pattern={q_proj: 4}", "alpha_pattern={.*_proj: 8.0}", "init_lora_weights=gaussian"),
+    ],
 )
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_adapter_options_reach_peft_and_train(adapter, option, here):
@@ -110,12 +115,16 @@ def test_adapter_options_reach_peft_and_train(adapter, option, here):
     run = train(f"adapter={adapter}", f"adapter.{option}")
     config = json.loads((run.model_path / "adapter_config.json").read_text(encoding="utf-8"))
     assert losses(run)[-1] < losses(run)[0]
-    expected = {"use_rslora": True, "use_dora": True, "lora_dropout": 0.1}
+    expected = {"use_rslora": True, "use_dora": True, "lora_dropout": 0.1, "exclude_modules": ["down_proj"]}
+    expected |= {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {".*_proj": 8.0}}
     name = option.partition("=")[0].replace("dropout", "lora_dropout")
     if name in expected:
         assert config[name] == expected[name]
+    saved = load_file(run.model_path / "adapter_model.safetensors")
     if name == "target_modules":
-        assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
+        assert {key.split(".")[-3] for key in saved} == {"q_proj", "v_proj"}
+    if name == "layers_to_transform":
+        assert {key.partition("layers.")[2][0] for key in saved} == {"1"}
     assert run.status()["phase"] == "finished"
     assert not [event for event in run.events() if event["event"] == "warning"]
 

@@ -12,7 +12,7 @@ base first, if all weights are to be trained.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,11 +23,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.estimates.models.rope import Rope, scaled
+from tunekit.estimates.targets import is_targeted, rank_of
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
-MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+MATRICES = (
+    *("rank", "alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("init_lora_weights", "use_rslora", "use_dora", "modules_to_save"),
+)
 """Fields of an adapter section that say what the trained tensors are and mean: an adapter that is trained further keeps
 them."""
+
+
+_CHOOSING = ("rank", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform")
+"""Fields of an adapter section that say which modules get an adapter, and of which rank."""
 
 
 class Facts(BaseModel):
@@ -111,7 +119,9 @@ def contradictions(origin: Origin, adapter: Adapter) -> Iterator[Contradiction]:
 
 
 def _set_of(value: Any) -> Any:
-    """A list of names whatever their order, where no name is as good as none."""
+    """A list or table of names whatever their order, where no name is as good as none."""
+    if isinstance(value, dict):
+        return frozenset(value.items())
     return frozenset(value) if isinstance(value, list) else frozenset() if value is None else value
 
 
@@ -295,7 +305,9 @@ class Linears:
     sizes: dict[str, tuple[int, int]]
     """Outputs and inputs by module name."""
     adapters: Counter[tuple[int, int, int]] = field(default_factory=Counter)
-    """Number of adapters by outputs and inputs of their layer, and by the multiple of the rank."""
+    """Number of adapters by outputs and inputs of their layer, and by their rank, for all experts of a layer."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Rank of the adapter of a module, or of one expert's, by name."""
 
     @cached_property
     def shapes(self) -> Counter[tuple[int, int]]:
@@ -306,6 +318,15 @@ class Linears:
     def kinds(self) -> frozenset[str]:
         """Their names without the numbers of layers."""
         return frozenset(_NUMBER.sub("", name) for name in self.sizes)
+
+    def rank_of(self, leaves: Collection[str]) -> int:
+        """Rank of the adapters of a decoder layer's modules of these last names, added up: the largest of each."""
+        largest: dict[str, int] = {}
+        for name, rank in self.ranks.items():
+            leaf = name.rpartition(".")[2]
+            if leaf in leaves and not _is_expert(name):
+                largest[leaf] = max(rank, largest.get(leaf, 0))
+        return sum(largest.values())
 
     @cached_property
     def num_params(self) -> int:
@@ -464,6 +485,11 @@ class ModelFacts(Facts):
         """True for a tensor or module that text gives no gradient, in a tower or elsewhere."""
         return self.is_tower(name) or not model_types().without_gradient.isdisjoint(name.split("."))
 
+    @cached_property
+    def num_untrained_params(self) -> int:
+        """Number of parameters that text gives no gradient."""
+        return sum(prod(shape) for name, shape in self.tensors.items() if self.is_untrained(name))
+
     @property
     def num_tower_params(self) -> int:
         """Number of parameters of vision and audio towers and their projectors."""
@@ -586,28 +612,34 @@ class ModelFacts(Facts):
         """Number of parameters of the modules whose names end in one of `modules`."""
         return sum(prod(shape) for shape in self.tensors_in(modules).values())
 
-    def adapter_linears(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
+    def adapter_linears(self, targets: str | list[str] | LoraAdapter) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of what gets an adapter, matched by names as PEFT does.
 
         Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
         experts: see `tunekit.estimates.memory.experts`.
-        """
-        return self.adapted(target_modules).sizes
 
-    def adapted(self, target_modules: str | list[str]) -> Linears:
-        """The same, with their counts."""
-        key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        Args:
+            targets: Target modules, or a section with all that chooses modules.
+        """
+        return self.adapted(targets).sizes
+
+    def adapted(self, targets: str | list[str] | LoraAdapter) -> Linears:
+        """The same, with their ranks and counts. Of target modules alone, ranks are 1."""
+        adapter = targets if isinstance(targets, LoraAdapter) else LoraAdapter(rank=1, target_modules=targets)
+        key = repr([dict(adapter)[name] for name in _CHOOSING])
         if key not in self._adapted:
-            sizes = self._matched(target_modules)
-            of_experts = (expert_adapters(name, self.tensors, self.num_experts) for name in sizes if _is_expert(name))
-            adapters = Counter((*size, 1) for name, size in sizes.items() if not _is_expert(name))
-            adapters.update(shape for shapes in of_experts for shape in shapes)
-            self._adapted[key] = Linears(sizes, adapters)
+            sizes = self._matched(adapter)
+            ranks = {name: rank_of(adapter, name) for name in sizes}
+            adapters = Counter((*size, ranks[name]) for name, size in sizes.items() if not _is_expert(name))
+            for name in filter(_is_expert, sizes):
+                shapes = expert_adapters(name, self.tensors, self.num_experts)
+                adapters.update((outputs, inputs, each * ranks[name]) for outputs, inputs, each in shapes)
+            self._adapted[key] = Linears(sizes, adapters, ranks)
         return self._adapted[key]
 
     @cached_property
-    def _adapted(self) -> dict[str | tuple[str, ...], Linears]:
-        """Cache of `adapted`, by its argument."""
+    def _adapted(self) -> dict[str, Linears]:
+        """Cache of `adapted`, by what it depends on."""
         return {}
 
     @cached_property
@@ -615,21 +647,26 @@ class ModelFacts(Facts):
         """Cache of `states.trained_bytes`, by adapter, optimizer and type."""
         return {}
 
-    def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        # PEFT goes by the type of the whole model.
-        is_converted = self.num_experts and not self.is_multimodal
-        former = model_types().former_linears.get(self.model_type) if is_converted else None
-        targets = None if target_modules == "all-linear" else target_modules
-        refused = refused_targets_of(self.model_type)
+    def _matched(self, adapter: LoraAdapter) -> dict[str, tuple[int, int]]:
+        former, refused = self.former_linears, refused_targets_of(self.model_type)
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
             if not self.is_untrained(name)
-            and (targets is None or any(f".{name}".endswith(f".{target}") for target in targets))
-            and not (former and _leaf(name) in former)
+            and is_targeted(adapter, name)
+            and _leaf(name) not in (former or ())
             and _leaf(name) not in refused
         }
-        return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
+        if not former or adapter.target_regex is not None:
+            return matched
+        return matched | adapted_experts(self.tensors, former, adapter.target_modules)
+
+    @property
+    def former_linears(self) -> Mapping[str, str] | None:
+        """What became of the linear layers that PEFT takes the names of for fused experts; None where it does not."""
+        # PEFT goes by the type of the whole model.
+        is_converted = self.num_experts and not self.is_multimodal
+        return model_types().former_linears.get(self.model_type) if is_converted else None
 
 
 class SourceFacts(Facts):

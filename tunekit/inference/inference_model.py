@@ -165,7 +165,7 @@ def _of_run(run: Run, folder: Path, plan: Plan, step: int | None) -> Trained:
     if not isinstance(adapter, FullAdapter):
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS}", hint="pass another checkpoint, or train again")
-        return Trained(name, plan.base, adapter, where, run, step)
+        return Trained(name, plan.base, adapter.as_saved, where, run, step)
     trust = plan.base.trust_remote_code
     own = ModelSection(path=where, trust_remote_code=trust)
     origin = plan.origin

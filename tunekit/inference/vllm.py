@@ -18,7 +18,7 @@ from tunekit.errors import DependencyError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Answer, Device, Sampling, Trained, longest_of, room_of, tokenizer_of
 from tunekit.probe.model import model_folder
-from tunekit.recipe.sections.model import QloraAdapter
+from tunekit.recipe.sections.model import LoraAdapter, QloraAdapter
 
 Backend = Literal["auto", "transformers", "vllm"]
 
@@ -72,9 +72,14 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
         return RunError(f"vLLM loads the base of {found.name} without its rope_scaling", hint=other)
     if found.base.all_tokens:
         return RunError(f"vLLM loads the base of {found.name} without the tokens that were added to it", hint=other)
-    if adapter is not None and (adapter.use_dora or adapter.modules_to_save or adapter.rank > RANKS[-1]):
+    if adapter is not None and (_is_beyond(adapter) or adapter.rank > RANKS[-1]):
         return RunError(f"vLLM does not support the adapter of {found.name}", hint=other)
     return None
+
+
+def _is_beyond(adapter: LoraAdapter) -> bool:
+    """Return whether vLLM refuses an adapter for its kind, or would scale all modules by one rank and alpha."""
+    return bool(adapter.use_dora or adapter.modules_to_save or adapter.rank_pattern or adapter.alpha_pattern)
 
 
 class VllmModel:

@@ -130,12 +130,20 @@ def target_linear(draft: Draft, entry: Entry) -> Fate:
 
 
 def modules(draft: Draft, entry: Entry) -> Fate:
-    """The modules that are adapted, by their names."""
+    """The modules that are adapted, by their names or by a regular expression."""
+    if isinstance(entry.value, str):
+        return draft.carry(entry, "adapter.target_modules", entry.value)
     value = names(entry.value)
     if any(sign in name for name in value for sign in "*\\|("):
-        words = "a regular expression: adapter.target_modules accepts name endings; all linear layers are used"
+        words = "a list names modules by their endings, not by regular expressions; all linear layers are used"
         raise UnfitError(words)
     return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all-linear"] else value)
+
+
+def pattern(draft: Draft, entry: Entry) -> Fate:
+    """Ranks or alphas of some modules; there is an entry for each of them."""
+    key = entry.key.partition(".")[0]
+    return draft.carry(entry, f"adapter.{key.removeprefix('lora_')}", draft.get(key))
 
 
 def unfrozen(draft: Draft, entry: Entry) -> Fate:

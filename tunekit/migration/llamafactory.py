@@ -1,12 +1,13 @@
 """LLaMA-Factory's YAML or JSON -> a recipe, with its dataset_info.json where it is at hand."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -230,3 +231,12 @@ def beta(draft: Draft, entry: Entry) -> Fate:
     if draft.method not in ("dpo", "kto", "orpo", "cpo"):
         return Fate("silent", "only used with stages dpo and kto")
     return hf.beta(draft, entry)
+
+
+def pissa(draft: Draft, entry: Entry) -> Fate:
+    """The wish to begin with parts of the base weights, by 16 iterations or by a whole SVD."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    iterations = whole(draft.get("pissa_iter", 16))
+    start = "pissa" if iterations < 0 else f"pissa_niter_{iterations}"
+    return hf.first_weights(draft, replace(entry, value=start))

@@ -81,6 +81,8 @@ def finish(draft: Draft) -> None:
         }
     )
     if not is_full:
+        if draft.get("target_regex"):
+            draft.values["adapter.target_modules"] = text(draft.get("target_regex"))
         draft.assume({"adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05})
     hf.drops_too_long(draft, "truncation_strategy", "delete")
     if draft.original.task == "pt" and draft.get("use_chat_template") is None:

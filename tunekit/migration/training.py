@@ -11,6 +11,7 @@ from tunekit.migration.draft import Draft, UnfitError, carried, is_off, lower, n
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table
+from tunekit.recipe.sections.model import InitLoraWeights
 from tunekit.recipe.sections.section import Tracker
 
 
@@ -421,3 +422,13 @@ def room_for_answers(draft: Draft, *, prompt: int) -> None:
         draft.values["data.max_length"] = together
         words = f"prompt of {prompt or 512} tokens plus answer of {answer}: data.max_length includes both"
         draft.assumed.append(Assumed("data.max_length", together, words))
+
+
+def first_weights(draft: Draft, entry: Entry) -> Fate:
+    """The initial weights of an adapter, by PEFT's names."""
+    value = {"true": True, "false": False}.get(str(entry.value).lower(), entry.value)
+    if value is True:
+        return Fate("silent", "is the default")
+    if value not in get_args(InitLoraWeights):
+        raise UnfitError(f"{value}: adapter.init_lora_weights accepts {', '.join(get_args(InitLoraWeights)[1:])}")
+    return draft.carry(entry, "adapter.init_lora_weights", value)

@@ -32,12 +32,13 @@ from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, refused_targets_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
+from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.model import ALL_LINEAR, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
 
 if TYPE_CHECKING:
     import torch
@@ -473,10 +474,38 @@ def attach_adapter(
             if isinstance(module, TrainableTokensWrapper):
                 # Fused heads ask for it, and PEFT shows the weight alone. A head with a bias is refused.
                 module.bias = None
+    _check_names(adapted, adapter)
     _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
+    elif adapter.splits_base:
+        from tunekit.models.split_base import keep_initial
+
+        keep_initial(adapted)
     return adapted
+
+
+def _check_names(model: "PeftModel", adapter: LoraAdapter) -> None:
+    """Check that each name by which a section chooses modules is one of the model, which PEFT only warns of.
+
+    A plan goes by the names in weight files, whose first parts may be others.
+
+    Raises:
+        ModelError: One is not.
+    """
+    adapted = cast(Any, model).base_model.targeted_module_names
+    names = [name for name, _ in model.get_base_model().named_modules()]
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in dict(adapter)[field] or {}:
+            if not any(pattern_of([pattern], name) for name in adapted):
+                raise ModelError(f"adapter.{field}: no adapted module matches {pattern}", hint=_example(adapted))
+    for ending in adapter.exclude_modules or []:
+        if not any(is_any_of(name, [ending]) for name in names):
+            raise ModelError(f"adapter.exclude_modules: no module is named {ending}", hint=_example(adapted))
+
+
+def _example(names: list[str]) -> str:
+    return f"names are such as {names[0]}"
 
 
 def _check_readable(model: "PeftModel") -> None:
@@ -526,13 +555,19 @@ def lora_config(
         stated = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         excluded, rows = stated.get("exclude_modules"), stated.get("trainable_token_indices")
     else:
-        excluded, rows = _never_adapted(model), _rows_of(new_tokens, adapter, model)
+        excluded, rows = _excluded(adapter, model), _rows_of(new_tokens, adapter, model)
+    targets: str | list[str] = adapter.target_modules
+    by_name = adapter.target_regex is not None or (targets == ALL_LINEAR and adapter.layers_to_transform is not None)
     return LoraConfig(
         task_type=task,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=adapter.target_modules,
+        rank_pattern=dict(adapter.rank_pattern or {}),
+        alpha_pattern=dict(adapter.alpha_pattern or {}),
+        target_modules=_targeted_linears(adapter, model) if by_name else targets,
+        layers_to_transform=None if by_name else adapter.layers_to_transform,
+        init_lora_weights=adapter.init_lora_weights if trained is None else True,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
@@ -549,6 +584,37 @@ def _rows_of(new_tokens: Sequence[int], adapter: LoraAdapter, model: "PreTrained
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in tables]
     whole = tuple(adapter.modules_to_save or ())
     return {name: list(new_tokens) for name in names if not name.endswith(whole or ("\0",))} if new_tokens else None
+
+
+def _targeted_linears(adapter: LoraAdapter, model: "PreTrainedModel") -> list[str]:
+    """Return the full names of the linear layers that a section means, but for the head.
+
+    PEFT goes by a regular expression through all modules, also those that it cannot adapt, and takes no numbers of
+    layers beside a word or an expression.
+
+    Raises:
+        ModelError: There is none.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    names = [name for name, module in linears if module is not head and is_targeted(adapter, name)]
+    if not names:
+        raise ModelError(
+            f"adapter.target_modules: no linear layer matches {adapter.target_modules!r}",
+            hint=_example([name for name, _ in linears]),
+        )
+    return names
+
+
+def _excluded(adapter: LoraAdapter, model: "PreTrainedModel") -> list[str] | str | None:
+    """Return what gets no adapter, by the section or of necessity, as PEFT's `exclude_modules`."""
+    never, endings = _never_adapted(model), adapter.exclude_modules or []
+    if isinstance(never, str):
+        return "|".join([never, *(rf"(.*\.)?{re.escape(ending)}" for ending in endings)])
+    return [*(never or []), *endings] or None
 
 
 def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:

@@ -60,7 +60,7 @@ def _of_run(folder: Path, path: str) -> Origin:
         base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
     else:
         _check_weights(folder, path)
-        adapter = recipe.adapter
+        adapter = recipe.adapter.as_saved
     this = Ancestor(name=run.name, path=str(run), method=recipe.method.type, adapter=recipe.adapter.type)
     return Origin(
         folder=str(folder),
@@ -87,8 +87,9 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
     _check_weights(folder, section.path)
     values: dict[str, Any] = read_table(PLAIN_ADAPTER)
     unsupported = [name for name, plain in values.items() if config.get(name, plain) not in (plain, None)]
-    targets = config.get("target_modules")
-    if unsupported or not targets or (isinstance(targets, str) and targets != "all-linear"):
+    unsupported += [name for name in ("exclude_modules",) if isinstance(config.get(name), str)]
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    if unsupported or not targets:
         what = f"{unsupported[0]}: {config[unsupported[0]]}" if unsupported else f"target_modules: {targets}"
         raise ModelError(
             f"model.path: {section.path!r} is an adapter with {what}, which recipes do not support",
@@ -104,7 +105,11 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,
-        target_modules="all-linear" if isinstance(targets, str) else sorted(targets),
+        rank_pattern=config.get("rank_pattern") or None,
+        alpha_pattern=config.get("alpha_pattern") or None,
+        target_modules=targets if isinstance(targets, str) else sorted(targets),
+        exclude_modules=sorted(config.get("exclude_modules") or []) or None,
+        layers_to_transform=[layers] if isinstance(layers, int) else layers or None,
         use_rslora=config.get("use_rslora") or False,
         use_dora=config.get("use_dora") or False,
         modules_to_save=sorted(config.get("modules_to_save") or []) or None,

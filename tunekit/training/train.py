@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,15 +10,16 @@ from transformers import PreTrainedTokenizerBase
 
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.data.tokenization.chat import template_in_time
-from tunekit.errors import RunError
+from tunekit.errors import ModelError, RunError
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.models import load
 from tunekit.models.documents import run_by_document
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
+from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
@@ -161,15 +163,34 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     keep_trained(trainer.model, plan.trained_dtype)
     settle_reference(trainer.model, plan.reference, build_trainer.continued_folder(plan, device))
     engine.before_wrapping(trainer, plan)
+    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.splits_base:
+        save_and_load_plain(trainer, recipe.adapter)
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
+        if isinstance(plan.recipe.adapter, LoraAdapter) and plan.recipe.adapter.chooses_by_name:
+            problem = f"adapter: the model has {num_trained(trainer.model):,} parameters in the modules chosen, "
+            problem += f"{plan.num_trainable_params:,} are planned: some names differ between its files and its modules"
+            raise ModelError(problem, hint="choose by the last parts of names")
         record.write(
             "warning",
             message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "
             "memory estimate is off by as much",
         )
     return trainer, tokenizer
+
+
+def save_and_load_plain(trainer: RunTrainer, adapter: LoraAdapter) -> None:
+    """Have a trainer's checkpoints hold an adapter that applies to the base weights as they were."""
+
+    def save(save_weights: Any, folder: str, *args: Any, **kwargs: Any) -> None:
+        save_weights(folder, *args, **kwargs)
+        # The other processes are called too, and write nothing.
+        if trainer.args.should_save:
+            save_plain(trainer.model, adapter, Path(folder))
+
+    trainer.wrap("save_weights", save)
+    trainer.wrap("load_weights", lambda load, folder, model=None: load_plain(trainer.model, Path(folder)))
 
 
 def _is_chat(run: Run, plan: Plan) -> bool:

@@ -13,6 +13,7 @@ swift sft \
     --lora_rank 8 \
     --lora_alpha 32 \
     --target_modules all-linear \
+    --init_weights olora \
     --gradient_accumulation_steps 16 \
     --eval_steps 50 \
     --save_steps 50 \

@@ -77,7 +77,8 @@ class Products:
     Attributes:
         model: The model, as a device has it.
         full: Whether all weights are trained.
-        rank: Of the adapters; 0 where the model is trained whole.
+        attention_rank: Of all adapters of a layer's attention together; 0 where the model is trained whole.
+        mlp_rank: Of all adapters of a layer's MLP together.
         device: Where they are computed.
         e: Bytes of the compute type.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
@@ -96,7 +97,8 @@ class Products:
 
     model: ModelFacts
     full: bool
-    rank: int
+    attention_rank: int
+    mlp_rank: int
     device: DeviceKind
     e: int
     casted: bool
@@ -148,7 +150,8 @@ def products_of(
     """
     autocast = autocast and trained_dtype == "float32"
     lora = None if isinstance(adapter, FullAdapter) else adapter
-    names = model.all_linears.kinds if lora is None else model.adapted(lora.target_modules).kinds
+    linears = model.all_linears if lora is None else model.adapted(lora)
+    names = linears.kinds
     decoder = (name for name in names if not model.is_tower(name) and ".experts." not in name)
     leaves = frozenset(name.rpartition(".")[2] for name in decoder)
     e = BYTES[dtype]
@@ -158,7 +161,8 @@ def products_of(
     return Products(
         model=model,
         full=lora is None,
-        rank=lora.rank if lora else 0,
+        attention_rank=linears.rank_of(leaves - mlp - ROUTERS),
+        mlp_rank=linears.rank_of(mlp),
         device=device,
         e=e,
         casted=casted,
@@ -218,14 +222,14 @@ def _attention_bytes(products: Products, mask_length: int | None, scores_length:
     if not products.full:
         read = products.read_bytes(model.attended_width, 1, is_kept=True)
         inputs += read if _FROM_ATTENTION in products.attention else 0
-        inputs += e * products.rank * len(products.attention)
+        inputs += e * products.attention_rank
         inputs += products.dora.kept if products.dora else 0
     return attention + mask + behind + inputs
 
 
 def _mlp_bytes(products: Products, width: int) -> int:
     """Bytes per token of a dense MLP of a width and the norm before it."""
-    inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.rank * len(products.mlp)
+    inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.mlp_rank
     return inputs + 3 * products.e * width + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
 
 

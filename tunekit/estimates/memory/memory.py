@@ -349,7 +349,7 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     """
     trained, train = states.num_trainable_params(model, recipe.adapter), recipe.train
     _, of_optimizer = states.trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
-    weights = _trained_bytes(recipe, model)
+    weights = _saved_bytes(recipe, model)
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
@@ -358,15 +358,16 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the trained model or adapter."""
-    return _trained_bytes(recipe, model) + TOKENIZER_BYTES * model.vocab_size
+    return _saved_bytes(recipe, model) + TOKENIZER_BYTES * model.vocab_size
 
 
-def _trained_bytes(recipe: Recipe, model: ModelFacts) -> int:
+def _saved_bytes(recipe: Recipe, model: ModelFacts) -> int:
     """Return the bytes of the weights of a model that is trained whole, or of the adapter."""
-    train = recipe.train
-    if isinstance(recipe.adapter, FullAdapter):
+    adapter, train = recipe.adapter, recipe.train
+    if isinstance(adapter, FullAdapter):
         return BYTES[train.trained_dtype] * model.num_params
-    return states.trained_bytes(model, recipe.adapter, train.optimizer)[0]
+    saved, _ = states.trained_bytes(model, adapter.as_saved, train.optimizer)
+    return saved
 
 
 def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:

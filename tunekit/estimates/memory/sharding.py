@@ -108,7 +108,8 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
     if not isinstance(adapter, FullAdapter):
         adapted = _adapters(model, adapter, num_shards)
         whole += adapted
-        each = Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
+        num_layers = states.num_adapted_layers(model, adapter)
+        each = Unit(0, adapted.trained // num_layers, adapted.whole // num_layers)
         first, largest = first + each, largest + each
     unties = states.unties_head(model, adapter)
     tail = unit(shapes.embedding if unties else shapes.head) + unit(shapes.others)
@@ -134,9 +135,9 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
     matrices: Counter[tuple[int, ...]] = Counter()
-    for (outputs, inputs, each), times in model.adapted(adapter.target_modules).adapters.items():
-        matrices[each * adapter.rank, inputs] += times
-        matrices[outputs, each * adapter.rank] += times
+    for (outputs, inputs, rank), times in model.adapted(adapter).adapters.items():
+        matrices[rank, inputs] += times
+        matrices[outputs, rank] += times
     trained = states.num_trainable_params(model, adapter)
     remaining = trained - _size(matrices)
     return Unit(trained=_padded(matrices, num_shards) + -(-remaining // num_shards), whole=trained)

@@ -81,11 +81,11 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
         return {name: shape for name, shape in tensors.items() if not model.is_untrained(name)}
     whole = trained_whole(model, adapter)
     trained = model.tensors_in(whole) if whole else {}
-    for name in model.adapter_linears(adapter.target_modules):
+    for name, own_rank in model.adapted(adapter).ranks.items():
         if whole and not set(whole).isdisjoint(name.split(".")):
             continue
         *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
-        rank = adapter.rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
+        rank = own_rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
         trained |= {name + ".lora_A": (rank, inputs), name + ".lora_B": (outputs, rank)}
         if adapter.use_dora:
             trained[name + ".lora_magnitude_vector"] = (outputs,)
@@ -108,6 +108,11 @@ def new_rows(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
 def row_copies_bytes(model: ModelFacts, adapter: Adapter) -> int:
     """Bytes of a table with the trained rows of new tokens in it, which PEFT makes anew in each forward pass."""
     return 4 * model.vocab_size * model.hidden_size if new_rows(model, adapter) else 0
+
+
+def num_adapted_layers(model: ModelFacts, adapter: LoraAdapter) -> int:
+    """Number of decoder layers that adapters are spread over."""
+    return len(set(adapter.layers_to_transform or ())) or model.num_layers
 
 
 @dataclass(frozen=True)
@@ -143,12 +148,12 @@ def unties_head(model: ModelFacts, adapter: Adapter) -> bool:
 def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     """Number of parameters that are trained."""
     if isinstance(adapter, FullAdapter):
-        return model.num_params - model.num_tower_params
+        return model.num_params - model.num_untrained_params
     if not trained_whole(model, adapter):
-        shapes = model.adapted(adapter.target_modules).shapes.items()
-        magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
+        adapters = model.adapted(adapter).adapters.items()
+        magnitudes = sum(outputs * times for (outputs, _, _), times in adapters) if adapter.use_dora else 0
         magnitudes += sum(math.prod(shape) for shape in new_rows(model, adapter).values())
-        return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)
+        return magnitudes + sum(rank * (outputs + inputs) * times for (outputs, inputs, rank), times in adapters)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 
 
@@ -376,9 +381,9 @@ class Dora:
 
 def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
     """Return these bytes; `last` names the last linear layer of a decoder layer."""
-    linears = model.adapter_linears(adapter.target_modules)
-    outputs = sum(outputs for outputs, _ in linears.values()) // model.num_layers
-    params = sum(outputs * inputs for outputs, inputs in linears.values()) // model.num_layers
+    linears, num_layers = model.adapter_linears(adapter), num_adapted_layers(model, adapter)
+    outputs = sum(outputs for outputs, _ in linears.values()) // num_layers
+    params = sum(outputs * inputs for outputs, inputs in linears.values()) // num_layers
     lasts = {sizes for name, sizes in linears.items() if name.endswith(last)}
     moments = (_moments(*sizes, e, casted=casted) for sizes in lasts or set(linears.values()))
     norming, applying = max(moments, default=(0, 0))

@@ -775,8 +775,9 @@ def flops_per_token(
     if isinstance(adapter, FullAdapter):
         forward, backward, head_is_trained = 2 * linear, 4 * linear, True
     else:
-        adapted = {n: s for n, s in model.adapter_linears(adapter.target_modules).items() if n in model.linears}
-        added = sum(adapter.rank * (outputs + inputs) for outputs, inputs in adapted.values())
+        ranks = model.adapted(adapter).ranks
+        adapted = {n: s for n, s in model.adapter_linears(adapter).items() if n in model.linears}
+        added = sum(ranks[name] * (outputs + inputs) for name, (outputs, inputs) in adapted.items())
         whole = adapter.modules_to_save or []
         forward = 2 * linear + 2 * added
         backward = 2 * linear + 4 * added + 2 * (_sizes(model.adapter_linears(whole)) if whole else 0)
@@ -829,7 +830,7 @@ def _experts(model: ModelFacts, adapter: Adapter, num_tokens: float) -> tuple[fl
     if mixture is None:
         return 0, 0
     h, layers = model.hidden_size, mixture.num_layers
-    trained = trained_experts(None if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules).kinds)
+    trained = trained_experts(None if isinstance(adapter, FullAdapter) else model.adapted(adapter).kinds)
     router = mixture.num_experts * h
     down = mixture.per_token * mixture.inner * h
     linear = router + 3 * down

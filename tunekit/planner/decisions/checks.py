@@ -6,16 +6,16 @@ from typing import NamedTuple
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin, is_embedding
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.memory.states import Dtype, new_rows, reference_of, unties_head
-from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
 from tunekit.planner.decisions import backends
+from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import OUR_OPTIMS, LrSchedulerType, Optim
 
@@ -97,7 +97,7 @@ def _faults(
     if reason := model_types().refused.get(model.model_type):
         yield f"model.path: {model.model_type} models are not supported: {reason}", None
     yield from _published_faults(recipe, model)
-    yield from _adapter_faults(recipe, model)
+    yield from adapter_faults(recipe.adapter, model)
     yield from _merge_faults(recipe, model)
     optim = train.optimizer
     if optim.startswith("paged_") and device.kind == "cpu":
@@ -211,56 +211,6 @@ def _published_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, 
         yield f"{problem}, which cannot be trained", "use the model that they were made of"
 
 
-def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
-    adapter = recipe.adapter
-    if isinstance(adapter, FullAdapter):
-        return
-    if reason := model_types().without_adapters.get(model.model_type):
-        yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
-    yield from expert_faults(model, adapter)
-    targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
-    refused = [target for target in targets if last_part(target) in refused_targets_of(model.model_type)]
-    if refused:
-        problem = f"adapter.target_modules: PEFT does not adapt {', '.join(refused)} of {model.model_type} models"
-        yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"
-    missing = [target for target in targets if target not in refused and not model.adapter_linears([target])]
-    if missing or not (refused or model.adapter_linears(adapter.target_modules)):
-        endings = sorted({name.rpartition(".")[2] for name in model.linears})
-        named = ", ".join(missing) or adapter.target_modules
-        problem = f"adapter.target_modules: {model.path} has no linear layer named {named}"
-        yield problem, f"available: {', '.join(endings)}"
-    unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
-    if unknown:
-        hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
-        yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
-
-
-def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
-    """Yield what PEFT refuses to put on fused experts and routers.
-
-    That is a part of a fused matrix without the others, dropout, and DoRA.
-    """
-    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
-    if former is None:
-        return
-    targets = set(map(last_part, adapter.target_modules)) if isinstance(adapter.target_modules, list) else set()
-    for fused in sorted(set(former.values())):
-        parts = [old for old, new in former.items() if new == fused]
-        missing = ", ".join(part for part in parts if part not in targets)
-        named = ", ".join(part for part in parts if part in targets)
-        if missing and named:
-            problem = f"adapter.target_modules: {named} without {missing}; the experts of {model.path} hold them "
-            yield f"{problem}in one matrix, {fused}", f"add {missing}, or remove {named}"
-    if not adapted_experts(model.tensors, former, adapter.target_modules):
-        return
-    unfused = sorted({last_part(name) for name in model.linears} - set(former))
-    hint = f"unset it, or limit adapter.target_modules to {', '.join(unfused)}"
-    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
-        if is_set:
-            problem = f"adapter.{setting}: PEFT does not support it on the fused expert matrices and routers of "
-            yield f"{problem}{model.path}", hint
-
-
 def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
     origin = model.origin
@@ -321,6 +271,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     recipe, optim = setting.recipe, setting.recipe.train.optimizer
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
+    yield from start_refusal(recipe.adapter, recipe.method, layout)
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter) and (

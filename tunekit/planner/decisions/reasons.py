@@ -32,7 +32,7 @@ from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim, TrainSection
 
 MUCH_TRUNCATED = 0.05
@@ -152,10 +152,26 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
     adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
     if isinstance(adapter, FullAdapter):
         return Reason(topic="adapter", choice="full", why=f"all {count(trained)} parameters trained")
-    targets = adapter.target_modules if adapter.target_modules == "all-linear" else ", ".join(adapter.target_modules)
-    choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
+    choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {_targets_words(adapter)}"
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
+    if adapter.init_lora_weights is not True:
+        choice += f", from {adapter.init_lora_weights}"
+    if adapter.splits_base:
+        share += f"; taken out of the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
     return Reason(topic="adapter", choice=choice, why=share)
+
+
+def _targets_words(adapter: LoraAdapter) -> str:
+    """Return the modules that get an adapter, and those of other ranks and alphas."""
+    targets = adapter.target_modules
+    words = targets if isinstance(targets, str) else ", ".join(targets)
+    if adapter.exclude_modules:
+        words += f" without {', '.join(adapter.exclude_modules)}"
+    if adapter.layers_to_transform:
+        words += f" in layers {', '.join(map(str, adapter.layers_to_transform))}"
+    for name, pattern in (("rank", adapter.rank_pattern), ("alpha", adapter.alpha_pattern)):
+        words += "".join(f"; {name} {value:g} on {module}" for module, value in (pattern or {}).items())
+    return words
 
 
 def optimizer_reason(recipe: Recipe) -> Reason:

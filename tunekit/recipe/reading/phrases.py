@@ -50,7 +50,8 @@ def plain_word(word: str) -> str:
 
 def expected(kinds: list[Any]) -> str:
     """The types that a field takes, in words: `an integer`, `auto, true or false`."""
-    words = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    words = [show(choice) if isinstance(choice, bool) else str(choice) for choice in choices]
     if len(words) == len(kinds) and len(words) == 1:
         return words[0]
     if words and all(get_origin(kind) is Literal or kind is type(None) for kind in kinds):

@@ -5,10 +5,12 @@ The section of a recipe that says which model to start from.
 Trained parameters: every weight, or low-rank updates beside frozen ones.
 """
 
+import math
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from tunekit.recipe.sections.section import EXPANDS_ENV, Conflict, Section, type_alone
 
@@ -149,6 +151,24 @@ class ModelSection(Section):
                 yield Conflict(("add_tokens",), f"{token} is in add_special_tokens too", "remove it from one of them")
 
 
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer but the head."""
+
+
+InitLoraWeights = Literal[
+    True,
+    "gaussian",
+    "orthogonal",
+    "olora",
+    "pissa",
+    "pissa_niter_4",
+    "pissa_niter_8",
+    "pissa_niter_16",
+    "pissa_niter_32",
+]
+"""Initial weights of an adapter, by PEFT's names."""
+
+
 class FullAdapter(Section):
     """Full fine-tuning of all parameters."""
 
@@ -175,9 +195,28 @@ class LoraAdapter(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter input. Above 0 it costs activation memory."""
 
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Modules to adapt: `all-linear` (every linear layer except the LM head) or a list of name suffixes such as
-    [q_proj, v_proj]."""
+    rank_pattern: dict[str, Annotated[int, Field(gt=0)]] | None = None
+    """Other ranks by module: name endings or regular expressions for the end of a name, the first that matches, such as
+    {q_proj: 8, "layers.0.mlp.up_proj": 32}."""
+
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """Other alphas by module, named as in `rank_pattern`."""
+
+    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    """Modules to adapt: `all-linear` (every linear layer except the LM head), a list of name suffixes such as
+    [q_proj, v_proj], or a regular expression that matches whole names of linear layers."""
+
+    exclude_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Modules of `target_modules` to leave out, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
+
+    layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
+    """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
+
+    init_lora_weights: InitLoraWeights = True
+    """Initial matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to each other,
+    or parts of the base weights, which are frozen without them: `olora` by QR (arXiv 2406.01775), `pissa` by SVD (arXiv
+    2404.02948), `pissa_niter_16` by a faster one of 16 iterations. Of these, plain LoRA of twice the rank is saved, for
+    the base as it was."""
 
     use_rslora: bool = False
     """Rank-stabilized scaling (arXiv 2312.03732)."""
@@ -187,6 +226,55 @@ class LoraAdapter(Section):
 
     modules_to_save: list[str] | None = None
     """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
+
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _compiles(cls, value: Any) -> Any:
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+        return value
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        if self.layers_to_transform and self.target_regex is not None:
+            what = "does not apply to a regular expression in target_modules"
+            yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
+
+    @property
+    def splits_base(self) -> bool:
+        """True if adapters begin with parts of the base weights."""
+        return isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith(("pissa", "olora"))
+
+    @property
+    def as_saved(self) -> Self:
+        """The section of the adapter that is saved.
+
+        Where parts of the base weights were taken out, what is saved is plain LoRA of twice the rank: the trained
+        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays.
+        """
+        plain = self.model_copy(update={"init_lora_weights": True})
+        if not self.splits_base:
+            return plain
+        times = math.sqrt(2) if self.use_rslora else 2
+        update: dict[str, Any] = {"rank": 2 * self.rank, "alpha": times * self.alpha}
+        if self.rank_pattern:
+            update["rank_pattern"] = {name: 2 * rank for name, rank in self.rank_pattern.items()}
+        if self.alpha_pattern:
+            update["alpha_pattern"] = {name: times * alpha for name, alpha in self.alpha_pattern.items()}
+        return plain.model_copy(update=update)
+
+    @property
+    def chooses_by_name(self) -> bool:
+        """True if modules are chosen or ranked by more than their last names."""
+        return bool(self.target_regex or self.exclude_modules or self.layers_to_transform or self.rank_pattern)
+
+    @property
+    def target_regex(self) -> str | None:
+        """The regular expression in `target_modules`; None where it is something else."""
+        targets = self.target_modules
+        return targets if isinstance(targets, str) and targets != ALL_LINEAR else None
 
 
 class QloraAdapter(LoraAdapter):

@@ -1,0 +1,179 @@
+"""What an adapter section names in vain, or cannot have of a model: told with what there is."""
+
+import pytest
+
+from tests.estimates.shapes import H100, LLAMA_1B
+from tests.planner.golden import ROWS, recipe
+from tunekit.errors import PlanError
+from tunekit.estimates.hardware.machines import find_machine
+from tunekit.planner.decisions.adapters import adapter_faults
+from tunekit.planner.resolve import resolve
+from tunekit.probe.model import known_model
+from tunekit.recipe.sections.model import LoraAdapter
+
+ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+UNFUSED = "k_proj, o_proj, q_proj, v_proj"
+MOE = "Qwen/Qwen3-30B-A3B"
+
+REFUSED = {
+    "an expression that is an ending": (
+        {"target_modules": "q_proj"},
+        "adapter.target_modules: no linear layer of llama-3.2-1b matches the regular expression 'q_proj'; it must "
+        f"match whole names such as model.layers.0.self_attn.q_proj; for name endings write a list of: {ENDINGS}",
+    ),
+    "an unknown module left out": (
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj", "mlp"]},
+        "adapter.exclude_modules: no adapted module is named mlp; available: q_proj, v_proj",
+    ),
+    "nothing left": (
+        {"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
+        "adapter.exclude_modules: no module is left to adapt; unset exclude_modules, or adapt more modules",
+    ),
+    "a layer too many": (
+        {"layers_to_transform": [0, 16]},
+        "adapter.layers_to_transform: llama-3.2-1b has no layer 16; its layers are 0 to 15",
+    ),
+    "a rank of nothing": (
+        {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 4, "up_proj": 8}},
+        "adapter.rank_pattern: no adapted module has a name that ends in up_proj; available: q_proj",
+    ),
+    "an alpha of nothing": (
+        {"layers_to_transform": [0], "alpha_pattern": {r"layers\.1\..*": 8.0}},
+        r"adapter.alpha_pattern: no adapted module has a name that ends in layers\.1\..*; available: " + ENDINGS,
+    ),
+}
+OF_EXPERTS = {
+    "layers": (
+        {"layers_to_transform": [0]},
+        f"adapter.layers_to_transform: PEFT adapts the experts and routers of {MOE} in all layers; "
+        f"limit adapter.target_modules to {UNFUSED}",
+    ),
+    "an expression": (
+        {"target_modules": r".*\.experts\..*"},
+        f"adapter.target_modules: PEFT takes only the last names of what a regular expression matches in {MOE}; "
+        "list the modules, such as [q_proj, v_proj]",
+    ),
+    "left out": (
+        {"exclude_modules": ["q_proj", "down_proj"]},
+        f"adapter.exclude_modules: PEFT adapts the experts and routers of {MOE} nevertheless: down_proj; "
+        "leave them out of a list in adapter.target_modules",
+    ),
+    "a rank": (
+        {"rank_pattern": {"gate_up_proj": 4}},
+        f"adapter.rank_pattern: PEFT sets that of the experts and routers of {MOE} itself: gate_up_proj; "
+        f"limit it to {UNFUSED}",
+    ),
+}
+
+STARTS = {
+    "quantized": (
+        {"type": "qlora", "init_lora_weights": "pissa"},
+        "pissa needs base weights that are not quantized; set adapter.type=lora, or use gaussian",
+    ),
+    "quantized, orthogonal": (
+        {"type": "qlora", "init_lora_weights": "orthogonal"},
+        "orthogonal needs base weights that are not quantized; set adapter.type=lora, or use gaussian",
+    ),
+    "odd ranks": (
+        {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}},
+        "orthogonal needs even ranks, got 3; change adapter.rank or rank_pattern",
+    ),
+    "dora": (
+        {"init_lora_weights": "olora", "use_dora": True},
+        "olora does not go with use_dora: saved, such an adapter subtracts its initial one, and the norm of DoRA is of "
+        "the sum; unset one of them",
+    ),
+    "rslora of several ranks": (
+        {"init_lora_weights": "pissa_niter_16", "use_rslora": True, "rank_pattern": {"q_proj": 4}},
+        "pissa_niter_16 with use_rslora needs one rank and alpha; unset rank_pattern and alpha_pattern",
+    ),
+    "a rank too large": (
+        {"init_lora_weights": "pissa", "rank": 600},
+        "pissa: a rank exceeds the smaller size of its weight; lower adapter.rank or rank_pattern",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_that_peft_or_what_is_saved_cannot_have_is_refused(name):
+    options, message = STARTS[name]
+    with pytest.raises(PlanError) as caught:
+        planned(LLAMA_1B, **options)
+    assert str(caught.value) == f"adapter.init_lora_weights: {message}"
+
+
+def test_experts_do_not_begin_with_parts_of_their_weights():
+    with pytest.raises(PlanError, match=r"pissa is for linear layers, and the adapters of .* reach experts"):
+        planned(known_model(MOE), init_lora_weights="pissa")
+    on_attention = LoraAdapter(init_lora_weights="pissa", target_modules=["q_proj"])
+    assert not list(adapter_faults(on_attention, known_model(MOE)))
+
+
+def test_a_model_without_its_adapter_is_no_reference_once_its_weights_lack_a_part():
+    with pytest.raises(PlanError, match=r"the model without its adapter is not the reference of dpo; use gaussian"):
+        asked = recipe(method={"type": "dpo"}, adapter={"type": "lora", "init_lora_weights": "pissa"})
+        resolve(asked, H100, LLAMA_1B, ROWS.model_copy(update={"format": "preference"}))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+def test_parts_are_taken_out_of_whole_weights(strategy):
+    asked = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"}, parallel={"strategy": strategy})
+    with pytest.raises(PlanError, match=r"pissa takes parts out of whole weights; use ddp, or gaussian"):
+        resolve(asked, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
+    free = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"})
+    plan = resolve(free, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
+    assert plan.layout.strategy == "ddp"
+
+
+def test_the_plan_says_what_is_saved_of_a_start_in_the_base_weights():
+    (reason,) = [r for r in planned(LLAMA_1B, rank=8, init_lora_weights="pissa").reasons if r.topic == "adapter"]
+    assert reason.choice == "lora, rank 8, alpha 32, on all-linear, from pissa"
+    plain, split = (planned(LLAMA_1B, rank=8, init_lora_weights=start) for start in ("gaussian", "pissa"))
+    sizes = [(plan.saving.result_bytes, plan.saving.checkpoint_bytes) for plan in (plain, split)]
+    more = 4 * plain.num_trainable_params
+    assert [size + more for size in sizes[0]] == list(sizes[1])
+    assert reason.why.endswith("; taken out of the base weights, and saved as plain LoRA of rank 16")
+
+
+def planned(model, **adapter):
+    return resolve(recipe(adapter={"type": "lora", **adapter}), H100, model, ROWS)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_named_in_vain_is_refused_with_what_there_is(name):
+    options, message = REFUSED[name]
+    with pytest.raises(PlanError) as caught:
+        planned(LLAMA_1B, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_what_peft_would_do_to_all_experts_alike_is_refused(name):
+    options, message = OF_EXPERTS[name]
+    with pytest.raises(PlanError) as caught:
+        planned(known_model(MOE), **options)
+    assert str(caught.value) == message
+
+
+def test_beside_experts_an_expression_and_layers_choose_of_what_is_not_fused():
+    attention = planned(known_model(MOE), target_modules=r".*\.self_attn\.[qv]_proj")
+    some = planned(known_model(MOE), target_modules=["q_proj", "v_proj"], layers_to_transform=[0, 1, 2])
+    assert attention.num_trainable_params == 16 * some.num_trainable_params
+
+
+def test_the_plan_says_what_is_chosen():
+    plan = planned(
+        LLAMA_1B,
+        exclude_modules=["down_proj"],
+        layers_to_transform=[14, 15],
+        rank_pattern={"q_proj": 4},
+        alpha_pattern={"q_proj": 8.0},
+    )
+    (reason,) = [reason for reason in plan.reasons if reason.topic == "adapter"]
+    assert reason.choice == (
+        "lora, rank 16, alpha 32, on all-linear without down_proj in layers 14, 15; rank 4 on q_proj; alpha 8 on q_proj"
+    )
+    # By hand, of Llama 3.2 1B: queries 2048 x 2048 at rank 4; keys and values 512 x 2048, output 2048 x 2048, gate and
+    # up 8192 x 2048 at rank 16; in two layers.
+    each = 4 * 4096 + 16 * (2 * (512 + 2048) + 4096 + 2 * (8192 + 2048))
+    assert plan.num_trainable_params == 2 * each

@@ -1,0 +1,170 @@
+"""Checks of an adapter section against a model: what it names must be there, and PEFT must be able to adapt it."""
+
+from collections.abc import Iterator
+
+from tunekit.estimates.facts import ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.experts import adapted_experts, last_part
+from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
+from tunekit.recipe.methods.spec import MethodSection
+from tunekit.recipe.sections.model import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter, QloraAdapter
+
+Faults = Iterator[tuple[str, str]]
+
+
+def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
+    """Yield what is wrong with an adapter section for this model, each with its remedy."""
+    if isinstance(adapter, FullAdapter):
+        return
+    if reason := model_types().without_adapters.get(model.model_type):
+        yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
+    yield from expert_faults(model, adapter)
+    yield from _target_faults(model, adapter)
+    yield from _choice_faults(model, adapter)
+    yield from _start_faults(model, adapter)
+    unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
+    if unknown:
+        hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
+        yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
+
+
+def _target_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield what `target_modules` names and this model does not have, or PEFT does not adapt."""
+    endings = ", ".join(sorted({last_part(name) for name in model.linears}))
+    regex = adapter.target_regex
+    if regex is not None and not model.adapter_linears(regex):
+        problem = f"adapter.target_modules: no linear layer of {model.path} matches the regular expression {regex!r}"
+        example = next(iter(model.adapter_linears(ALL_LINEAR)), "")
+        hint = f"it must match whole names such as {example}; for name endings write a list of: {endings}"
+        yield problem, hint
+    targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
+    refused = [target for target in targets if last_part(target) in refused_targets_of(model.model_type)]
+    if refused:
+        problem = f"adapter.target_modules: PEFT does not adapt {', '.join(refused)} of {model.model_type} models"
+        yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"
+    missing = [target for target in targets if target not in refused and not model.adapter_linears([target])]
+    if missing or not (refused or regex or model.adapter_linears(adapter.target_modules)):
+        named = ", ".join(missing) or adapter.target_modules
+        yield f"adapter.target_modules: {model.path} has no linear layer named {named}", f"available: {endings}"
+
+
+def _choice_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield what the fields that narrow the targets down, or set ranks of some, name in vain."""
+    everywhere = adapter.model_copy(update={"exclude_modules": None, "layers_to_transform": None})
+    targeted = model.adapter_linears(everywhere)
+    endings = ", ".join(sorted({last_part(name) for name in targeted}))
+    unknown = [ending for ending in adapter.exclude_modules or [] if not any(is_any_of(n, [ending]) for n in targeted)]
+    if unknown:
+        yield f"adapter.exclude_modules: no adapted module is named {', '.join(unknown)}", f"available: {endings}"
+    beyond = [layer for layer in adapter.layers_to_transform or [] if not 0 <= layer < model.num_layers]
+    if beyond:
+        problem = f"adapter.layers_to_transform: {model.path} has no layer {', '.join(map(str, beyond))}"
+        yield problem, f"its layers are 0 to {model.num_layers - 1}"
+    adapted = model.adapter_linears(adapter)
+    if targeted and not adapted:
+        fields = [field for field in ("exclude_modules", "layers_to_transform") if dict(adapter)[field]]
+        yield f"adapter.{fields[-1]}: no module is left to adapt", f"unset {' or '.join(fields)}, or adapt more modules"
+    for field in ("rank_pattern", "alpha_pattern"):
+        unused = [
+            pattern for pattern in dict(adapter)[field] or {} if not any(pattern_of([pattern], n) for n in adapted)
+        ]
+        if unused and adapted:
+            problem = f"adapter.{field}: no adapted module has a name that ends in {', '.join(unused)}"
+            yield problem, f"available: {', '.join(sorted({last_part(name) for name in adapted}))}"
+
+
+def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield why an adapter cannot begin as `init_lora_weights` says."""
+    start = adapter.init_lora_weights
+    if start is True:
+        return
+    problem = f"adapter.init_lora_weights: {start}"
+    adapted = model.adapted(adapter)
+    if start != "gaussian":
+        if isinstance(adapter, QloraAdapter):
+            yield f"{problem} needs base weights that are not quantized", "set adapter.type=lora, or use gaussian"
+        if any(name not in model.linears for name in adapted.ranks):
+            what = f"{problem} is for linear layers, and the adapters of {model.path} reach experts and routers"
+            yield what, "limit adapter.target_modules to attention, or use gaussian"
+    odd = sorted({rank for rank in adapted.ranks.values() if rank % 2})
+    if start == "orthogonal" and odd:
+        yield f"{problem} needs even ranks, got {', '.join(map(str, odd))}", "change adapter.rank or rank_pattern"
+    if not adapter.splits_base:
+        return
+    largest = min((min(sizes) // adapted.ranks[name] for name, sizes in adapted.sizes.items()), default=1)
+    if largest < 1:
+        yield f"{problem}: a rank exceeds the smaller size of its weight", "lower adapter.rank or rank_pattern"
+    if adapter.use_dora:
+        why = "saved, such an adapter subtracts its initial one, and the norm of DoRA is of the sum"
+        yield f"{problem} does not go with use_dora: {why}", "unset one of them"
+    if adapter.use_rslora and (adapter.rank_pattern or adapter.alpha_pattern):
+        yield f"{problem} with use_rslora needs one rank and alpha", "unset rank_pattern and alpha_pattern"
+
+
+def start_refusal(adapter: Adapter, method: MethodSection, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why an adapter cannot begin with parts of the base weights beside this method, or in this layout."""
+    if isinstance(adapter, FullAdapter) or not adapter.splits_base:
+        return
+    name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"
+    if method.reference_use != "none":
+        yield f"with {name} the model without its adapter is not the reference of {method.type}", hint
+    if layout.strategy not in ("single", "ddp"):
+        yield f"{name} takes parts out of whole weights", "use ddp, or gaussian"
+
+
+def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield what PEFT refuses to put on fused experts and routers, or puts on all of them alike.
+
+    That is a part of a fused matrix without the others, dropout, and DoRA. It finds experts by the last names of their
+    former modules, in all layers, and sets their ranks itself.
+    """
+    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
+    if former is None:
+        return
+    if adapter.target_regex is not None:
+        if any(is_targeted(adapter, name) for name in _former_names(model)):
+            problem = "adapter.target_modules: PEFT takes only the last names of what a regular expression matches in "
+            yield f"{problem}{model.path}", "list the modules, such as [q_proj, v_proj]"
+        return
+    targets = set(map(last_part, adapter.target_modules)) if isinstance(adapter.target_modules, list) else set()
+    for fused in sorted(set(former.values())):
+        parts = [old for old, new in former.items() if new == fused]
+        missing = ", ".join(part for part in parts if part not in targets)
+        named = ", ".join(part for part in parts if part in targets)
+        if missing and named:
+            problem = f"adapter.target_modules: {named} without {missing}; the experts of {model.path} hold them "
+            yield f"{problem}in one matrix, {fused}", f"add {missing}, or remove {named}"
+    experts = adapted_experts(model.tensors, former, adapter.target_modules)
+    if not experts:
+        return
+    unfused = ", ".join(sorted({last_part(name) for name in model.linears} - set(former)))
+    hint = f"unset it, or limit adapter.target_modules to {unfused}"
+    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
+        if is_set:
+            problem = f"adapter.{setting}: PEFT does not support it on the fused expert matrices and routers of "
+            yield f"{problem}{model.path}", hint
+    if adapter.layers_to_transform is not None:
+        problem = f"adapter.layers_to_transform: PEFT adapts the experts and routers of {model.path} in all layers"
+        yield problem, f"limit adapter.target_modules to {unfused}"
+    names = [*_former_names(model), *experts]
+    excluded = [ending for ending in adapter.exclude_modules or [] if any(is_any_of(name, [ending]) for name in names)]
+    if excluded:
+        problem = f"adapter.exclude_modules: PEFT adapts the experts and routers of {model.path} nevertheless: "
+        yield f"{problem}{', '.join(excluded)}", "leave them out of a list in adapter.target_modules"
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = [pattern for pattern in dict(adapter)[field] or {} if any(pattern_of([pattern], n) for n in names)]
+        if patterns:
+            problem = f"adapter.{field}: PEFT sets that of the experts and routers of {model.path} itself: "
+            yield f"{problem}{', '.join(patterns)}", f"limit it to {unfused}"
+
+
+def _former_names(model: ModelFacts) -> Iterator[str]:
+    """Yield names of what PEFT takes for experts, routers or their former modules."""
+    former = model.former_linears or {}
+    for name in model.tensors:
+        module = name.removesuffix(".weight")
+        above, _, leaf = module.rpartition(".")
+        if leaf in former or leaf in former.values():
+            yield module
+            yield from (f"{above}.{old}" for old, new in former.items() if new == leaf)
