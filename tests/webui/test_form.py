@@ -38,7 +38,9 @@ FITTING: dict[str, Any] = {
     "method.rewards.path": "tests.rows:save_rows", "method.generation.stop": ["\n\n", "END"],
     "method.label_smoothing": 0.25, "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5,
     "train.metric_for_best_model": "eval_x", "train.retry_out_of_memory": True, "train.global_batch_size": 32,
-    "output.report_to": ["wandb", "mlflow"],
+    "output.report_to": ["wandb", "mlflow"], "adapter.layers_to_transform": [0, 2],
+    "adapter.rank_pattern": {"q_proj": 8}, "adapter.alpha_pattern": {"q_proj": 8.5},
+    "adapter.target_modules": ["q_proj", "v_proj"],
     "parallel.nvme_path": "/tmp", "output.name": "a.b-1", "output.sample_prompts": ["Hi", " a\n\"b\" ", "[]"],
 }  # fmt: skip
 """Values where any would not do, by keys without positions."""

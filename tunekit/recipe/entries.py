@@ -183,6 +183,7 @@ def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
         return replace(_entry(key, holders[0], kind, value), choices=words, item_kind=_kind_of(item))
     elif words:
         kind = "choice"
+        words = tuple(word for one in kinds if get_origin(one) is Literal for word in get_args(one))
         words += (True, False) if bool in kinds else ()
     elif bool in kinds and types.NoneType in schema.members(field.annotation):
         kind, words = "choice", (True, False)

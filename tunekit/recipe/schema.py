@@ -146,9 +146,8 @@ def _is_section(kind: Any) -> bool:
 
 def choices_of(field: FieldInfo) -> list[str]:
     """The words that a field allows by name; empty where it is open or takes none."""
-    return [
-        str(choice) for kind in members(field.annotation) if get_origin(kind) is Literal for choice in get_args(kind)
-    ]
+    literals = [kind for kind in members(field.annotation) if get_origin(kind) is Literal]
+    return [str(choice) for kind in literals for choice in get_args(kind) if not isinstance(choice, bool)]
 
 
 def expands_env(field: FieldInfo) -> bool:
