@@ -16,6 +16,7 @@ from tunekit.models.documents import run_by_document
 from tunekit.models.load import compile_layers, keep_trained_in_float32, load_tokenizer, num_trained, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
+from tunekit.recipe.sections.model import FullAdapter
 from tunekit.recipe.sections.section import Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
@@ -159,6 +160,12 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
+        if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
+            raise RunError(
+                f"adapter.unfrozen_parameters: {num_trained(trainer.model):,} parameters match in the loaded model, "
+                f"but {plan.num_trainable_params:,} by the names in its files, which transformers renames",
+                hint="write patterns that match both, such as the ends of names",
+            )
         record.write(
             "warning",
             message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "

@@ -1,5 +1,6 @@
 """Checks of a recipe against a device and a model, for any layout and for one. Each names the place and the remedy."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -143,6 +144,7 @@ def _published_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, 
 def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
+        yield from _part_faults(model, adapter)
         return
     if reason := model_types().without_adapters.get(model.model_type):
         yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
@@ -162,6 +164,21 @@ def _adapter_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, st
     if unknown:
         hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
         yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
+
+
+def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Iterator[tuple[str, str]]:
+    """Yield layers and patterns of a part to train that a model does not have."""
+    if adapter.last_layers is not None and adapter.last_layers > model.num_layers:
+        problem = f"adapter.last_layers: {adapter.last_layers} exceeds the {model.num_layers} layers of {model.path}"
+        yield problem, f"set it to {model.num_layers} or less"
+    names = [name for name in model.tensors if not model.is_tower(name)]
+    for pattern in adapter.unfrozen_parameters or ():
+        if not any(re.search(pattern, name) for name in names):
+            endings = sorted({".".join(name.split(".")[-2:]) for name in names})
+            hint = f"names end in: {', '.join(endings)}"
+            if model.has_tied_head and "head" in pattern:
+                hint = "a head tied to the embedding has no weights of its own; name the embedding"
+            yield f"adapter.unfrozen_parameters: {model.path} has no parameter that matches {pattern!r}", hint
 
 
 def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Iterator[tuple[str, str]]:
@@ -250,6 +267,11 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     recipe, optim = setting.recipe, setting.recipe.train.optim
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
+    if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
+        if layout.strategy not in ("single", "ddp"):
+            yield "training a part of a model is untested there", "use ddp, or train all parameters"
+        if recipe.train.fp8:
+            yield "training a part of a model is untested in float8", "unset train.fp8"
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter) and (
