@@ -12,7 +12,7 @@ from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.memory import estimate
-from tunekit.estimates.memory.states import BYTES
+from tunekit.estimates.memory.states import BYTES, num_live_layers
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
@@ -62,6 +62,8 @@ def with_adapter(model, adapter):
     from peft import LoraConfig, get_peft_model
 
     if isinstance(adapter, FullAdapter):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(adapter.trains(name, model.config.num_hidden_layers))
         return model, model
     config = LoraConfig(
         r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout, use_dora=adapter.use_dora,
@@ -134,6 +136,22 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     predicted = 2 * TOKENS * activation_bytes_per_layer(products_of(facts, adapter, dtype), length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
+
+
+PARTS = [FullAdapter(last_layers=1), FullAdapter(unfrozen_parameters=[r"layers\.2\..*_proj"])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapter", PARTS)
+def test_layers_below_all_that_is_trained_keep_nothing_and_those_above_no_more_than_is_planned(adapter, dtype):
+    facts = facts_of(build(4))
+    layer = TOKENS * activation_bytes_per_layer(products_of(facts, adapter, dtype), None)
+    layer += cast_weights_bytes(facts, adapter, dtype) // 4
+    num_live = num_live_layers(facts, adapter)
+    assert num_live == (1 if adapter.last_layers else 2)
+    # And what the final norm keeps, which is planned with the head.
+    beyond = saved_bytes(4, FullAdapter(), dtype, "even") - 4 * layer
+    assert (num_live - 1) * layer < saved_bytes(4, adapter, dtype, "even") <= num_live * layer + beyond
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

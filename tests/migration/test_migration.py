@@ -757,3 +757,47 @@ def test_trackers_are_carried_over_and_what_a_recipe_has_no_key_for_is_named(
     for key, words in named.items():
         (line,) = [line for line in made.of_kind("unsupported") if line.key.partition("[")[0] == key]
         assert words in line.words
+
+
+AXOLOTL_FULL = "base_model: m\ndatasets: [{path: x.jsonl, type: alpaca}]\nsequence_len: 64\nmicro_batch_size: 1\n"
+FACTORY_FREEZE = (
+    "model_name_or_path: m\nstage: sft\nfinetuning_type: freeze\ndataset: x\ntemplate: qwen\ncutoff_len: 64\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (
+            f"{AXOLOTL_FULL}unfrozen_parameters: [lm_head.weight, 'model.layers.2[0-9]+.mlp']\n",
+            {"unfrozen_parameters": [r"^lm_head\.weight", r"^model\.layers\.2[0-9]+\.mlp"]},
+        ),
+        (FACTORY_FREEZE, {"last_layers": 2}),
+        (f"{FACTORY_FREEZE}freeze_trainable_layers: 6\nfreeze_trainable_modules: all\n", {"last_layers": 6}),
+        (
+            f"{FACTORY_FREEZE}freeze_trainable_layers: -2\nfreeze_extra_modules: embed_tokens,norm\n",
+            {"unfrozen_parameters": [r"^\D*\.(0|1)\.", r"^\D*embed_tokens", r"^\D*norm"]},
+        ),
+    ],
+    ids=["axolotl", "freeze", "last layers", "first layers and modules"],
+)
+def test_the_part_of_a_model_that_is_trained_is_carried_over(config, part, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    made = migrate(tmp_path / "config.yaml")
+    adapter = made.recipe.adapter
+    assert adapter.model_dump(exclude_none=True) == {"type": "full", **part}
+    assert not made.of_kind("unsupported")
+
+
+@pytest.mark.parametrize(
+    ("config", "patience"),
+    [
+        (f"{AXOLOTL_FULL}early_stopping_patience: 3\n", 3),
+        (f"{FACTORY_FREEZE}early_stopping_steps: 4\n", 4),
+        ("model: m\ntrain_type: lora\ndataset: x.jsonl\nearly_stop_interval: 5\n", 5),
+    ],
+    ids=["axolotl", "llama-factory", "ms-swift"],
+)
+def test_early_stopping_is_carried_over(config, patience, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    assert migrate(tmp_path / "config.yaml").recipe.train.early_stopping_patience == patience

@@ -32,6 +32,7 @@ COMMANDS = {
         check sft.yaml train.max_steps
         check sft.yaml train.max_steps=0
         check sft.yaml train.early_stopping_threshold=0.1
+        check sft.yaml adapter.type=full adapter.unfrozen_parameters=[layers.(]
         check sft.yaml model=./nowhere
         check sft.yaml data.train=nowhere.jsonl
         check sft.yaml data.train=empty.jsonl
@@ -93,6 +94,9 @@ COMMANDS = {
         plan sft.yaml --on 2xh100 parallel.strategy=fsdp2 parallel.tp_size=2
         plan sft.yaml --on 2xh100 parallel.strategy=zero3 adapter=qlora
         plan sft.yaml --on h100 train.fp8=true
+        plan sft.yaml --on h100 adapter=full adapter.last_layers=40
+        plan sft.yaml --on h100 adapter=full adapter.unfrozen_parameters=[lm_head]
+        plan sft.yaml --on 2xh100 adapter=full adapter.last_layers=1 parallel.strategy=fsdp2
         plan sft.yaml --on h100 train.early_stopping_patience=2
         plan sft.yaml --on h100 train.early_stopping_patience=2 data.eval_size=0.5
         plan kto.yaml --on 8xh100 parallel.num_processes=8 parallel.strategy=ddp train.global_batch_size=8

@@ -426,7 +426,8 @@ BROKEN = {
             "recipe.yaml:2:7: data: must be a section (with train, eval, format, loss_on, ...), got 'x.jsonl'\n"
             "recipe.yaml:4:3: train: must be a section (with num_epochs, max_steps, global_batch_size, "
             "micro_batch_size, ...), got a list\n"
-            "recipe.yaml:5:10: adapter: must be a section (with type, rank, alpha, dropout, ...), got 8"
+            "recipe.yaml:5:10: adapter: must be a section (with type, last_layers, unfrozen_parameters, rank, "
+            "...), got 8"
         ),
     ),
     "an_empty_path": (

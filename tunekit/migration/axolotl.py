@@ -1,5 +1,7 @@
 """Axolotl's YAML -> a recipe, by its documented keys."""
 
+import re
+
 from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, figure, is_off, names, number, reason, text, truth
@@ -147,9 +149,15 @@ def pattern(draft: Draft, entry: Entry) -> Fate:
 
 
 def unfrozen(draft: Draft, entry: Entry) -> Fate:
-    """Parts of a model that are trained by themselves."""
-    words = "training parts of a model is unsupported: use adapter full, lora or qlora, or adapter.modules_to_save"
-    return Fate("unsupported", words)
+    """Patterns of the parameters that are trained, from the beginning of their names, in which a dot is a dot."""
+    if draft.has_adapter:
+        raise UnfitError("trains parameters beside an adapter: use adapter.modules_to_save")
+    patterns = names(entry.value)
+    if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
+        raise UnfitError("training a range of a parameter's rows is unsupported")
+    return draft.carry(
+        entry, "adapter.unfrozen_parameters", ["^" + re.sub(r"\.(?!\+)", r"\.", pattern) for pattern in patterns]
+    )
 
 
 def plugins(draft: Draft, entry: Entry) -> Fate:

@@ -1,5 +1,6 @@
 """LLaMA-Factory's YAML or JSON -> a recipe, with its dataset_info.json where it is at hand."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,51 @@ def prepare(draft: Draft) -> None:
     if method == "cpo":
         draft.put("method.loss_type", "simpo", "pref_loss")
     is_small = draft.get("quantization_bit") in (4, "4") and _is_bitsandbytes(draft.get("quantization_method", "bnb"))
-    adapter = "full" if draft.get("finetuning_type") == "full" else "qlora" if is_small else "lora"
+    adapter = "full" if draft.get("finetuning_type") in ("full", "freeze") else "qlora" if is_small else "lora"
     draft.put("adapter.type", adapter, "finetuning_type", "quantization_bit")
     for target, key in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
+
+
+def _parts(draft: Draft) -> list[str]:
+    """Keys of the recipe by which a part of the model is trained."""
+    return [key for key in draft.values if key in ("adapter.last_layers", "adapter.unfrozen_parameters")]
+
+
+def trainable_layers(draft: Draft, entry: Entry) -> Fate:
+    """The last layers, which are trained; a negative number means the first ones."""
+    _check_freezes(draft)
+    if draft.get("freeze_trainable_modules", "all") != "all":
+        raise UnfitError("of all layers, or of none: name the modules in adapter.unfrozen_parameters")
+    number_of = whole(entry.value)
+    if number_of >= 0:
+        return draft.carry(entry, "adapter.last_layers", number_of)
+    first = rf"^\D*\.({'|'.join(map(str, range(-number_of)))})\."
+    return draft.carry(
+        entry, "adapter.unfrozen_parameters", [first, *draft.values.get("adapter.unfrozen_parameters", [])]
+    )
+
+
+def trainable_modules(draft: Draft, entry: Entry) -> Fate:
+    """The modules of those layers: all of them."""
+    _check_freezes(draft)
+    if entry.value != "all":
+        raise UnfitError("trains a part of each layer: name it in adapter.unfrozen_parameters")
+    return Fate("silent", "is the default")
+
+
+def extra_modules(draft: Draft, entry: Entry) -> Fate:
+    """Modules outside of the layers, which are trained too."""
+    _check_freezes(draft)
+    before = draft.values.get("adapter.unfrozen_parameters", [])
+    # What lies in a layer has its number before its name.
+    patterns = [*before, *(rf"^\D*{re.escape(name)}" for name in names(entry.value))]
+    return draft.carry(entry, "adapter.unfrozen_parameters", patterns)
+
+
+def _check_freezes(draft: Draft) -> None:
+    if draft.get("finetuning_type") != "freeze":
+        raise UnfitError("only used with finetuning_type freeze")
 
 
 def _is_bitsandbytes(method: Any) -> bool:
@@ -40,6 +82,8 @@ def finish(draft: Draft) -> None:
     """Record LLaMA-Factory's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 2048})
     hf.trainer_defaults(draft, 5e-5)
+    if draft.get("finetuning_type") == "freeze" and not any(key.startswith("adapter.") for key in _parts(draft)):
+        draft.assume({"adapter.last_layers": 2})
     if draft.has_adapter:
         draft.assume({"adapter.rank": 8})
         draft.assume({"adapter.alpha": 2 * draft.values["adapter.rank"]})

@@ -459,7 +459,9 @@ def attach_adapter(
 
     set_seed(seed)
     if isinstance(adapter, FullAdapter):
-        model.requires_grad_(True)
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(adapter.trains(name, num_layers) or name.startswith(SCORES))
         for name in untrained(model):
             model.get_submodule(name).requires_grad_(False)
         return model

@@ -172,6 +172,12 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
             problem = f"adapter: the model has {num_trained(trainer.model):,} parameters in the modules chosen, "
             problem += f"{plan.num_trainable_params:,} are planned: some names differ between its files and its modules"
             raise ModelError(problem, hint="choose by the last parts of names")
+        if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
+            raise RunError(
+                f"adapter.unfrozen_parameters: {num_trained(trainer.model):,} parameters match in the loaded model, "
+                f"but {plan.num_trainable_params:,} by the names in its files, which transformers renames",
+                hint="write patterns that match both, such as the ends of names",
+            )
         record.write(
             "warning",
             message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "

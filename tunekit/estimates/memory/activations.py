@@ -168,7 +168,8 @@ def products_of(
         casted=casted,
         casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
         mask=mask if lora and lora.dropout else 0,
-        tables=trained_tables(model, adapter),
+        # Of a part of a model as of all of it: an upper bound.
+        tables=trained_tables(model, lora or FullAdapter()),
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
         adapted=names,

@@ -144,6 +144,8 @@ def estimate(
         scores_length=scores_length,
         num_gathered=num_tokens if layout.cp_size > 1 else 0,
     )
+    num_live = states.num_live_layers(shard, adapter)
+    layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))
     widens = not layout.strategy.startswith("zero")
     head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
@@ -253,6 +255,8 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
         return "outside the model"
     if isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.new_rows(model, adapter):
         return "closed form"
+    if isinstance(adapter, FullAdapter) and adapter.is_partial:
+        return "closed form"
     if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
         # Tables that are trained beside an adapter are counted on one device only as they are traced.
         return "closed form"
@@ -293,7 +297,9 @@ def _needs(
     vocabulary = table if tables.head else 0
     of_head = vocabulary + (summed * model.vocab_size * model.hidden_size if tables.head else 0)
     in_layers = trained - table * tables.num
-    per_layer = in_layers // model.num_layers
+    # Of a part it is not known how much lies in the first of its layers.
+    is_partial = isinstance(adapter, FullAdapter) and adapter.is_partial
+    per_layer = 0 if is_partial else in_layers // model.num_layers
     before = trained if accumulates else 0
     first = before or vocabulary + in_layers - per_layer
     # Gradients of a weight with two uses wait for each other and are summed into a third tensor.

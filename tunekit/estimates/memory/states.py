@@ -32,7 +32,7 @@ from typing import Literal
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter, layer_of
 from tunekit.recipe.sections.section import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -78,7 +78,7 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     """
     tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
-        return {name: shape for name, shape in tensors.items() if not model.is_untrained(name)}
+        return {name: shape for name, shape in tensors.items() if _is_trained(name, model, adapter)}
     whole = trained_whole(model, adapter)
     trained = model.tensors_in(whole) if whole else {}
     for name, own_rank in model.adapted(adapter).ranks.items():
@@ -115,6 +115,27 @@ def num_adapted_layers(model: ModelFacts, adapter: LoraAdapter) -> int:
     return len(set(adapter.layers_to_transform or ())) or model.num_layers
 
 
+def _is_trained(name: str, model: ModelFacts, adapter: FullAdapter) -> bool:
+    """Return whether a tensor is trained in full fine-tuning; the score of a model that judges always is."""
+    if model.is_untrained(name):
+        return False
+    return adapter.trains(name, model.num_layers) or (model.judges and name == SCORE)
+
+
+def num_live_layers(model: ModelFacts, adapter: Adapter) -> int:
+    """Return the number of last layers through which gradients pass: not those below all that is trained.
+
+    Where layers differ it is that of all layers, an upper bound.
+    """
+    if not isinstance(adapter, FullAdapter) or not adapter.is_partial or model.num_experts or model.num_sliding_layers:
+        return model.num_layers
+    trained = trained_tensors(model, adapter)
+    if any(map(is_embedding, trained)):
+        return model.num_layers
+    numbers = [number for name in trained if (number := layer_of(name)) is not None]
+    return model.num_layers - min(numbers, default=model.num_layers)
+
+
 @dataclass(frozen=True)
 class Tables:
     """Trained ones of the two large tables of a vocabulary."""
@@ -135,7 +156,9 @@ class Tables:
 def trained_tables(model: ModelFacts, adapter: Adapter) -> Tables:
     """Return which tables are trained: all, or those that are trained beside an adapter."""
     if isinstance(adapter, FullAdapter):
-        return Tables(embedding=True, head=not model.judges, is_one=model.has_tied_head)
+        trained = trained_tensors(model, adapter)
+        embedding, tied = any(map(is_embedding, trained)), model.has_tied_head
+        return Tables(embedding, embedding if tied else any(map(is_head, trained)), is_one=tied and embedding)
     names = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else ()
     return Tables(any(map(is_embedding, names)), any(map(is_head, names)), is_one=False)
 
@@ -148,6 +171,8 @@ def unties_head(model: ModelFacts, adapter: Adapter) -> bool:
 def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     """Number of parameters that are trained."""
     if isinstance(adapter, FullAdapter):
+        if adapter.is_partial:
+            return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
         return model.num_params - model.num_untrained_params
     if not trained_whole(model, adapter):
         adapters = model.adapted(adapter).adapters.items()

@@ -1,5 +1,6 @@
 """Checks of an adapter section against a model: what it names must be there, and PEFT must be able to adapt it."""
 
+import re
 from collections.abc import Iterator
 
 from tunekit.estimates.facts import ModelFacts
@@ -16,6 +17,7 @@ Faults = Iterator[tuple[str, str]]
 def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     """Yield what is wrong with an adapter section for this model, each with its remedy."""
     if isinstance(adapter, FullAdapter):
+        yield from _part_faults(model, adapter)
         return
     if reason := model_types().without_adapters.get(model.model_type):
         yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
@@ -27,6 +29,21 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     if unknown:
         hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
         yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
+
+
+def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
+    """Yield layers and patterns of a part to train that a model does not have."""
+    if adapter.last_layers is not None and adapter.last_layers > model.num_layers:
+        problem = f"adapter.last_layers: {adapter.last_layers} exceeds the {model.num_layers} layers of {model.path}"
+        yield problem, f"set it to {model.num_layers} or less"
+    names = [name for name in model.tensors if not model.is_tower(name)]
+    for pattern in adapter.unfrozen_parameters or ():
+        if not any(re.search(pattern, name) for name in names):
+            endings = sorted({".".join(name.split(".")[-2:]) for name in names})
+            hint = f"names end in: {', '.join(endings)}"
+            if model.has_tied_head and "head" in pattern:
+                hint = "a head tied to the embedding has no weights of its own; name the embedding"
+            yield f"adapter.unfrozen_parameters: {model.path} has no parameter that matches {pattern!r}", hint
 
 
 def _target_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:

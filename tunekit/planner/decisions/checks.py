@@ -272,6 +272,11 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
     yield from start_refusal(recipe.adapter, recipe.method, layout)
+    if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
+        if layout.strategy not in ("single", "ddp"):
+            yield "training a part of a model is untested there", "use ddp, or train all parameters"
+        if recipe.train.fp8:
+            yield "training a part of a model is untested in float8", "unset train.fp8"
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter) and (

@@ -18,6 +18,7 @@ from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
     new_rows,
+    num_live_layers,
     num_trainable_params,
     optimizer_bytes_per_param,
     reference_of,
@@ -150,8 +151,17 @@ def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
 def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
     """Return the reason for the adapter."""
     adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
-    if isinstance(adapter, FullAdapter):
+    if isinstance(adapter, FullAdapter) and not adapter.is_partial:
         return Reason(topic="adapter", choice="full", why=f"all {count(trained)} parameters trained")
+    if isinstance(adapter, FullAdapter):
+        parts = [] if adapter.last_layers is None else [f"the last {adapter.last_layers} layers"]
+        share = f"{count(trained)} of {count(model.num_params)} parameters trained, {trained / model.num_params:.2%}; "
+        num_frozen = model.num_layers - num_live_layers(model, adapter)
+        share += f"activations of the first {num_frozen} layers not kept, " if num_frozen else ""
+        share += "those of other frozen parameters counted as if trained, an upper bound"
+        return Reason(
+            topic="adapter", choice=f"full, of {', '.join([*parts, *(adapter.unfrozen_parameters or ())])}", why=share
+        )
     choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {_targets_words(adapter)}"
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
     if adapter.init_lora_weights is not True:

@@ -169,13 +169,53 @@ InitLoraWeights = Literal[
 """Initial weights of an adapter, by PEFT's names."""
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a parameter's name begins with; None outside of the layers."""
+    match = re.search(r"\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
 class FullAdapter(Section):
-    """Full fine-tuning of all parameters."""
+    """Full fine-tuning of all parameters, or of a part of them."""
 
     shorthand = "type"
 
     type: Literal["full"] = "full"
     """Full fine-tuning."""
+
+    last_layers: Annotated[int, Field(gt=0)] | None = None
+    """Train this number of last decoder layers, and what `unfrozen_parameters` names; freeze the rest. Default: train
+    all parameters."""
+
+    unfrozen_parameters: Annotated[list[str], Field(min_length=1)] | None = None
+    """Regular expressions: train the parameters in whose names one is found, such as `lm_head` or
+    `layers\\.(30|31)\\.mlp`, and `last_layers`; freeze the rest, in float32."""
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield patterns that are no regular expressions."""
+        for number, pattern in enumerate(self.unfrozen_parameters or ()):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                what = f"{pattern!r} is no regular expression: {error}"
+                yield Conflict(("unfrozen_parameters", number), what, "escape it with a backslash")
+
+    @property
+    def is_partial(self) -> bool:
+        """True if some parameters are frozen."""
+        return self.last_layers is not None or self.unfrozen_parameters is not None
+
+    def trains(self, name: str, num_layers: int) -> bool:
+        """Return whether a parameter is trained.
+
+        Args:
+            name: Its name in the model.
+            num_layers: Decoder layers of the model.
+        """
+        layer = layer_of(name)
+        if self.last_layers is not None and layer is not None and layer >= num_layers - self.last_layers:
+            return True
+        return not self.is_partial or any(re.search(pattern, name) for pattern in self.unfrozen_parameters or ())
 
 
 class LoraAdapter(Section):
