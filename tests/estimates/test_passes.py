@@ -178,6 +178,12 @@ def test_a_reference_model_is_divided_as_trl_divides_it(layout, bytes_per_param)
     assert (found.host_bytes, found.nvme_bytes) == (0, 0)
 
 
+def test_a_reference_of_weights_in_bfloat16_has_them_too():
+    how = {"devices_per_node": 1, "trained_dtype": "bfloat16"}
+    found = with_reference(Kept(0), LLAMA_8B, WITH_REFERENCE, "bfloat16", Layout(), **how)
+    assert found.reference == 2 * LLAMA_8B.num_params
+
+
 def test_a_reference_model_lies_where_the_weights_lie():
     fsdp2 = Layout(strategy="fsdp2", dp_shard_size=16, offload_param_device="cpu", offload_optimizer_device="cpu")
     zero3 = Layout(strategy="zero3", dp_shard_size=16, offload_param_device="nvme", offload_optimizer_device="nvme")
