@@ -12,7 +12,7 @@ from tests.planner.golden import ROWS, recipe
 from tests.tiny import make_tokenizer
 from tunekit.errors import PlanError, RecipeError
 from tunekit.estimates.memory.states import adapters_bytes, num_trainable_params, states_bytes, trained_tensors
-from tunekit.models.load import attach_adapter, keep_trained_in_float32, load_model, load_tokenizer
+from tunekit.models.load import attach_adapter, keep_trained, load_model, load_tokenizer
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
@@ -94,7 +94,7 @@ def test_planned_tensors_are_those_that_are_trained(name, tied, tmp_path):
     facts = probe_model(section)
     model = load_model(section, dtype="bfloat16", device="cpu")
     trained = attach_adapter(model, adapter, seed=0, new_tokens=facts.new_tokens)
-    keep_trained_in_float32(trained)
+    keep_trained(trained, "float32")
     real = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     planned = trained_tensors(facts, adapter)
     assert sorted(map(tuple, planned.values())) == sorted(tuple(parameter.shape) for parameter in real)

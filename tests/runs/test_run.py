@@ -84,7 +84,7 @@ def test_status_says_how_it_ended(finished):
 def test_the_kept_recipe_is_complete_and_works_from_anywhere(finished, workspace, tmp_path, monkeypatch):
     run, _ = finished
     kept = yaml.safe_load((run.path / "recipe.yaml").read_text(encoding="utf-8"))
-    assert kept["train"]["optim"] == "adamw_torch_fused"
+    assert kept["train"]["lr_scheduler_type"] == "cosine"
     assert kept["model"]["path"] == str(workspace / "model")
     assert kept["data"]["train"]["path"] == str(workspace / "rows.jsonl")
     assert run.plan.data.format == "messages"

@@ -56,6 +56,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.eval_size": {"data.eval": tunekit.UNSET},
     "data.streaming": {"train.max_steps": 5},
     "train.pure_bf16": {"adapter.type": "full"},
+    "train.early_stopping_threshold": {"train.early_stopping_patience": 2},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},
@@ -89,6 +90,8 @@ def other_value(entry: tunekit.Entry) -> Any:
     name = name_of(entry.key)
     if name in FITTING:
         return FITTING[name]
+    if name.endswith((".short_factor", ".long_factor")):
+        return [1.0, 2.5]
     if entry.kind == "bool":
         return not entry.default
     if entry.kind == "choice":
@@ -109,6 +112,9 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     for key, value in BESIDE.get(name, {}).items():
         if not (key == "method.trainer_args" and (method == "sft" or METHODS[method].generates)):
             text = tunekit.edit_text(text, key, value)
+    section, _, own = entry.key.rpartition(".")
+    if section.endswith("rope_scaling") and own != "factor":
+        text = tunekit.edit_text(text, f"{section}.factor", 2)
     if name == "method.label_smoothing" and method == "dpo":
         text = tunekit.edit_text(text, "method.loss_type", ["robust"])
     if name == "method.rewards.column":
