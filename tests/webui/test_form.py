@@ -38,7 +38,7 @@ FITTING: dict[str, Any] = {
     "method.rewards.path": "tests.rows:save_rows", "method.generation.stop": ["\n\n", "END"],
     "method.label_smoothing": 0.25, "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5,
     "train.metric_for_best_model": "eval_x", "train.retry_out_of_memory": True, "train.global_batch_size": 32,
-    "output.report_to": ["wandb", "mlflow"],
+    "train.learning_rates": {r"embed\.[a-z]": 1e-5, "b": 0.5}, "output.report_to": ["wandb", "mlflow"],
     "parallel.nvme_path": "/tmp", "output.name": "a.b-1", "output.sample_prompts": ["Hi", " a\n\"b\" ", "[]"],
 }  # fmt: skip
 """Values where any would not do, by keys without positions."""
@@ -53,6 +53,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
     "data.eval_size": {"data.eval": tunekit.UNSET},
     "data.streaming": {"train.max_steps": 5},
+    "train.early_stopping_threshold": {"train.early_stopping_patience": 2},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},

@@ -152,6 +152,11 @@ def unfrozen(draft: Draft, entry: Entry) -> Fate:
     )
 
 
+def embedding_lr(draft: Draft, entry: Entry) -> Fate:
+    """The learning rate of embedding and head."""
+    return draft.carry(entry, "train.learning_rates", {"embed_tokens|lm_head": number(entry.value)})
+
+
 def special(draft: Draft, entry: Entry) -> Fate:
     """A special token of the tokenizer."""
     if entry.key.endswith("pad_token"):
