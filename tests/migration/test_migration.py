@@ -801,3 +801,29 @@ def test_the_part_of_a_model_that_is_trained_is_carried_over(config, part, tmp_p
 def test_early_stopping_is_carried_over(config, patience, tmp_path) -> None:
     (tmp_path / "config.yaml").write_text(config)
     assert migrate(tmp_path / "config.yaml").recipe.train.early_stopping_patience == patience
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (f"{AXOLOTL_FULL}adapter: lora\nlora_r: 8\nloraplus_lr_ratio: 16\n", ("adapter", "loraplus_lr_ratio"), 16),
+        (f"{AXOLOTL_FULL}embedding_lr: 1e-5\n", ("train", "learning_rates"), {"embed_tokens|lm_head": 1e-5}),
+        (
+            FACTORY_FREEZE.replace("freeze", "lora") + "loraplus_lr_ratio: 8.0\n",
+            ("adapter", "loraplus_lr_ratio"),
+            8,
+        ),
+        (
+            "model: m\ntrain_type: lora\ndataset: x.jsonl\nlorap_lr_ratio: 10\n",
+            ("adapter", "loraplus_lr_ratio"),
+            10,
+        ),
+    ],
+    ids=["axolotl", "axolotl's embedding", "llama-factory", "ms-swift"],
+)
+def test_learning_rates_by_group_are_carried_over(config, key, value, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    section, field = key
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.model_dump()[section][field] == value
+    assert not made.of_kind("unsupported")

@@ -32,6 +32,7 @@ COMMANDS = {
         check sft.yaml train.max_steps
         check sft.yaml train.max_steps=0
         check sft.yaml train.early_stopping_threshold=0.1
+        check sft.yaml 'train.learning_rates={layers.(: 1e-5}'
         check sft.yaml adapter.type=full adapter.unfrozen_parameters=[layers.(]
         check sft.yaml model=./nowhere
         check sft.yaml data.train=nowhere.jsonl
@@ -97,6 +98,8 @@ COMMANDS = {
         plan sft.yaml --on h100 adapter=full adapter.last_layers=40
         plan sft.yaml --on h100 adapter=full adapter.unfrozen_parameters=[lm_head]
         plan sft.yaml --on 2xh100 adapter=full adapter.last_layers=1 parallel.strategy=fsdp2
+        plan sft.yaml --on h100 'train.learning_rates={embed_tokens: 1e-5}'
+        plan sft.yaml --on 2xh100 adapter.loraplus_lr_ratio=16 parallel.strategy=zero3
         plan sft.yaml --on h100 train.early_stopping_patience=2
         plan sft.yaml --on h100 train.early_stopping_patience=2 data.eval_size=0.5
         plan kto.yaml --on 8xh100 parallel.num_processes=8 parallel.strategy=ddp train.global_batch_size=8

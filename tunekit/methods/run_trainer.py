@@ -216,6 +216,33 @@ def run_trainer(trainer: type) -> Any:
     return type(trainer.__name__, (RunTrainer, trainer), {"__module__": trainer.__module__})
 
 
+def set_learning_rates(trainer: "RunTrainer", rate_of: Callable[[str, torch.nn.Parameter], float], base: float) -> None:
+    """Give the parameters of a trainer learning rates of their own, in groups of the optimizer.
+
+    Each group is divided by rate and keeps its weight decay. The groups with the recipe's own rate come first, which is
+    what the trainer logs.
+
+    Args:
+        trainer: The trainer, before its model is wrapped.
+        rate_of: Gives the rate of a parameter, by its name and itself.
+        base: The recipe's rate.
+    """
+
+    def create(create_optimizer: Callable[..., Any], *args: Any) -> Any:
+        optimizer = create_optimizer(*args)
+        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            by_rate: dict[float, list[torch.nn.Parameter]] = {}
+            for parameter in group["params"]:
+                by_rate.setdefault(rate_of(names[id(parameter)], parameter), []).append(parameter)
+            groups += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
+        optimizer.param_groups[:] = sorted(groups, key=lambda group: group["lr"] != base)
+        return optimizer
+
+    trainer.wrap("create_optimizer", create)
+
+
 class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
     """The order of the rows in each epoch, from the seed and the number of the epoch alone.
 

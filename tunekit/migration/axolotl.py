@@ -160,6 +160,11 @@ def unfrozen(draft: Draft, entry: Entry) -> Fate:
     )
 
 
+def embedding_lr(draft: Draft, entry: Entry) -> Fate:
+    """The learning rate of embedding and head."""
+    return draft.carry(entry, "train.learning_rates", {"embed_tokens|lm_head": number(entry.value)})
+
+
 def plugins(draft: Draft, entry: Entry) -> Fate:
     """Plugins, of which those for kernels have their like here."""
     supported = ("liger", "cut_cross_entropy", "kernels")

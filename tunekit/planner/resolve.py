@@ -152,6 +152,7 @@ def resolve(
             *backends.documents_reasons(model, by_document=by_document),
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
+            *reasons.learning_rates_reasons(recipe, model),
             *reasons.deepspeed_reasons(layout, recipe.train.optimizer),
             *environment.environment_reasons(variables, hardware, chosen.candidate.num_nodes),
             *environment.timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),

@@ -13,11 +13,11 @@ Events are JSON lines, written as they happen and read while the file grows. Eve
 - `attention`: `message`, the measured accuracy of tunekit's attention for packed rows (see
   `tunekit.training.check_reference`)
 - `tracker`: `name` of a tracker that the run is reported to, and its address or command there as `message`
-- `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, without padding but with
-  one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
-  `model_flops_per_second` and `mfu` of all processes (None if the peak of the device is unknown), and by the main
-  process's clock `step_seconds`, of these `optimizer_seconds` and, if the model learns from its own answers,
-  `generation_seconds`, and `data_seconds` between the steps
+- `log`: `step`, `loss`, `learning_rate` (of the optimizer's first group), `grad_norm`, `epoch`; `num_tokens` of all
+  processes, without padding but with one token of each row that fills an epoch's last step; of the steps since the last
+  one `tokens_per_second`, `model_flops_per_second` and `mfu` of all processes (None if the peak of the device is
+  unknown), and by the main process's clock `step_seconds`, of these `optimizer_seconds` and, if the model learns from
+  its own answers, `generation_seconds`, and `data_seconds` between the steps
 - `eval`: `step`, `eval_loss` and the method's own metrics
 - `completions`: `step`, and of the prompt with the largest gap of rewards among the last generated answers, `prompt`,
   and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times a run

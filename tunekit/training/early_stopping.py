@@ -54,7 +54,8 @@ class EarlyStopping:
 
     def _take_batches(self, take: Callable[..., Any], *args: Any) -> Any:
         if self.is_exhausted:
-            self.trainer.control.should_training_stop = True
+            control = self.trainer.control
+            control.should_training_stop = True
             return [], None
         return take(*args)
 

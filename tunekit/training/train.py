@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError, RunError
+from tunekit.estimates.learning_rates import has_groups, plain_name, rate_of, unmatched
 from tunekit.methods.arguments import give_weights, settle_reference
-from tunekit.methods.run_trainer import RunTrainer
+from tunekit.methods.run_trainer import RunTrainer, set_learning_rates
 from tunekit.models import load
 from tunekit.models.documents import run_by_document
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
@@ -165,6 +166,20 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     engine.before_wrapping(trainer, plan)
     if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.splits_base:
         save_and_load_plain(trainer, recipe.adapter)
+    if has_groups(recipe):
+        trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+        if patterns := unmatched(recipe, map(plain_name, trained)):
+            raise RunError(
+                f"train.learning_rates: {patterns[0]!r} matches no parameter of the loaded model, whose names "
+                "differ from those in its files",
+                hint=f"write a pattern that matches both; names are such as {plain_name(trained[0])}",
+            )
+        num_layers = trainer.model.config.get_text_config(decoder=True).num_hidden_layers
+        set_learning_rates(
+            trainer,
+            lambda name, parameter: rate_of(recipe, plain_name(name), parameter.dim(), num_layers),
+            recipe.learning_rate,
+        )
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:

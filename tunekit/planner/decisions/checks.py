@@ -6,7 +6,8 @@ from typing import NamedTuple
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin, is_embedding
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.states import Dtype, new_rows, reference_of, unties_head
+from tunekit.estimates.learning_rates import has_groups, unmatched
+from tunekit.estimates.memory.states import Dtype, new_rows, reference_of, trained_tensors, unties_head
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
@@ -99,6 +100,9 @@ def _faults(
     yield from _published_faults(recipe, model)
     yield from adapter_faults(recipe.adapter, model)
     yield from _merge_faults(recipe, model)
+    for pattern in unmatched(recipe, trained_tensors(model, recipe.adapter)) if train.learning_rates else ():
+        problem = f"train.learning_rates: no trained parameter of {model.path} matches {pattern!r}"
+        yield problem, "remove it, or train what it names"
     optim = train.optimizer
     if optim.startswith("paged_") and device.kind == "cpu":
         twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
@@ -277,6 +281,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             yield "training a part of a model is untested there", "use ddp, or train all parameters"
         if recipe.train.fp8:
             yield "training a part of a model is untested in float8", "unset train.fp8"
+    if has_groups(recipe) and (layout.strategy == "zero3" or layout.offloads or layout.tp_size > 1):
+        yield "several learning rates are untested there", "use ddp, fsdp2, zero1 or zero2 without offloading"
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter) and (

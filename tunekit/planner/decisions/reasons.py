@@ -12,6 +12,7 @@ from typing import assert_never
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
 from tunekit.estimates.layout import Layout
+from tunekit.estimates.learning_rates import has_groups, rates_of
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, is_traced
 from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files, metric_of
 from tunekit.estimates.memory.states import (
@@ -38,6 +39,9 @@ from tunekit.recipe.sections.section import OUR_OPTIMS, Optim, TrainSection
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
+
+MAX_RATES = 6
+"""Learning rates that a plan names."""
 
 RUNS_PER_RECIPE = 4
 """Evaluations and checkpoints in a run whose recipe does not say how often."""
@@ -196,6 +200,17 @@ def optimizer_reason(recipe: Recipe) -> Reason:
         kept = "8 bits" if recipe.train.optimizer.endswith("8bit") else recipe.train.trained_dtype
         reason += f"; tunekit's AdamW, states in {kept}"
     return Reason(topic="optimizer", choice=choice, why=reason)
+
+
+def learning_rates_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reason for learning rates that differ between parameters."""
+    if not has_groups(recipe):
+        return
+    rates = rates_of(recipe, model)
+    groups = [f"{count(size)} parameters at {rate:.3g}" for rate, size in rates.items()]
+    shown = groups if len(groups) <= MAX_RATES else [*groups[: MAX_RATES - 1], "...", groups[-1]]
+    why = f"set by the recipe; the schedule scales each, and logs show the first, {next(iter(rates)):.3g}"
+    yield Reason(topic="learning rates", choice=", ".join(shown), why=why)
 
 
 def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from tunekit.recipe.sections.section import EXPANDS_ENV, Conflict, Section, type_alone
+from tunekit.recipe.sections.section import ESCAPE, EXPANDS_ENV, Conflict, Section, regex_problem, type_alone
 
 RopeType = Literal["linear", "yarn", "llama3", "longrope"]
 """Methods of RoPE scaling whose frequencies do not depend on the rows seen before, by their transformers names."""
@@ -194,11 +194,8 @@ class FullAdapter(Section):
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield patterns that are no regular expressions."""
         for number, pattern in enumerate(self.unfrozen_parameters or ()):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                what = f"{pattern!r} is no regular expression: {error}"
-                yield Conflict(("unfrozen_parameters", number), what, "escape it with a backslash")
+            if (problem := regex_problem(pattern)) is not None:
+                yield Conflict(("unfrozen_parameters", number), problem, ESCAPE)
 
     @property
     def is_partial(self) -> bool:
@@ -263,6 +260,10 @@ class LoraAdapter(Section):
 
     use_dora: bool = False
     """Weight-decomposed adaptation, DoRA (arXiv 2402.09353)."""
+
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = None
+    """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
+    2402.12354). Default: the same rate for all."""
 
     modules_to_save: list[str] | None = None
     """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""

@@ -5,6 +5,7 @@ how a model is trained (how long, how fast, in which steps, and what is kept), h
 is done when one of them fails, and where a run is written and which trackers get its figures.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType, Self
 
@@ -87,6 +88,19 @@ def from_word(sections: Sequence[type[Section]], word: str) -> dict[str, Any] | 
     return {name: word} if name is not None else None
 
 
+ESCAPE = "escape special characters with a backslash"
+"""Remedy for what is no regular expression."""
+
+
+def regex_problem(pattern: str) -> str | None:
+    """Return why a pattern is no regular expression; None if it is one."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"{pattern!r} is no regular expression: {error}"
+    return None
+
+
 def alone_in_list(value: Any) -> Any:
     """A list of which the only item is given by itself, written out."""
     return [value] if isinstance(value, str) else value
@@ -140,6 +154,14 @@ class TrainSection(Section):
     """Peak learning rate. Default by method, for full fine-tuning: 2e-5 for sft, 1e-5 for reward, 5e-6 for orpo, 1e-6
     for cpo, grpo, rloo, gmpo and distillation, 5e-7 for dpo and kto; ten times that for lora and qlora. The plan names
     the source."""
+
+    learning_rates: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
+    """Peak learning rates by regular expressions found in parameter names, such as `{embed_tokens: 1e-5}`; the first
+    that matches counts, and all others have `learning_rate`. The schedule scales each."""
+
+    layerwise_lr_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Factor on the learning rate for each layer above a parameter: the last layer, norm and head have `learning_rate`,
+    the embedding has the least. Default: none."""
 
     lr_scheduler_type: LrSchedulerType = "cosine"
     """Learning-rate schedule by its transformers name."""
@@ -225,7 +247,10 @@ class TrainSection(Section):
         return "bfloat16" if self.pure_bf16 else "float32"
 
     def _conflicts_within(self) -> Iterator[Conflict]:
-        """Yield a threshold of early stopping without it."""
+        """Yield a threshold of early stopping without it, and patterns that are no regular expressions."""
+        for pattern in self.learning_rates or ():
+            if (problem := regex_problem(pattern)) is not None:
+                yield Conflict(("learning_rates", pattern), problem, ESCAPE)
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             yield Conflict(
                 ("early_stopping_threshold",), "requires early_stopping_patience", "set that too, or unset it"
