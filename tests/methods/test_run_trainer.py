@@ -21,6 +21,7 @@ PATCHED = {
     ("methods/run_trainer.py", "accelerator.backward"): "Accelerate's backward pass is no method of the trainer",
     ("methods/sft.py", "accelerator.dataloader_config.dispatch_batches"): "TRL's config has no such field",
     ("training/non_finite.py", "model_wrapped.optimizer.overflow"): "by it DeepSpeed leaves a step out",
+    ("training/early_stopping.py", "control.should_training_stop"): "a callback can set it only after a step was taken",
     ("training/engines/fsdp2.py", "accelerator.state.fsdp_plugin.mixed_precision_policy"): "no argument sets it",
     ("training/engines/fsdp2.py", "accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap"): "no argument sets it",
 }

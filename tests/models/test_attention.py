@@ -29,7 +29,7 @@ MODELS = {
 """Sliding windows are 8 tokens wide, and heads of queries share those of keys, unless it is said otherwise."""
 
 PLAIN = {"gpt_oss": "eager"}
-"""What transformers computes types with that have no sdpa."""
+"""Attention of transformers for types that have no sdpa."""
 
 
 @pytest.fixture(scope="module", autouse=True)

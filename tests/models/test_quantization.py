@@ -41,7 +41,7 @@ def stack_of(*shape: int, seed: int = 0, quant_type: str = "nf4") -> tuple[Stack
 
 
 def values_of(packed, state):
-    """What bitsandbytes reads in rows of a block each. With AVX-512 it misreads rows that end within a block."""
+    """Return the values read in rows of a block each: with AVX-512 bitsandbytes misreads rows that end within one."""
     shape, blocks = state.shape, copy(state)
     blocks.shape = torch.Size((len(state.absmax), 64))
     indices = torch.zeros(len(state.absmax) * 32, dtype=torch.uint8)

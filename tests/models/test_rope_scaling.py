@@ -85,32 +85,34 @@ def loss_and_logits(model):
     return float(output.loss.detach()), output.logits.detach()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CASES)
-def test_a_scaled_model_computes_what_transformers_computes_of_the_same_config(name, tmp_path):
+def plain_and_scaled(name, tmp_path):
+    """Sections of a model and of its scaled one, and the latter by transformers from a config.json written by hand."""
     kind, changes, section, parameters = CASES[name]
     folder = saved(tmp_path / "plain", kind, changes)
     by_hand = written(folder, tmp_path / "scaled", parameters)
     truth = AutoModelForCausalLM.from_pretrained(by_hand, dtype=torch.float32, attn_implementation="sdpa")
     chosen = ModelSection.model_validate({"path": str(folder), "rope_scaling": section})
+    return ModelSection(path=str(folder)), chosen, truth
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", CASES)
+def test_a_scaled_model_computes_what_transformers_computes_of_the_same_config(name, tmp_path):
+    unscaled, chosen, truth = plain_and_scaled(name, tmp_path)
     assert probe_model(chosen).positions_for(chosen) == 768
     model = load_model(chosen, dtype="float32", attn_implementation="sdpa", device="cpu")
     loss, logits = loss_and_logits(model)
     expected, reference = loss_and_logits(truth)
     assert loss == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(logits, reference, rtol=0, atol=1e-5)
-    plain = load_model(ModelSection(path=str(folder)), dtype="float32", attn_implementation="sdpa", device="cpu")
+    plain = load_model(unscaled, dtype="float32", attn_implementation="sdpa", device="cpu")
     assert float((loss_and_logits(plain)[1] - reference).abs().max()) > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fused_rotary_embeddings_are_scaled_too(name, tmp_path):
-    kind, changes, section, parameters = CASES[name]
-    folder = saved(tmp_path / "plain", kind, changes)
-    by_hand = written(folder, tmp_path / "scaled", parameters)
-    truth = AutoModelForCausalLM.from_pretrained(by_hand, dtype=torch.float32, attn_implementation="sdpa")
-    chosen = ModelSection.model_validate({"path": str(folder), "rope_scaling": section})
+    _, chosen, truth = plain_and_scaled(name, tmp_path)
     model = load_model(chosen, dtype="float32", attn_implementation="sdpa", device="cpu")
     assert fuse(model, dtype=torch.float32).fused
     (loss, logits), (expected, reference) = loss_and_logits(model), loss_and_logits(truth)

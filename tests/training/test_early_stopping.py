@@ -114,7 +114,7 @@ def test_any_figures_stop_at_the_step_at_which_transformers_would(patience, thre
         best = None
         for event in evals:
             trainer.state.global_step = event["step"]
-            stopping.count(event["eval_loss"], best)
+            stopping.count(event["eval_loss"], best, trainer.control)
             if trainer.control.should_training_stop:
                 break
             if is_better(event["eval_loss"], best, greater=greater):

@@ -7,9 +7,7 @@ number in a name. A pattern of ranks matches the end of a name, at a dot.
 import re
 from collections.abc import Iterable, Mapping
 
-from tunekit.recipe.sections.model import ALL_LINEAR, LoraAdapter
-
-_LAYER = re.compile(r"(?:^|.*?\.)[^.]*\.(\d+)\.")
+from tunekit.recipe.sections.model import ALL_LINEAR, LoraAdapter, layer_of
 
 
 def is_targeted(adapter: LoraAdapter, name: str) -> bool:
@@ -28,12 +26,6 @@ def is_targeted(adapter: LoraAdapter, name: str) -> bool:
 def is_any_of(name: str, endings: Iterable[str]) -> bool:
     """Return whether a module's name is one of several, or ends in one of them behind a dot."""
     return any(f".{name}".endswith(f".{ending}") for ending in endings)
-
-
-def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a module belongs to."""
-    match = _LAYER.match(name)
-    return None if match is None else int(match[1])
 
 
 def pattern_of(patterns: Iterable[str], name: str) -> str | None:

@@ -306,15 +306,14 @@ def towers(model: "Module") -> list[str]:
     return list(_outermost_without(text, model, ""))
 
 
-def untrained(model: "Module") -> list[str]:
-    """Names of the outermost modules that text gives no gradient: `towers`, and those that are known by their names.
+def without_gradient(model: "Module") -> list[str]:
+    """Names of the outermost modules that are known by their names to get no gradient.
 
     DDP waits for the gradients of all that requires them.
     """
     known = model_types().without_gradient
-    names = [name for name, _ in model.named_modules() if not known.isdisjoint(name.split("."))]
-    outermost = [name for name in names if known.isdisjoint(name.split(".")[:-1])]
-    return [*towers(model), *(name for name in outermost if not name.startswith(tuple(towers(model))))]
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in known]
+    return [name for name in names if known.isdisjoint(name.split(".")[:-1])]
 
 
 def _outermost_without(parts: "set[Module | None]", module: "Module", prefix: str) -> Iterator[str]:
@@ -462,7 +461,7 @@ def attach_adapter(
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(adapter.trains(name, num_layers) or name.startswith(SCORES))
-        for name in untrained(model):
+        for name in [*towers(model), *without_gradient(model)]:
             model.get_submodule(name).requires_grad_(False)
         return model
     from peft import get_peft_model
@@ -631,7 +630,7 @@ def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = refused_targets_of(model.config.model_type)
     names = towers(model)
-    useless = tuple(f"{name}." for name in untrained(model) if name not in names)
+    useless = tuple(f"{name}." for name in without_gradient(model) if not name.startswith(tuple(names)))
     own = [
         name
         for name, module in linears

@@ -34,7 +34,7 @@ from tunekit.estimates.models.model_config import (
     sliding_window_of,
     text_config,
 )
-from tunekit.estimates.models.rope import has_rope, rope_of
+from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
@@ -469,7 +469,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the rotary parameters of a decoder; None where it has none, as transformers' class of its type says."""
     if has_rope(config):
         return rope_of(config)
-    if config.get("alibi") or config.get("position_embedding_type") in ("nope", "absolute"):
+    if rules_out_rope(config):
         return None
     parameters = _by_config_class(config, "rope_parameters")
     return rope_of({"rope_parameters": parameters}) if isinstance(parameters, dict) else None

@@ -8,6 +8,8 @@ that step, whose state is the result.
 from collections.abc import Callable
 from typing import Any
 
+from transformers import TrainerControl
+
 from tunekit.estimates.memory.memory import Saving
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.sections.section import TrainSection
@@ -54,17 +56,17 @@ class EarlyStopping:
 
     def _take_batches(self, take: Callable[..., Any], *args: Any) -> Any:
         if self.is_exhausted:
-            control = self.trainer.control
-            control.should_training_stop = True
+            self.trainer.control.should_training_stop = True
             return [], None
         return take(*args)
 
-    def count(self, value: float, best: Best | None) -> None:
+    def count(self, value: float, best: Best | None, control: TrainerControl) -> None:
         """Count an evaluation of the current step, and stop the training if it was one too many.
 
         Args:
             value: The evaluation, the same in every process.
             best: The best before it.
+            control: What the trainer does next.
         """
         if self.patience is None:
             return
@@ -74,7 +76,6 @@ class EarlyStopping:
         else:
             self.patience = Patience(counter=self.patience.counter + 1, since=self.patience.since, step=step)
         if self.is_exhausted:
-            control = self.trainer.control
             control.should_training_stop = control.should_save = True
             self.record.write("early_stop", step=step, message=self.words)
 

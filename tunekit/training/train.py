@@ -20,13 +20,14 @@ from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, nu
 from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
 from tunekit.runs.fingerprints import check_run_code
 from tunekit.runs.prepared_data import FILES
-from tunekit.runs.record import give_room
+from tunekit.runs.record import Record, give_room
 from tunekit.runs.run import Run
 from tunekit.training import build_trainer
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
@@ -167,38 +168,59 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.splits_base:
         save_and_load_plain(trainer, recipe.adapter)
     if has_groups(recipe):
-        trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-        if patterns := unmatched(recipe, map(plain_name, trained)):
-            raise RunError(
-                f"train.learning_rates: {patterns[0]!r} matches no parameter of the loaded model, whose names "
-                "differ from those in its files",
-                hint=f"write a pattern that matches both; names are such as {plain_name(trained[0])}",
-            )
-        num_layers = trainer.model.config.get_text_config(decoder=True).num_hidden_layers
-        set_learning_rates(
-            trainer,
-            lambda name, parameter: rate_of(recipe, plain_name(name), parameter.dim(), num_layers),
-            recipe.learning_rate,
-        )
+        give_learning_rates(trainer, recipe)
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
-    if num_trained(trainer.model) != plan.num_trainable_params:
-        if isinstance(plan.recipe.adapter, LoraAdapter) and plan.recipe.adapter.chooses_by_name:
-            problem = f"adapter: the model has {num_trained(trainer.model):,} parameters in the modules chosen, "
-            problem += f"{plan.num_trainable_params:,} are planned: some names differ between its files and its modules"
-            raise ModelError(problem, hint="choose by the last parts of names")
-        if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
-            raise RunError(
-                f"adapter.unfrozen_parameters: {num_trained(trainer.model):,} parameters match in the loaded model, "
-                f"but {plan.num_trainable_params:,} by the names in its files, which transformers renames",
-                hint="write patterns that match both, such as the ends of names",
-            )
-        record.write(
-            "warning",
-            message=f"{num_trained(trainer.model):,} trainable parameters, {plan.num_trainable_params:,} planned: the "
-            "memory estimate is off by as much",
-        )
+    compare_trained(trainer, plan, record)
     return trainer, tokenizer
+
+
+def give_learning_rates(trainer: RunTrainer, recipe: Recipe) -> None:
+    """Give the parameters of a trainer the learning rates of a recipe that has several.
+
+    Raises:
+        RunError: A pattern matches no parameter of the loaded model.
+    """
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    if patterns := unmatched(recipe, map(plain_name, trained)):
+        raise RunError(
+            f"train.learning_rates: {patterns[0]!r} matches no parameter of the loaded model, whose names "
+            "differ from those in its files",
+            hint=f"write a pattern that matches both; names are such as {plain_name(trained[0])}",
+        )
+    num_layers = trainer.model.config.get_text_config(decoder=True).num_hidden_layers
+    set_learning_rates(
+        trainer,
+        lambda name, parameter: rate_of(recipe, plain_name(name), parameter.dim(), num_layers),
+        recipe.learning_rate,
+    )
+
+
+def compare_trained(trainer: RunTrainer, plan: Plan, record: Record) -> None:
+    """Compare the number of trained parameters with the planned one, and warn where only the estimate is off.
+
+    Raises:
+        ModelError: The recipe chooses modules by names that differ between the model and its files.
+        RunError: It chooses parameters by such names.
+    """
+    recipe, num = plan.recipe, num_trained(trainer.model)
+    if num == plan.num_trainable_params:
+        return
+    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.chooses_by_name:
+        problem = f"adapter: the model has {num:,} parameters in the modules chosen, "
+        problem += f"{plan.num_trainable_params:,} are planned: some names differ between its files and its modules"
+        raise ModelError(problem, hint="choose by the last parts of names")
+    if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
+        raise RunError(
+            f"adapter.unfrozen_parameters: {num:,} parameters match in the loaded model, "
+            f"but {plan.num_trainable_params:,} by the names in its files, which transformers renames",
+            hint="write patterns that match both, such as the ends of names",
+        )
+    record.write(
+        "warning",
+        message=f"{num:,} trainable parameters, {plan.num_trainable_params:,} planned: the "
+        "memory estimate is off by as much",
+    )
 
 
 def save_and_load_plain(trainer: RunTrainer, adapter: LoraAdapter) -> None:

@@ -155,6 +155,8 @@ class Tables:
 
 def trained_tables(model: ModelFacts, adapter: Adapter) -> Tables:
     """Return which tables are trained: all, or those that are trained beside an adapter."""
+    if isinstance(adapter, FullAdapter) and not adapter.is_partial:
+        return Tables(embedding=True, head=not model.judges, is_one=model.has_tied_head)
     if isinstance(adapter, FullAdapter):
         trained = trained_tensors(model, adapter)
         embedding, tied = any(map(is_embedding, trained)), model.has_tied_head

@@ -70,9 +70,14 @@ class Rope(NamedTuple):
 
 def has_rope(config: Config) -> bool:
     """Return whether a config.json alone shows that a model has rotary embeddings."""
-    if config.get("alibi") or config.get("position_embedding_type") in ("nope", "absolute"):
+    if rules_out_rope(config):
         return False
     return config.get("model_type") in model_types().defaults or any(config.get(key) is not None for key in _KEYS)
+
+
+def rules_out_rope(config: Config) -> bool:
+    """Return whether a config.json states positions of another kind."""
+    return bool(config.get("alibi")) or config.get("position_embedding_type") in ("nope", "absolute")
 
 
 def rope_of(config: Config) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
     if adapter.last_layers is not None and adapter.last_layers > model.num_layers:
         problem = f"adapter.last_layers: {adapter.last_layers} exceeds the {model.num_layers} layers of {model.path}"
         yield problem, f"set it to {model.num_layers} or less"
-    names = [name for name in model.tensors if not model.is_tower(name)]
+    names = [name for name in model.tensors if not model.is_untrained(name)]
     for pattern in adapter.unfrozen_parameters or ():
         if not any(re.search(pattern, name) for name in names):
             endings = sorted({".".join(name.split(".")[-2:]) for name in names})

@@ -170,7 +170,7 @@ InitLoraWeights = Literal[
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a parameter's name begins with; None outside of the layers."""
+    """Return the number of the layer of a module or parameter, the first number in its name; None outside of layers."""
     match = re.search(r"\.(\d+)\.", name)
     return None if match is None else int(match[1])
 

@@ -183,7 +183,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if not state.global_step or state.global_step % schedule.save_together:
             return
         value = same_everywhere(float(self._evaluation[metric]), self.record.place)
-        self.stopping.count(value, self.best)
+        self.stopping.count(value, self.best, control)
         if is_better(value, self.best, greater=self.plan.saving.greater_is_better):
             self.best = complete.Best(metric=metric, value=value, step=state.global_step)
             control.should_save = True
