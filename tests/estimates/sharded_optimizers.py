@@ -7,12 +7,15 @@ import copy
 import os
 import sys
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
+
+from tunekit.kernels.adamw import AdamW
 
 
 def works(optim: str, folder: str) -> bool:
@@ -22,8 +25,7 @@ def works(optim: str, folder: str) -> bool:
     divided, start = copy.deepcopy(whole), copy.deepcopy(whole)
     for module in (*divided, divided):
         fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=True, report_to="none", learning_rate=1e-2)
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    kind, options = optimizer_class(optim, folder)
     inputs = torch.randn(16, 128)
     for model in (whole, divided):
         optimizer = kind(model.parameters(), **options)
@@ -36,6 +38,14 @@ def works(optim: str, folder: str) -> bool:
         if not torch.allclose(one.full_tensor(), other, rtol=1e-5, atol=1e-6):
             return False
     return True
+
+
+def optimizer_class(optim: str, folder: str) -> tuple[Any, dict[str, Any]]:
+    """Class and options of an optimizer: transformers' for a name of its own, else ours."""
+    if optim == "tunekit_adamw":
+        return AdamW, {"lr": 1e-2, "states": "float32"}
+    arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=True, report_to="none", learning_rate=1e-2)
+    return Trainer.get_optimizer_cls_and_kwargs(arguments)
 
 
 def main() -> None:

@@ -269,8 +269,11 @@ def test_main_memory_that_is_known_is_counted():
 
 @pytest.mark.slow
 def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
-    """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided."""
-    on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_")]
+    """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided.
+
+    `tunekit_adamw_8bit` steps on them too: it is refused for what a sharded checkpoint would not hold.
+    """
+    on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_") and name != "tunekit_adamw_8bit"]
     program = Path(__file__).parents[1] / "estimates" / "sharded_optimizers.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
     done = subprocess.run(
