@@ -73,7 +73,11 @@ def _tiny_fields(model_type: str) -> dict[str, Any]:
     for name, spec in config_class.sub_configs_defaults.items():
         below = spec.model_type if spec.config_class is AutoConfig else spec.config_class.model_type
         if below in CONFIG_MAPPING:
-            tiny[name] = {**_tiny_fields(below), **spec.init_kwargs, "model_type": below}
+            stated = {
+                key: value if (small := _tiny_value(key, value)) is None else small
+                for key, value in spec.init_kwargs.items()
+            }
+            tiny[name] = {**_tiny_fields(below), **stated, "model_type": below}
     return _merged(tiny, _sizes()["types"].get(model_type, {}))
 
 

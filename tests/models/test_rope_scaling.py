@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer
+from tunekit.errors import ModelError
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import load_model
 from tunekit.probe.model import probe_model
@@ -127,3 +128,12 @@ def test_a_saved_scaled_model_has_the_scaling_in_its_config(tmp_path):
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     expected = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0, **OF_256}
     assert (config["rope_parameters"], config["max_position_embeddings"]) == (expected, 768)
+
+
+def test_full_attention_without_rotary_embeddings_is_known_and_not_scaled(tmp_path):
+    folder = saved(tmp_path / "plain", "beam", {})
+    facts = probe_model(ModelSection(path=str(folder)))
+    assert facts.rope is None
+    chosen = ModelSection.model_validate({"path": str(folder), "rope_scaling": {"factor": 3}})
+    with pytest.raises(ModelError, match=r"model\.rope_scaling: the code of .* does not scale its rotary embeddings"):
+        load_model(chosen, dtype="float32", device="cpu")

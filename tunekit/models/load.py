@@ -254,7 +254,7 @@ def _scale_rope(config: "PretrainedConfig", section: ModelSection) -> None:
     fields = vars(text)
     parameters = fields.get("rope_parameters")
     full = full_of(parameters or {})
-    if not parameters or are_told_apart(full):
+    if not full or are_told_apart(full):
         raise _unscaled(section)
     rope = scaled(Rope(full, text.max_position_embeddings), section.rope_scaling)
     new = dict(rope.parameters)

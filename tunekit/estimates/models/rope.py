@@ -76,7 +76,10 @@ def has_rope(config: Config) -> bool:
 
 
 def rules_out_rope(config: Config) -> bool:
-    """Return whether a config.json states positions of another kind."""
+    """Return whether a config.json states positions of another kind, or none in the layers that see all tokens."""
+    by_layer = config.get("rope_parameters") or {}
+    if "full_attention" in by_layer and not by_layer["full_attention"]:
+        return True
     return bool(config.get("alibi")) or config.get("position_embedding_type") in ("nope", "absolute")
 
 
@@ -92,8 +95,8 @@ def rope_of(config: Config) -> dict[str, Any]:
 
 def full_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parameters of layers with full attention, where those of kinds of layers are told apart."""
-    full: Mapping[str, Any] = parameters.get("full_attention", parameters)
-    return full
+    full: Mapping[str, Any] | None = parameters.get("full_attention", parameters)
+    return full or {}
 
 
 def are_told_apart(parameters: Mapping[str, Any]) -> bool:
