@@ -471,9 +471,8 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return rope_of(config)
     if rules_out_rope(config):
         return None
-    parameters = _by_config_class(config, "rope_parameters")
-    own = {"rope_parameters": parameters}
-    return rope_of(own) if isinstance(parameters, dict) and not rules_out_rope(own) else None
+    own = {"rope_parameters": _by_config_class(config, "rope_parameters")}
+    return rope_of(own) if has_rope(own) else None
 
 
 def _quant_method(config: Mapping[str, Any]) -> str | None:

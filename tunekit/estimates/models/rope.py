@@ -77,8 +77,8 @@ def has_rope(config: Config) -> bool:
 
 def rules_out_rope(config: Config) -> bool:
     """Return whether a config.json states positions of another kind, or none in the layers that see all tokens."""
-    by_layer = config.get("rope_parameters") or {}
-    if "full_attention" in by_layer and not by_layer["full_attention"]:
+    stated = config.get("rope_parameters")
+    if stated and not full_of(stated):
         return True
     return bool(config.get("alibi")) or config.get("position_embedding_type") in ("nope", "absolute")
 
