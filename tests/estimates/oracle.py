@@ -332,32 +332,34 @@ def materialise(model: torch.nn.Module) -> None:
         setattr(model.get_submodule(module), leaf, model.get_parameter(first))
 
 
+def quantized(adapter: QloraAdapter, dtype: torch.dtype, *shape: int) -> Nf4:
+    """A weight in 4 bits."""
+    size = math.prod(shape)
+    blocks, code = math.ceil(size / 64), torch.empty(16)
+    absmax, nested = torch.empty(blocks), None
+    if adapter.double_quant:
+        absmax = torch.empty(blocks, dtype=torch.uint8)
+        nested = QuantState(
+            torch.empty(math.ceil(blocks / 256)), code=torch.empty(256), blocksize=256, dtype=torch.float
+        )
+    state = QuantState(
+        absmax, torch.Size(shape), code, blocksize=64, quant_type=adapter.quant_type, dtype=dtype,
+        offset=torch.empty(()) if nested else None, state2=nested,
+    )  # fmt: skip
+    return Nf4(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8), state)
+
+
 def quantize(model: torch.nn.Module, adapter: QloraAdapter, dtype: torch.dtype) -> None:
     """Give a model weights in 4 bits where QLoRA has them."""
-
-    def quantized(*shape: int) -> Nf4:
-        size = math.prod(shape)
-        blocks, code = math.ceil(size / 64), torch.empty(16)
-        absmax, nested = torch.empty(blocks), None
-        if adapter.double_quant:
-            absmax = torch.empty(blocks, dtype=torch.uint8)
-            nested = QuantState(
-                torch.empty(math.ceil(blocks / 256)), code=torch.empty(256), blocksize=256, dtype=torch.float
-            )
-        state = QuantState(
-            absmax, torch.Size(shape), code, blocksize=64, quant_type=adapter.quant_type, dtype=dtype,
-            offset=torch.empty(()) if nested else None, state2=nested,
-        )  # fmt: skip
-        return Nf4(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8), state)
-
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            made = quantized(module.out_features, module.in_features)
+            made = quantized(adapter, dtype, module.out_features, module.in_features)
             # Its own type of parameter cannot be made of a tensor without storage.
             module.weight = torch.nn.Parameter(made.packed, requires_grad=False)
             module.weight.quant_state = module.quant_state = made.state
         for name in expert_stacks(module):
-            setattr(module, name, torch.nn.Parameter(Stack(quantized(*getattr(module, name).shape)), False))
+            stack = Stack(quantized(adapter, dtype, *getattr(module, name).shape))
+            setattr(module, name, torch.nn.Parameter(stack, False))
 
 
 def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:

@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, take, watch
+from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, quantized, take, watch
 from tunekit.estimates.layout import Layout
+from tunekit.models.quantization import scales_of
+from tunekit.models.sharded_4bit import divide_bytes, linears_4bit, unwritten_4bit
 
 NUM_BATCHES = 3
 """Micro-batches of a step that accumulates: one that leaves gradients, one that adds to them, and one that reduces."""
@@ -55,14 +57,21 @@ def trace(sharded: ShardedStep) -> Trace:
     with fake_processes(layout) as mesh:
         with torch.device("meta"):
             model, base = built(step)
+            for layer in linears_4bit(model):
+                layer.weight = unwritten_4bit(layer)
+                divide_bytes(layer)
         model.train()
         if layout.strategy == "fsdp2":
             model = fsdp2_prepare_model(fake_accelerator(sharded, mesh), model)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
+            scales = []
+            for layer in linears_4bit(model):
+                layer.quant_state = quantized(step.adapter, torch.bfloat16, layer.out_features, layer.in_features).state
+                scales += scales_of(layer.quant_state)
             trained = {id(p): local(p).nbytes for p in model.parameters() if p.requires_grad}
-            tracker = LiveBytes(map(local, (*model.parameters(), *model.buffers())))
+            tracker = LiveBytes(map(local, (*model.parameters(), *model.buffers(), *scales)))
             watch(base, tracker)
             if layout.strategy == "ddp":
                 model = _copied(model, tracker)

@@ -5,7 +5,7 @@ import pytest
 from tests.estimates.oracle import Step, estimate_of
 from tests.estimates.oracle_shards import ShardedStep, trace, trace_deep
 from tunekit.estimates.layout import Layout
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -81,6 +81,35 @@ def test_every_phase_of_fsdp2_is_what_is_traced(tied, adapter, checkpointing, la
         phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
     }
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"checkpointing": False},
+        {"layout": {"reshard_after_forward": False}},
+        {"layout": {"dp_replicate_size": 4}},
+        {"accumulates": True, "layout": {"sync_each_batch": True}},
+        {"num_shards": 3},
+    ],
+    ids=["full shard", "kept", "no reshard", "hybrid", "synced", "three"],
+)
+def test_weights_in_4_bits_are_sharded_as_traced(how, tied, double_quant):
+    """Their bytes are divided and gathered, and their scales are whole on each device."""
+    step = sharded("llama", QloraAdapter(rank=16, double_quant=double_quant), tied=tied, **how)
+    traced, estimated = trace(step), estimate_of(step.step, step.layout)
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase != "load"}
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
+    }
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+    # But for the buffers of the rotary embedding.
+    assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes - traced.optimizer_bytes // 2, abs=512)
 
 
 @pytest.mark.sample(1)

@@ -134,13 +134,11 @@ def test_a_layout_that_is_asked_for_is_taken(parallel, name):
 REFUSED = {
     "qlora with zero3": (
         {"adapter": "qlora", "parallel": {"strategy": "zero3"}},
-        "ZeRO-3: ZeRO-3 does not shard bitsandbytes 4-bit weights; use ddp, or adapter.type=lora",
+        "ZeRO-3: ZeRO-3 does not shard bitsandbytes 4-bit weights; use fsdp2, ddp, or adapter.type=lora",
     ),
-    "qlora with fsdp2": (
-        {"adapter": "qlora", "parallel": {"strategy": "fsdp2"}},
-        "FSDP2, full shard, no reshard: Accelerate shards 4-bit weights only if they are stored in a "
-        "floating-point type (bnb_4bit_quant_storage), and tunekit stores them in bytes; "
-        "use ddp, or adapter.type=lora",
+    "qlora with dora and fsdp2": (
+        {"adapter": {"type": "qlora", "use_dora": True}, "parallel": {"strategy": "fsdp2"}},
+        "FSDP2, full shard, no reshard: PEFT reads 4-bit weights whole for DoRA; use ddp, or unset adapter.use_dora",
     ),
     "8-bit optimizer with fsdp2": (
         {"adapter": "full", "train": {"optim": "adamw_8bit"}, "parallel": {"strategy": "fsdp2"}},

@@ -71,6 +71,12 @@ BACKEND = {
         differs="16 bytes a parameter on 8 devices are 131 GiB each, as the same guide says one table further down",
     ),
     "70B with adapters in one node: FSDP2 full shard": Row(LLAMA_70B, "8xh100", "FSDP2, full shard", "lora"),
+    "70B with adapters on 4 bits, 2 x 24 GB: FSDP with CPU offload": Row(
+        LLAMA_70B, "2xrtx4090", "FSDP2, full shard, CPU offload", "qlora", batch=16
+    ),
+    "70B with adapters on 4 bits, 4 x 24 GB: FSDP": Row(LLAMA_70B, "4xrtx4090", "FSDP2, full shard", "qlora", batch=16),
+    "70B with adapters on 4 bits, one 80 GB card: plain": Row(LLAMA_70B, "h100", "single device", "qlora", batch=16),
+    "405B with adapters on 4 bits, 8 x 141 GB: FSDP": Row(LLAMA_405B, "8xh200", "FSDP2, full shard", "qlora"),
     "fits across 2 nodes: FSDP2 hybrid shard": Row(LLAMA_8B, "2x8xh100", "FSDP2, hybrid shard of 8, no reshard"),
     "fits across 4 nodes: FSDP2 hybrid shard": Row(QWEN_14B, "4x8xh100", "FSDP2, hybrid shard of 8, no reshard"),
     "needs NVMe: DeepSpeed": Row(

@@ -99,6 +99,7 @@ GMPO = {**GRPO, "type": "gmpo"}
 KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
 """Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
 FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
+IN_4_BITS = (*FEW, "FSDP2 no reshard x2", "FSDP2 hybrid 2x2")
 SUBJECTS = (
     # The loss that balances experts is one of each micro-batch by itself, so it is left out of what is compared.
     Subject("SFT full", {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}, "full", False, "mixtral"),
@@ -111,6 +112,10 @@ SUBJECTS = (
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
+    Subject("SFT QLoRA", {"type": "sft"}, "qlora", False, "llama", IN_4_BITS),
+    Subject("SFT QLoRA, packed", {"type": "sft"}, "qlora", True, "qwen3", IN_4_BITS),
+    Subject("DPO QLoRA", DPO, "qlora", False, "qwen3", FEW),
+    Subject("GRPO QLoRA", GRPO, "qlora", False, "llama", FEW),
 )
 
 
@@ -240,7 +245,22 @@ def reload(recipe: Mapping[str, Any], folder: Path) -> Any:
     if recipe["adapter"]["type"] == "full":
         return loaded(recipe, folder / "model").eval()
     base = loaded(recipe, recipe["model"])
+    if recipe["adapter"]["type"] == "qlora":
+        round_to_nf4(base)
     return PeftModel.from_pretrained(base, folder / "model").merge_and_unload().eval()
+
+
+def round_to_nf4(model: Any) -> None:
+    """Give the linear layers of a model but for the head the values that they have in 4 bits."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from torch.nn import Linear
+
+    for module in model.modules():
+        if isinstance(module, Linear) and module is not model.get_output_embeddings():
+            # As rows of a block each: on some CPUs bitsandbytes misreads rows that end within one.
+            blocks = module.weight.data.view(-1, 64)
+            packed, state = quantize_4bit(blocks, blocksize=64, compress_statistics=True, quant_type="nf4")
+            module.weight.data = dequantize_4bit(packed, state).view(module.weight.shape)
 
 
 def loaded(recipe: Mapping[str, Any], path: Path | str) -> Any:

@@ -14,6 +14,7 @@ import tunekit
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.engines import made, work_in, worked
 from tunekit.errors import PlanError
+from tunekit.models.sharded_4bit import linears_4bit
 from tunekit.runs.run import Run
 
 HEAD_TOO = {"type": "lora", "modules_to_save": ["lm_head"]}
@@ -103,6 +104,39 @@ def test_divided_weights_are_trained_and_saved_as_those_of_one_process(
     assert engine["engine"] == "fsdp2"
     assert engine["sync_each_batch"] == synced
     assert engine["local_share"] == pytest.approx(1 / 2, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num", "packing", "how"),
+    [(2, False, {}), (2, True, {"quant_type": "fp4"}), (3, True, {}), (3, False, {"double_quant": False})],
+    ids=["two", "two, packed, fp4", "three, packed", "three, single"],
+)
+def test_weights_in_4_bits_are_sharded_and_train_as_in_one_process(num, packing, how, folder):
+    """Ten losses, with recomputed layers and evaluations; no process holds more than its part of the bytes."""
+    train = {"max_steps": 10, "global_batch_size": 6, "gradient_checkpointing": True, "eval_steps": 5}
+    runs = []
+    for parallel in ({}, {"strategy": "fsdp2", "num_processes": num}):
+        recipe = recipe_for(folder, {"type": "qlora", **how}, "model", ["hi"], train, **parallel)
+        recipe["data"] |= {"packing": packing, "eval": str(folder / "rows.jsonl")}
+        runs.append(Run(made(recipe)))
+    one, many = runs
+    worked(one.path)
+    shares = work_in(many.path, num, bytes_of_packed_weights)
+    torch.testing.assert_close(losses(many), losses(one), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved(many), saved(one), rtol=0, atol=1e-5)
+    evaluations = [[event["eval_loss"] for event in run.events() if event["event"] == "eval"] for run in runs]
+    torch.testing.assert_close(evaluations[0], evaluations[1], rtol=0, atol=1e-5)
+    whole = shares[0][1]
+    assert whole > 0
+    assert sum(held for held, _ in shares) == whole
+    assert all(held == pytest.approx(whole / num, rel=0.01) for held, _ in shares)
+
+
+def bytes_of_packed_weights(trainer):
+    """Bytes of weights in 4 bits that this process holds, and that there are."""
+    weights = [layer.weight for layer in linears_4bit(trainer.model)]
+    return sum(weight.to_local().nbytes for weight in weights), sum(weight.numel() for weight in weights)
 
 
 @pytest.mark.slow

@@ -379,14 +379,18 @@ def work_on(run):
         work_in(run.path.resolve(), num)
 
 
-ALONE, DDP, FSDP2 = ("single", 1), ("ddp", 2), ("fsdp2", 2)
+ALONE, DDP, FSDP2, FSDP2_3 = ("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 3)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("adapter", "spread"),
-    [("lora", [ALONE, DDP, ALONE, FSDP2, ALONE]), ("full", [FSDP2, ALONE])],
-    ids=["lora", "full"],
+    [
+        ("lora", [ALONE, DDP, ALONE, FSDP2, ALONE]),
+        ("full", [FSDP2, ALONE]),
+        pytest.param("qlora", [FSDP2, FSDP2_3, ALONE, FSDP2], marks=pytest.mark.slow),
+    ],
+    ids=["lora", "full", "qlora"],
 )
 def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapter, spread, folder, tmp_path):
     calm = verbs.train(recipe_for(folder, tmp_path / "calm", adapter=adapter, steps=2 * len(spread)))

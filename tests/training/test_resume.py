@@ -40,7 +40,7 @@ def recipe_for(folder, adapter="full", **parallel):
 @pytest.fixture(scope="module")
 def alone(folder):
     """The run of each adapter in one process, that nothing cuts off."""
-    runs = {adapter: Run(made(recipe_for(folder, adapter))) for adapter in ("full", "lora")}
+    runs = {adapter: Run(made(recipe_for(folder, adapter))) for adapter in ("full", "lora", "qlora")}
     for run in runs.values():
         worked(run.path)
     return runs
@@ -80,11 +80,12 @@ def saved(run):
     [
         ("full", 2, {"strategy": "fsdp2"}),
         ("lora", 2, {"strategy": "fsdp2"}),
+        ("qlora", 2, {"strategy": "fsdp2"}),
         ("lora", 4, {"strategy": "fsdp2", "dp_shard_size": 2}),
         ("lora", 2, {"strategy": "zero2"}),
         ("full", 2, {"strategy": "zero3"}),
     ],
-    ids=["fsdp2, full", "fsdp2, lora", "fsdp2, hybrid", "zero2, lora", "zero3, full"],
+    ids=["fsdp2, full", "fsdp2, lora", "fsdp2, qlora", "fsdp2, hybrid", "zero2, lora", "zero3, full"],
 )
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(adapter, num, parallel, folder, alone):
     run = Run(made(recipe_for(folder, adapter, num_processes=num, **parallel)))

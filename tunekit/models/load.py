@@ -334,13 +334,19 @@ def _keeping_buffers() -> Iterator[None]:
     """Within it, transformers computes the buffers of a model on `meta` that no checkpoint holds, on the CPU.
 
     It does so in the processes of FSDP that are to be given their weights (transformers 5.23, `is_fsdp_enabled`),
-    and reads the weights in all of them nevertheless, unless they are on `meta`.
+    and reads the weights in all of them nevertheless, unless they are on `meta`. Of models in 4 bits it does not, for
+    Accelerate leaves those whole; here they are sharded too.
     """
-    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    from transformers import PreTrainedModel
+
+    names, move = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "_move_missing_keys_from_meta_to_device"
+    original = getattr(PreTrainedModel, move)
     os.environ.update(dict.fromkeys(names, "true"))
+    setattr(PreTrainedModel, move, lambda *args: original(*args[:-1], None))
     try:
         yield
     finally:
+        setattr(PreTrainedModel, move, original)
         for name in names:
             del os.environ[name]
 
@@ -350,16 +356,25 @@ def _give_unwritten_memory(model: "PreTrainedModel") -> None:
 
     Accelerate finds the weights of an optimizer by their addresses, and on `meta` they have none.
     """
-    import torch
-
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                empty = torch.empty_like(parameter, device="cpu")
-                module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                module.register_parameter(name, _unwritten(module, name, parameter))
     model.tie_weights()
     # Where it is known to be goes by this: the trainer takes a model on another device than its own for a divided one.
     model.hf_device_map = {"": "cpu"}
+
+
+def _unwritten(module: "Module", name: str, parameter: "torch.nn.Parameter") -> "torch.nn.Parameter":
+    """A parameter like one on `meta`, in memory that nobody has written."""
+    import torch
+
+    if type(parameter).__name__ == "Params4bit":
+        from tunekit.models.sharded_4bit import unwritten_4bit
+
+        packed: torch.nn.Parameter = unwritten_4bit(module)
+        return packed
+    return torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
 
 
 def _about_code(error: Exception) -> str | None:

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
+from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class Nf4:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that is stored."""
-        return self.packed, *_scales(self.state)
+        return self.packed, *scales_of(self.state)
 
     def dense(self) -> Tensor:
         """Return the values."""
@@ -225,10 +226,11 @@ def stored_tensors(parameter: Tensor) -> tuple[Tensor, ...]:
     if isinstance(parameter, Stack):
         return parameter.matrices.tensors
     state = vars(parameter).get("quant_state")
-    return (parameter,) if state is None else (parameter, *_scales(state))
+    return (parameter,) if state is None else (parameter, *scales_of(state))
 
 
-def _scales(state: QuantState) -> tuple[Tensor, ...]:
+def scales_of(state: QuantState) -> tuple[Tensor, ...]:
+    """Return what belongs to a tensor in 4 bits besides its values."""
     nested = (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
     return state.absmax, state.code, *nested
 
@@ -378,17 +380,30 @@ def keep_quantised_layout(model: "PreTrainedModel") -> None:
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
             if module.weight.device.type == "cpu" and module.in_features % BLOCK_SIZE:
-                vars(module)["forward"] = MethodType(_forward_of_whole_blocks, module)
+                vars(module)["forward"] = MethodType(forward_4bit, module)
 
 
-def _forward_of_whole_blocks(layer: Any, x: Tensor) -> Tensor:
-    """Return the product of a 4-bit layer, whose weight is read as rows of a block each."""
-    # FSDP gives a weight another type, which has lost its state; the layer keeps it.
-    state = vars(layer.weight).get("quant_state") or layer.quant_state
-    dtype = layer.compute_dtype or x.dtype
-    weight = _dequantized(layer.weight.data, state).to(dtype)
+def state_of(layer: Any) -> Any:
+    """Return the quantization state of a 4-bit layer.
+
+    FSDP gives a weight another type, which has lost its state; the layer keeps it.
+    """
+    return vars(layer.weight).get("quant_state") or layer.quant_state
+
+
+def forward_4bit(layer: Any, x: Tensor) -> Tensor:
+    """Return the product of a 4-bit layer, as `Linear4bit.forward` does.
+
+    On a CPU weights whose rows end within a block are read as rows of a block each. A weight that has lost its state is
+    read with the layer's, and stays the parameter that it is, where `Linear4bit.forward` puts another in its place.
+    """
+    state, dtype = state_of(layer), layer.compute_dtype or x.dtype
     bias = None if layer.bias is None else layer.bias.to(dtype)
-    return linear(x.to(dtype), weight, bias).to(x.dtype)
+    if x.device.type == "cpu" and layer.in_features % BLOCK_SIZE:
+        product = linear(x.to(dtype), _dequantized(layer.weight.data, state).to(dtype), bias)
+    else:
+        product = matmul_4bit(x.to(dtype), layer.weight, quant_state=state, bias=bias)
+    return product.to(x.dtype)
 
 
 def _dequantized(packed: Tensor, state: QuantState) -> Tensor:

@@ -146,6 +146,7 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     with engine.loading(plan):
         device = engine.weights_device(plan, record.place)
         model = build_trainer.load_adapted(plan, device=device)
+    engine.after_loading(model, plan)
     if plan.by_document:
         run_by_document(model)
     fused = build_trainer.fuse_as_planned(model, plan)

@@ -45,12 +45,23 @@ class Unit:
     trained: int = 0
     whole: int = 0
     """Of the trained ones all, without padding."""
+    packed: int = 0
+    """Bytes of weights in 4 bits as a device holds them, without their scales."""
 
     def __add__(self, other: "Unit") -> "Unit":
-        return Unit(self.frozen + other.frozen, self.trained + other.trained, self.whole + other.whole)
+        return Unit(
+            self.frozen + other.frozen,
+            self.trained + other.trained,
+            self.whole + other.whole,
+            self.packed + other.packed,
+        )
 
     def __mul__(self, times: int) -> "Unit":
-        return Unit(self.frozen * times, self.trained * times, self.whole * times)
+        return Unit(self.frozen * times, self.trained * times, self.whole * times, self.packed * times)
+
+    def bytes_held(self, e: int) -> int:
+        """Bytes of a device's shards, of `e` each where they are not packed."""
+        return e * (self.frozen + self.trained) + self.packed
 
 
 @dataclass(frozen=True)
@@ -75,16 +86,16 @@ class Units:
     tied: bool
     """True if the head uses the weights of the embedding."""
     undivided: int
-    """Bytes of weights that each device holds whole."""
+    """Bytes of what each device holds whole: the scales of weights in 4 bits."""
 
     @property
     def all(self) -> Unit:
         """The whole model."""
         return self.layers + self.embedding + self.head
 
-    def gathered(self, unit: Unit) -> int:
-        """Parameters of a unit when it is whole on each device, padding included."""
-        return self.num_shards * (unit.frozen + unit.trained)
+    def gathered(self, unit: Unit, e: int) -> int:
+        """Bytes of a unit when it is whole on each device, padding included."""
+        return self.num_shards * unit.bytes_held(e)
 
 
 def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
@@ -96,14 +107,15 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
         padded = _padded(tensors, num_shards)
         return Unit(trained=padded, whole=_size(tensors)) if full else Unit(frozen=padded)
 
-    def divided(layer: Count) -> Count:
-        """Accelerate divides no 4-bit weights: they lie whole on each device."""
+    def packed(tensors: Count) -> Unit:
         if not isinstance(adapter, QloraAdapter):
-            return layer
-        return {shape: times for shape, times in layer.items() if len(shape) != 2 and shape not in model.expert_stacks}
+            return unit(tensors)
+        linears = {shape: times for shape, times in tensors.items() if shape in model.all_linears.shapes}
+        others = {shape: times for shape, times in tensors.items() if shape not in linears}
+        return replace(unit(others), packed=_padded(_as_bytes(linears), num_shards))
 
-    layers = [(unit(divided(tensors)), times) for tensors, times in shapes.layers]
-    first, largest = layers[0][0], max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)
+    layers = [(packed(tensors), times) for tensors, times in shapes.layers]
+    first, largest = layers[0][0], max((layer for layer, _ in layers), key=lambda layer: layer.bytes_held(2))
     whole = sum((layer * times for layer, times in layers), Unit())
     if not isinstance(adapter, FullAdapter):
         adapted = _adapters(model, adapter, num_shards)
@@ -112,23 +124,23 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
         each = Unit(0, adapted.trained // num_layers, adapted.whole // num_layers)
         first, largest = first + each, largest + each
     unties = states.unties_head(model, adapter)
-    tail = unit(shapes.embedding if unties else shapes.head) + unit(shapes.others)
-    kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
+    tail = unit(shapes.embedding if unties else shapes.head) + packed(shapes.others)
     # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
-    tensors = [{shape: times if len(shape) > 2 else 1} for kind in kinds for shape, times in kind.items()]
-    units = [Unit(frozen=_padded(tensor, num_shards), whole=_size(tensor)) for tensor in tensors]
+    stored = [(shape, times) for kind, _ in shapes.layers for shape, times in kind.items()]
+    tensors = [packed({shape: times if len(shape) > 2 else 1}) for shape, times in stored]
+    tensors += [unit({shape: 1}) for shape in (*shapes.embedding, *shapes.head)]
     return Units(
         first,
         layer=largest,
         layers=whole,
         embedding=unit(shapes.embedding),
         head=tail,
-        tensor=max(units, key=lambda unit: unit.frozen),
+        tensor=max(tensors, key=lambda unit: unit.bytes_held(2)),
         num_layers=model.num_layers,
         num_shards=num_shards,
         full=full,
         tied=model.has_tied_head and not unties,
-        undivided=states.quantised_bytes(model, adapter),
+        undivided=states.scales_bytes(model, adapter),
     )
 
 
@@ -149,6 +161,14 @@ def _padded(tensors: Count, num_shards: int) -> int:
     Among the stored tensors are numbers without dimensions: buffers, such as the constants of Apertus' activation.
     """
     return sum(times * -(-(shape or (1,))[0] // num_shards) * prod(shape[1:]) for shape, times in tensors.items())
+
+
+def _as_bytes(tensors: Count) -> Count:
+    """Tensors in 4 bits as they are stored, two values a byte, in one column."""
+    stored: Counter[tuple[int, ...]] = Counter()
+    for shape, times in tensors.items():
+        stored[-(-prod(shape) // 2), 1] += times
+    return stored
 
 
 def _size(tensors: Count) -> int:
@@ -172,7 +192,7 @@ def fsdp2_kept(
         w: Bytes of a trained weight, and of its gradient.
     """
     mine, full = units.all, units.full
-    trained, frozen = w * mine.trained, BYTES[dtype] * mine.frozen
+    trained, frozen = w * mine.trained, BYTES[dtype] * mine.frozen + mine.packed
     of_optimizer = int(optimizer_bytes * mine.trained)
     loading = units.num_shards * ((trained if full else 0) + frozen)
     if layout.offload_param_device == "cpu":
@@ -199,7 +219,7 @@ def fsdp2_needs(
     e = BYTES[dtype]
     gradients = 0 if layout.offload_param_device == "cpu" else w * units.all.trained
     # A tensor arrives whole on each device and is cut there: it, and its parts laid out anew, with padding.
-    yield "load", Need(gathered=(w if units.full else e) * (units.tensor.whole + units.gathered(units.tensor)))
+    yield "load", Need(gathered=2 * units.gathered(units.tensor, w if units.full else e))
     backward = _Backward(units, layers, head, e, w, layout)
     if accumulates and layout.sync_each_batch:
         backward = replace(backward, held=gradients)
@@ -326,7 +346,7 @@ class _Backward:
         return first + behind * (num_layers - 1) // max(1, units.num_layers - 1) + embedding
 
     def _gathered(self, unit: Unit) -> int:
-        return self.e * self.units.gathered(unit)
+        return self.units.gathered(unit, self.e)
 
     def _reducing(self, unit: Unit) -> int:
         """Bytes of the buffer from which a unit's gradients are reduced."""

@@ -215,6 +215,12 @@ def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
     return sum(times * _quantised_bytes(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
 
 
+def scales_bytes(model: ModelFacts, adapter: Adapter) -> int:
+    """Bytes of what belongs to weights in 4 bits besides their values: scales and tables."""
+    values = num_quantised(model) // 2 if isinstance(adapter, QloraAdapter) else 0
+    return quantised_bytes(model, adapter) - values
+
+
 def _quantised_bytes(size: int, *, double: bool) -> int:
     """Bytes of a weight in 4 bits: half a byte a value, a constant for every 64 of them, and the table of the type.
 

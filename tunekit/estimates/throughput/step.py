@@ -29,7 +29,14 @@ from typing import Literal, assert_never
 from tunekit.estimates.facts import Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import trained_experts
-from tunekit.estimates.memory.states import BYTES, Dtype, num_quantised, num_trainable_params, weights_bytes
+from tunekit.estimates.memory.states import (
+    BYTES,
+    Dtype,
+    num_quantised,
+    num_trainable_params,
+    scales_bytes,
+    weights_bytes,
+)
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
@@ -220,8 +227,8 @@ def transfers_of(
 def gathered_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> float:
     """Bytes of all weights in the type in which they are gathered.
 
-    Accelerate's FSDP2 and DeepSpeed gather in the compute type. Of 4-bit weights the packed values are gathered, where
-    they are divided at all; their constants are on every device.
+    Accelerate's FSDP2 and DeepSpeed gather in the compute type. Of 4-bit weights the packed values are gathered; their
+    scales are on every device.
     """
     trained = 0 if isinstance(adapter, FullAdapter) else num_trainable_params(model, adapter)
     if not isinstance(adapter, QloraAdapter):
@@ -350,7 +357,8 @@ class _Sender:
         parts, stored = layout.num_shards * layout.tp_size, layout.strategy == "fsdp2"
         trained = self.num_trained / parts
         adapters = 0 if isinstance(adapter, FullAdapter) else 4 * self.num_trained
-        as_stored = weights_bytes(model, adapter, dtype, self.trained_dtype) + adapters
+        whole = weights_bytes(model, adapter, dtype, self.trained_dtype) - scales_bytes(model, adapter)
+        as_stored = whole + adapters
         weights = (as_stored if stored else gathered_bytes(model, adapter, dtype)) / parts
         gathers = (1 if stored and not layout.reshard_after_forward else 2) + self.passes.num_forwards
         e = BYTES[self.trained_dtype if stored else dtype]

@@ -12,6 +12,7 @@ fused model is fused; a pickled one comes back with the original forwards.
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
 from tunekit.models.fusion.lora_layers import linear_rule
 from tunekit.models.fusion.proof import Difference, Fusion, Kept, Rule, prove, replace, unfuse
 from tunekit.models.load import read_config
+from tunekit.models.quantization import forward_4bit
 from tunekit.probe.model import auto_class
 from tunekit.recipe.sections.model import ModelSection
 
@@ -168,7 +170,8 @@ def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference
 
 def _obstacle(module: nn.Module) -> str | None:
     """Return what prevents a module of a known form from being fused."""
-    if "forward" in vars(module):
+    own = vars(module).get("forward")
+    if own is not None and not (isinstance(own, MethodType) and own.__func__ is forward_4bit):
         return "its forward was replaced"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "its weights are sharded over devices"

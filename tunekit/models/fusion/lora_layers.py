@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from tunekit.kernels.lora import Linear, Low, lora_linears, lora_parts
 from tunekit.kernels.nf4 import Quantized
-from tunekit.models.fusion.proof import Fusion, Kept, Trial, is_fused, stand_in
+from tunekit.models.fusion.proof import Fusion, Kept, Trial, before_fusion, is_fused, stand_in
+from tunekit.models.quantization import state_of
 
 Part = tuple[Tensor, tuple[Tensor, Tensor, float] | None]
 """Output of a linear layer before its update, and the update as the kernel of gated blocks takes it: h of shape
@@ -120,7 +121,7 @@ def _read_base(module: nn.Module, x: Tensor) -> Linear | None:
 
 
 def _read_quantised(layer: Any, x: Tensor) -> Quantized | None:
-    state = _state(layer)
+    state = state_of(layer)
     if state is None or state.quant_type != "nf4" or vars(state).get("packing_format_for_cpu"):
         return None
     computes = layer.compute_dtype
@@ -140,13 +141,6 @@ def _read_quantised(layer: Any, x: Tensor) -> Quantized | None:
         nested_offset=None if nested is None else state.offset,
         nested_block_size=256 if nested is None else nested.blocksize,
     )
-
-
-def _state(layer: Any) -> Any:
-    """Return the quantization state of a 4-bit layer. FSDP gives its weight another type, which loses it; the module
-    keeps it.
-    """
-    return vars(layer.weight).get("quant_state") or layer.quant_state
 
 
 def _read_low(layer: Any, name: str) -> Low | None:
@@ -210,7 +204,7 @@ def _why_not(layer: Any) -> str | None:
 
 
 def _why_not_quantised(layer: Linear4bit) -> str | None:
-    state = _state(layer)
+    state = state_of(layer)
     if state is None:
         return "its weights are not quantized yet"
     return None if state.quant_type == "nf4" else f"no kernel for weights in {state.quant_type}"
@@ -218,7 +212,7 @@ def _why_not_quantised(layer: Linear4bit) -> str | None:
 
 def _is_nested(layer: Linear4bit) -> bool:
     """Return whether the absmax of a layer's blocks are quantized too."""
-    return _state(layer).state2 is not None
+    return state_of(layer).state2 is not None
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -232,7 +226,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """
     linear = None if args or kwargs else _read(self, x)
     if linear is None:
-        return cast(Tensor, type(self).forward(self, x, *args, **kwargs))
+        return cast(Tensor, before_fusion(self)(x, *args, **kwargs))
     (output,) = lora_linears(x, [linear])
     return output
 

@@ -232,6 +232,11 @@ def is_fused(module: nn.Module) -> bool:
     return SETTINGS in vars(module)
 
 
+def before_fusion(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward that a fused module had."""
+    return vars(module).get(BEFORE) or MethodType(type(module).forward, module)
+
+
 def unfuse(model: nn.Module) -> None:
     """Give all modules of a model their own forwards back."""
     for module in model.modules():

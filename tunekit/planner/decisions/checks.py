@@ -285,16 +285,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield "several learning rates are untested there", "use ddp, fsdp2, zero1 or zero2 without offloading"
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
-    if isinstance(recipe.adapter, QloraAdapter) and (
-        layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
-    ):
-        why = "ZeRO-3 does not shard bitsandbytes 4-bit weights"
-        if is_fsdp2:
-            why = "Accelerate shards 4-bit weights only if they are stored in a floating-point type "
-            why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
-        yield why, "use ddp, or adapter.type=lora"
-    elif isinstance(recipe.adapter, QloraAdapter) and is_zero and setting.model.expert_stacks:
-        yield "DeepSpeed broadcasts every weight, and experts in 4 bits are not sent", "use ddp, or adapter.type=lora"
+    if isinstance(recipe.adapter, QloraAdapter):
+        yield from _qlora_refusals(recipe.adapter, setting.model, layout)
     if (
         layout.strategy == "zero3"
         and backends.lies_in_one_row(recipe.data)
@@ -352,6 +344,19 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     yield from _row_refusals(setting, layout)
     if layout.sp_size > 1:
         yield from _ulysses_refusals(setting, layout)
+
+
+def _qlora_refusals(adapter: QloraAdapter, model: ModelFacts, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield layouts that do not divide or send weights in 4 bits."""
+    other = "use ddp, or adapter.type=lora"
+    if layout.strategy == "zero3":
+        yield "ZeRO-3 does not shard bitsandbytes 4-bit weights", "use fsdp2, ddp, or adapter.type=lora"
+    elif layout.strategy.startswith("zero") and model.expert_stacks:
+        yield "DeepSpeed broadcasts every weight, and experts in 4 bits are not sent", other
+    elif layout.strategy == "fsdp2" and model.expert_stacks:
+        yield "experts in 4 bits are not sharded", other
+    elif layout.strategy == "fsdp2" and adapter.use_dora:
+        yield "PEFT reads 4-bit weights whole for DoRA", "use ddp, or unset adapter.use_dora"
 
 
 def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -38,6 +38,8 @@ from tunekit.runs.small_files import Place
 from tunekit.training.engines import deepspeed, fsdp2
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from tunekit.methods.run_trainer import RunTrainer
 
 
@@ -101,6 +103,14 @@ def weights_device(plan: Plan, place: Place) -> str | None:
     return plan.device.kind
 
 
+def after_loading(model: "Module", plan: Plan) -> None:
+    """Prepare a model that was loaded and adapted, before it is given kernels. Called by all processes together."""
+    if plan.layout.strategy == "fsdp2" and isinstance(plan.recipe.adapter, QloraAdapter):
+        from tunekit.models.sharded_4bit import make_shardable
+
+        make_shardable(model)
+
+
 def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
@@ -134,6 +144,10 @@ def after_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.return_buffers(trainer)
         fsdp2.gather_head(trainer)
+        if isinstance(plan.recipe.adapter, QloraAdapter):
+            from tunekit.models.sharded_4bit import move_scales
+
+            move_scales(trainer.model, trainer.args.device)
 
 
 def between_checks(trainer: Trainer, plan: Plan) -> None:
