@@ -6,7 +6,7 @@ import tunekit
 from benchmarks.tiny_models import tiny_model
 from tests.rows import save_rows
 from tests.tiny import make_tokenizer
-from tunekit.errors import PlanError
+from tunekit.errors import PlanError, RunError
 
 PACKED = {"model": "qwen3_next", "adapter": {"type": "full"}, "data": {"packing": True}}
 
@@ -14,7 +14,7 @@ PACKED = {"model": "qwen3_next", "adapter": {"type": "full"}, "data": {"packing"
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtures")
-    for family in ("qwen3_moe", "qwen3_next"):
+    for family in ("qwen3_moe", "qwen3_next", "deepseek_v4"):
         tiny_model(family).save_pretrained(folder / family)
         make_tokenizer().save_pretrained(folder / family)
     save_rows(folder / "rows.jsonl", "sft", 64)
@@ -48,6 +48,20 @@ def test_packed_rows_of_a_hybrid_train_alike_in_two_processes(workspace, monkeyp
     one = losses_of("packed", **PACKED)
     two = losses_of("packed-fsdp2", **PACKED, parallel={"num_processes": 2, "strategy": "fsdp2"})
     assert len(one) == 3 and two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_gradients_that_ddp_does_not_sum_are_an_error_at_the_first_step(workspace, monkeypatch):
+    """Rows of 64 tokens are too short for the compressors of DeepSeek V4, which get no gradient."""
+    monkeypatch.chdir(workspace)
+    # The tiny model's layers choose experts by token alone, so that there is nothing to balance.
+    method = {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}
+    asked = {"model": "deepseek_v4", "adapter": {"type": "lora", "rank": 4}, "method": method}
+    one = losses_of("short", **asked)
+    two = losses_of("short-fsdp2", **asked, parallel={"num_processes": 2, "strategy": "fsdp2"})
+    assert len(one) == 3 and two == pytest.approx(one, rel=1e-4)
+    with pytest.raises(RunError, match=r"the rows of the first step reach no .*compressor\..* and 7 more, so DDP"):
+        losses_of("short-ddp", **asked, parallel={"num_processes": 2, "strategy": "ddp"})
 
 
 def test_layers_that_run_once_for_each_document_are_not_given_to_zero3(workspace, monkeypatch):

@@ -40,7 +40,7 @@ from tunekit.runs.small_files import COMMAND, Place
 from tunekit.training.answers import NUM_SHOWN, Answers
 from tunekit.training.checkpointing.save import Saver
 from tunekit.training.engines import deepspeed
-from tunekit.training.engines.engine import verify
+from tunekit.training.engines.engine import check_gradients, verify
 from tunekit.training.health_warnings import Trends
 from tunekit.training.measured_memory import held_bytes, resident_bytes, tensors_of
 from tunekit.training.non_finite import Guard
@@ -133,6 +133,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Mark the start of the optimizer step."""
+        if not self._held_in_step and not self.guard.leaves_out:
+            check_gradients(self.trainer, self.plan)
         self.heart.mark("optimizer")
 
     def on_optimizer_step(self, *_: object, model: Module, optimizer: Optimizer, **__: object) -> None:

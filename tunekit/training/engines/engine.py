@@ -169,6 +169,26 @@ def before_steps(trainer: Trainer, plan: Plan, *, goes_on: bool) -> None:
     between_checks(trainer, plan)
 
 
+def check_gradients(trainer: Trainer, plan: Plan) -> None:
+    """Check that DDP has summed the gradients of the first step, in every process before its optimizer step.
+
+    It sums a bucket once all of its gradients are there, and a parameter that no row reached has none. What shares its
+    bucket then keeps the gradients of each process's own rows, and nothing fails before the next forward pass (torch
+    2.13, without `find_unused_parameters`).
+
+    Raises:
+        RunError: A parameter has no gradient.
+    """
+    if plan.layout.strategy != "ddp":
+        return
+    named = trainer.model.named_parameters()
+    missing = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        problem = f"the rows of the first step reach no {missing[0]}{more}, so DDP does not sum all gradients"
+        raise RunError(problem, hint="use parallel.strategy=fsdp2, or exclude what they do not reach from the adapter")
+
+
 def settle_buckets(trainer: Trainer) -> None:
     """Have gradients summed from the first step on as in a run that is under way. Called by all processes together.
 
