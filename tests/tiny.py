@@ -156,3 +156,20 @@ def watching_models(watch: Callable) -> Iterator[None]:
         yield
     finally:
         Module.__call__ = original
+
+
+def save_in_mxfp4(model, folder: Path) -> None:
+    """Save a gpt-oss as it is published: experts as blocks and scales, here random ones."""
+    import torch
+    from safetensors.torch import save_file
+
+    state, generator = model.state_dict(), torch.Generator().manual_seed(3)
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = state.pop(name).shape
+        groups = (experts, rows, columns // 32)
+        state[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(121, 126, groups, generator=generator, dtype=torch.uint8)
+    folder.mkdir(exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | settings), encoding="utf-8")

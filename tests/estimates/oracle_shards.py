@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,8 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, quantized, take, watch
 from tunekit.estimates.layout import Layout
-from tunekit.models.quantization import scales_of
-from tunekit.models.sharded_4bit import divide_bytes, linears_4bit, unwritten_4bit
+from tunekit.models.quantization import SHARDED, Stack, expert_stacks
+from tunekit.models.sharded_4bit import divide_bytes, scales_of_sharded
+from tunekit.recipe.sections.model import QloraAdapter
 
 NUM_BATCHES = 3
 """Micro-batches of a step that accumulates: one that leaves gradients, one that adds to them, and one that reduces."""
@@ -57,21 +59,19 @@ def trace(sharded: ShardedStep) -> Trace:
     with fake_processes(layout) as mesh:
         with torch.device("meta"):
             model, base = built(step)
-            for layer in linears_4bit(model):
-                layer.weight = unwritten_4bit(layer)
-                divide_bytes(layer)
+            if isinstance(step.adapter, QloraAdapter):
+                for module, name, shape in in_4_bits(base):
+                    divide_bytes(module, name, Stack(quantized(step.adapter, torch.bfloat16, *shape)), None)
         model.train()
         if layout.strategy == "fsdp2":
             model = fsdp2_prepare_model(fake_accelerator(sharded, mesh), model)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
-            scales = []
-            for layer in linears_4bit(model):
-                layer.quant_state = quantized(step.adapter, torch.bfloat16, layer.out_features, layer.in_features).state
-                scales += scales_of(layer.quant_state)
+            if isinstance(step.adapter, QloraAdapter):
+                give_scales(base, step.adapter)
             trained = {id(p): local(p).nbytes for p in model.parameters() if p.requires_grad}
-            tracker = LiveBytes(map(local, (*model.parameters(), *model.buffers(), *scales)))
+            tracker = LiveBytes(map(local, (*model.parameters(), *model.buffers(), *scales_of_sharded(model))))
             watch(base, tracker)
             if layout.strategy == "ddp":
                 model = _copied(model, tracker)
@@ -86,6 +86,25 @@ def trace(sharded: ShardedStep) -> Trace:
             num_batches = NUM_BATCHES if step.accumulates else 1
             take(step, model, base, tracker, num_batches=num_batches, before_batch=reduce)
             return Trace(tracker.own_bytes, 2 * sum(trained.values()), dict(tracker.peaks))
+
+
+def in_4_bits(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, tuple[int, ...]]]:
+    """The modules of a model that QLoRA has in 4 bits, with the names and shapes of these weights."""
+    for module in list(model.modules()):
+        if isinstance(module, Linear4bit):
+            yield module, "weight", (module.out_features, module.in_features)
+        for name in expert_stacks(module):
+            yield module, name, tuple(module._parameters[name].shape)
+
+
+def give_scales(model: torch.nn.Module, adapter: QloraAdapter) -> None:
+    """Give modules scales with storage, in the place of those on `meta`."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            shape = module.out_features, module.in_features
+            module.quant_state = quantized(adapter, torch.bfloat16, *shape).state
+        for name, stack in vars(module).get(SHARDED, {}).items():
+            vars(module)[SHARDED][name] = Stack(quantized(adapter, torch.bfloat16, *stack.shape))
 
 
 def _copied(model: torch.nn.Module, tracker: LiveBytes) -> DistributedDataParallel:

@@ -113,6 +113,19 @@ def test_weights_in_4_bits_are_sharded_as_traced(how, tied, double_quant):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "how", [{}, {"checkpointing": False}, {"layout": {"reshard_after_forward": False}}], ids=["", "kept", "no reshard"]
+)
+def test_experts_in_4_bits_are_sharded_as_traced(how, family):
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    step = mixture(family, QloraAdapter(rank=16, target_modules=targets), **how)
+    traced, estimated = trace(step), estimate_of(step.step, step.layout)
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+    assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes - traced.optimizer_bytes // 2, abs=512)
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sync_each_batch", [False, True], ids=["whole", "synced"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])

@@ -1,15 +1,14 @@
 """Experts in 4 bits: what is computed with them, what is kept of them, and how an adapter is trained on them."""
 
-import json
 from copy import copy
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_models import tiny_model
+from tests.tiny import save_in_mxfp4
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import attach_adapter, load_model
 from tunekit.models.quantization import Mxfp4, Nf4, Stack
@@ -165,16 +164,7 @@ def test_a_stack_is_not_changed_in_place_without_being_quantized_again():
 def published_in_mxfp4(tmp_path_factory):
     """A tiny gpt-oss as it is published: experts as blocks and scales."""
     folder = tmp_path_factory.mktemp("mxfp4")
-    model = tiny_model("gpt_oss", hidden_size=64, intermediate_size=32)
-    state, generator = model.state_dict(), torch.Generator().manual_seed(3)
-    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = state.pop(name).shape
-        groups = (experts, rows, columns // 32)
-        state[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
-        state[f"{name}_scales"] = torch.randint(121, 126, groups, generator=generator, dtype=torch.uint8)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(settings | {"architectures": ["GptOssForCausalLM"]}))
+    save_in_mxfp4(tiny_model("gpt_oss", hidden_size=64, intermediate_size=32), folder)
     return folder
 
 

@@ -6,6 +6,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tunekit.models.quantization import Nf4, Stack
 from tunekit.models.sharded_4bit import divide_bytes, linears_4bit, make_shardable, unwritten_4bit
 
 
@@ -16,6 +17,11 @@ def layer_of(inputs, outputs, *, nested, kind, bias, dtype):
     layer.weight = Params4bit(values, False, compress_statistics=nested, quant_type=kind, module=layer)
     layer.support_avx512bf16_for_cpu = False
     return layer.to("cpu")
+
+
+def divided(layer):
+    stored = Nf4(layer.weight.detach().as_subclass(torch.Tensor), layer.weight.quant_state)
+    divide_bytes(layer, "weight", Stack(stored), stored.packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,7 +35,7 @@ def test_bytes_compute_what_bitsandbytes_does(nested, kind, bias, dtype):
     wanted.square().sum().backward()
     gradient, x.grad = x.grad, None
     state = layer.weight.quant_state
-    divide_bytes(layer)
+    divided(layer)
     found = layer(x)
     found.square().sum().backward()
     assert type(layer.weight) is torch.nn.Parameter
@@ -50,7 +56,7 @@ def test_what_is_stored_in_another_type_is_divided_in_bytes():
     stored = layer.weight.detach().as_subclass(torch.Tensor).view(-1).view(torch.bfloat16).view(-1, 1)
     layer.weight = Params4bit(stored, False, quant_storage=torch.bfloat16, bnb_quantized=True, module=layer)
     layer.weight.quant_state = state
-    divide_bytes(layer)
+    divided(layer)
     assert (layer.weight.dtype, tuple(layer.weight.shape)) == (torch.uint8, (128 * 48 // 2, 1))
     torch.testing.assert_close(layer(x), wanted, rtol=0, atol=0)
 
@@ -69,9 +75,9 @@ def test_scales_survive_the_way_to_the_other_processes():
     layer = layer_of(130, 49, nested=True, kind="nf4", bias=False, dtype=torch.float32)
     x = torch.randn(3, 130)
     model = torch.nn.ModuleList([layer])
-    divided = layer_of(130, 49, nested=True, kind="nf4", bias=False, dtype=torch.float32)
-    divide_bytes(divided)
-    wanted = divided(x)
+    other = layer_of(130, 49, nested=True, kind="nf4", bias=False, dtype=torch.float32)
+    divided(other)
+    wanted = other(x)
     init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
         make_shardable(model)

@@ -1,12 +1,15 @@
 """Experts in 4 bits, and packed rows of hybrids, train alike in one process and in two."""
 
+from pathlib import Path
+
 import pytest
 
 import tunekit
 from benchmarks.tiny_models import tiny_model
 from tests.rows import save_rows
-from tests.tiny import make_tokenizer
+from tests.tiny import make_tokenizer, save_in_mxfp4
 from tunekit.errors import PlanError, RunError
+from tunekit.runs.run import Run
 
 PACKED = {"model": "qwen3_next", "adapter": {"type": "full"}, "data": {"packing": True}}
 
@@ -17,6 +20,8 @@ def workspace(tmp_path_factory):
     for family in ("qwen3_moe", "qwen3_next", "deepseek_v4"):
         tiny_model(family).save_pretrained(folder / family)
         make_tokenizer().save_pretrained(folder / family)
+    save_in_mxfp4(tiny_model("gpt_oss", hidden_size=64, intermediate_size=32), folder / "gpt_oss")
+    make_tokenizer().save_pretrained(folder / "gpt_oss")
     save_rows(folder / "rows.jsonl", "sft", 64)
     return folder
 
@@ -40,6 +45,31 @@ def test_experts_in_4_bits_train_alike_in_two_processes(workspace, monkeypatch):
     one = losses_of("qlora", **asked)
     two = losses_of("qlora-ddp", **asked, parallel={"num_processes": 2, "strategy": "ddp"})
     assert len(one) == 3 and two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_4_bits_are_sharded_and_train_as_in_one_process(family, workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    asked = {"model": family, "adapter": {"type": "qlora", "rank": 8, "target_modules": targets}}
+    one = losses_of(f"{family}-alone", **asked)
+    two = losses_of(f"{family}-fsdp2", **asked, parallel={"num_processes": 2, "strategy": "fsdp2"})
+    assert len(one) == 3 and two == pytest.approx(one, rel=1e-5)
+    events = Run(Path(f"{family}-fsdp2")).events()
+    (engine,) = [event for event in events if event["event"] == "engine"]
+    assert engine["local_share"] == pytest.approx(1 / 2, abs=0.01)
+
+
+def test_adapted_experts_in_4_bits_are_not_sharded(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    with pytest.raises(PlanError, match="PEFT adapts experts in 4 bits whole; use ddp, or leave experts out"):
+        losses_of(
+            "adapted",
+            model="qwen3_moe",
+            adapter={"type": "qlora", "rank": 8},
+            parallel={"num_processes": 2, "strategy": "fsdp2"},
+        )
 
 
 @pytest.mark.slow

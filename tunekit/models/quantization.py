@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64
 """Values of a weight in 4 bits that share a scale, as transformers has bitsandbytes quantize it."""
 
+SHARDED = "sharded_stacks"
+"""Name of the attribute by which a module of experts has the stacks whose bytes are parameters that FSDP2 shards."""
+
 METHOD, KEPT = "tunekit_4bit", "tunekit_mxfp4"
 """Quantization methods under which transformers knows `ExpertsQuantizer` and `KeptQuantizer`."""
 
@@ -76,6 +79,10 @@ class Nf4:
     def dense(self) -> Tensor:
         """Return the values."""
         return _dequantized(self.packed, self.state)
+
+    def with_bytes(self, packed: Tensor) -> "Nf4":
+        """Return matrices with these scales."""
+        return Nf4(packed, self.state)
 
     def to(self, device: torch.device) -> "Nf4":
         """Return a copy on a device."""
@@ -127,6 +134,10 @@ class Mxfp4:
             exponents = scales.int().unsqueeze(-1) - 127
             torch.ldexp(pairs[blocks.int()].flatten(-2), exponents, out=out.view(*scales.shape, -1))
         return values
+
+    def with_bytes(self, packed: Tensor) -> "Mxfp4":
+        """Return matrices with these scales."""
+        return Mxfp4(packed.view(self.blocks.shape), self.scales, self.dtype)
 
     def to(self, device: torch.device) -> "Mxfp4":
         """Return a copy on a device."""
@@ -202,6 +213,10 @@ class Stack(Tensor):
         args, kwargs = tree_map(_values, (args, kwargs))
         return func(*args, **kwargs)
 
+    def with_bytes(self, packed: Tensor) -> "Stack":
+        """Return a stack of other bytes with the scales of this one."""
+        return Stack(self.matrices.with_bytes(packed), is_transposed=self.is_transposed)
+
     def seen(self, *, turned: bool = False) -> "Stack":
         """Return the same stack as another tensor, its rows and columns exchanged if `turned`."""
         return Stack(self.matrices, is_transposed=self.is_transposed != turned)
@@ -218,7 +233,9 @@ def expert_stacks(module: nn.Module) -> tuple[str, ...]:
     """
     if "is_transposed" not in vars(module) or "has_gate" not in vars(module):
         return ()
-    return tuple(name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3)
+    sharded = vars(module).get(SHARDED, {})
+    named = module.named_parameters(recurse=False)
+    return tuple(name for name, parameter in named if parameter.dim() == 3 or name in sharded)
 
 
 def stored_tensors(parameter: Tensor) -> tuple[Tensor, ...]:

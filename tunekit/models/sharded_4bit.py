@@ -1,10 +1,16 @@
-"""Weights in 4 bits that FSDP2 shards: their bytes are parameters of torch's own type, and layers keep the scales.
+"""Weights in 4 bits that FSDP2 shards: their bytes are parameters of torch's own type, and modules keep the scales.
 
 bitsandbytes' parameters lose their scales as DTensors, so that Accelerate leaves them whole on each device (1.15,
 `fsdp2_prepare_model`), and every process reads the model. Plain parameters of bytes are sharded, gathered and handed
 out as all others are: FSDP2 casts no integers. Their scales, at most an eighth as large, stay whole on each device.
+
+A module of experts finds its matrices under their names as before, made anew of the bytes that are there each time.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import prod
 from types import MethodType
 from typing import Any, cast
 
@@ -13,8 +19,9 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from torch.distributed import broadcast, broadcast_object_list, get_rank
+from torch.distributed.tensor import DTensor
 
-from tunekit.models.quantization import forward_4bit
+from tunekit.models.quantization import SHARDED, Mxfp4, Nf4, Stack, forward_4bit, scales_of, stored_tensors
 
 
 def linears_4bit(model: nn.Module) -> list[Linear4bit]:
@@ -39,33 +46,108 @@ def make_shardable(model: nn.Module) -> None:
 
     Called by all processes together, once an adapter is attached and before kernels are.
     """
-    layers = linears_4bit(model)
     is_reader = get_rank() == 0
-    stored = [_stored(layer) for layer in layers] if is_reader else []
-    shapes: list[Any] = [[{name: (each.shape, each.dtype) for name, each in one.items()} for one in stored]]
-    broadcast_object_list(shapes, src=0)
-    for at, layer in enumerate(layers):
-        empty = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes[0][at].items()}
-        state = stored[at] if is_reader else empty
-        for tensor in state.values():
+    stored = dict(_stored(model)) if is_reader else {}
+    told: list[Any] = [{name: _described(stack) for name, stack in stored.items()}]
+    broadcast_object_list(told, src=0)
+    for name, (kind, shapes) in told[0].items():
+        tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in shapes.items()}
+        if is_reader:
+            tensors = _scales_by_name(stored[name].matrices)
+        for tensor in tensors.values():
             broadcast(tensor, src=0)
-        layer.quant_state = QuantState.from_dict(state, device=torch.device("cpu"))
-        divide_bytes(layer)
+        owner, _, leaf = name.rpartition(".")
+        packed = stored.pop(name).matrices.tensors[0] if is_reader else None
+        divide_bytes(model.get_submodule(owner), leaf, _without_bytes(kind, tensors), packed)
 
 
-def divide_bytes(layer: Linear4bit) -> None:
-    """Give a layer the bytes of its packed weight as a parameter that FSDP2 divides."""
-    packed = layer.weight.detach().as_subclass(Tensor).view(torch.uint8).view(-1, 1)
-    layer.weight = nn.Parameter(packed, requires_grad=False)
-    vars(layer)["forward"] = MethodType(forward_4bit, layer)
+def _stored(model: nn.Module) -> Iterator[tuple[str, Stack]]:
+    """Yield the parameters of a model that are in 4 bits, with their names."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Stack):
+            yield name, parameter
+        elif "quant_state" in vars(parameter):
+            yield name, Stack(Nf4(parameter.detach().as_subclass(Tensor), vars(parameter)["quant_state"]))
 
 
-def _stored(layer: Linear4bit) -> dict[str, Tensor]:
-    """Return the scales of a layer as bitsandbytes saves them."""
-    return {name: tensor.contiguous() for name, tensor in layer.weight.quant_state.as_dict(packed=True).items()}
+def _described(stack: Stack) -> tuple[Any, dict[str, tuple[torch.Size, torch.dtype]]]:
+    """Return what a process that has read nothing must know to receive the scales of a stack."""
+    matrices = stack.matrices
+    blocks = (matrices.blocks.shape, matrices.dtype) if isinstance(matrices, Mxfp4) else None
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in _scales_by_name(matrices).items()}
+    return (stack.is_transposed, blocks), shapes
+
+
+def _scales_by_name(matrices: Nf4 | Mxfp4) -> dict[str, Tensor]:
+    """Return what belongs to the bytes; bitsandbytes' as it saves them."""
+    tensors = {"scales": matrices.scales} if isinstance(matrices, Mxfp4) else matrices.state.as_dict(packed=True)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _without_bytes(kind: Any, tensors: dict[str, Tensor]) -> Stack:
+    """Return a stack that has its scales, and nothing in the place of its bytes."""
+    is_transposed, blocks = kind
+    if blocks is not None:
+        shape, dtype = blocks
+        matrices = Mxfp4(torch.empty(shape, dtype=torch.uint8, device="meta"), tensors["scales"], dtype)
+        return Stack(matrices, is_transposed=is_transposed)
+    state = QuantState.from_dict(tensors, device=torch.device("cpu"))
+    packed = torch.empty((prod(state.shape) + 1) // 2, 1, dtype=torch.uint8, device="meta")
+    return Stack(Nf4(packed, state), is_transposed=is_transposed)
+
+
+def divide_bytes(module: nn.Module, name: str, stack: Stack, packed: Tensor | None) -> None:
+    """Give a module a parameter of bytes, which FSDP2 divides, in the place of one in 4 bits.
+
+    Args:
+        module: A linear layer, or the experts of a layer.
+        name: Name of the parameter.
+        stack: It, with its scales and nothing in the place of its bytes.
+        packed: The bytes, in any shape and type; None for memory that nobody has written.
+    """
+    if packed is None:
+        packed = torch.empty(stack.matrices.tensors[0].numel(), dtype=torch.uint8)
+    if isinstance(module, Linear4bit):
+        module.quant_state = cast(Nf4, stack.matrices).state
+        vars(module)["forward"] = MethodType(forward_4bit, module)
+    else:
+        vars(module).setdefault(SHARDED, {})[name] = stack
+        cast(Any, module).__class__ = _with_stack(cast(Any, type(module)), name)
+    column = packed.view(torch.uint8).view(-1, 1)
+    module.register_parameter(name, nn.Parameter(column, requires_grad=False))
+
+
+@cache
+def _with_stack(kind: Any, name: str) -> type[nn.Module]:
+    """Return a class of modules that have the matrices of all experts where they have a parameter of bytes."""
+
+    def read(module: nn.Module) -> Tensor:
+        parameter = cast(Tensor, module._parameters[name])
+        # FSDP2 asks for the shard under this name, and a stand-in of the module has dense matrices.
+        if isinstance(parameter, DTensor) or parameter.dtype != torch.uint8:
+            return parameter
+        stack: Stack = vars(module)[SHARDED][name]
+        return stack.with_bytes(parameter)
+
+    return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+
+
+def scales_of_sharded(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the scales of weights whose bytes are sharded."""
+    for module in model.modules():
+        for stack in vars(module).get(SHARDED, {}).values():
+            yield from stored_tensors(stack)[1:]
+        if isinstance(module, Linear4bit) and "quant_state" not in vars(module.weight):
+            yield from scales_of(cast(QuantState, module.quant_state))
 
 
 def move_scales(model: nn.Module, device: torch.device) -> None:
-    """Move the scales of weights in 4 bits to the device that computes."""
-    for layer in linears_4bit(model):
-        cast(QuantState, layer.quant_state).to(device)
+    """Move the scales of sharded weights to the device that computes."""
+    for module in model.modules():
+        for stack in vars(module).get(SHARDED, {}).values():
+            if isinstance(stack.matrices, Nf4):
+                stack.matrices.state.to(device)
+            else:
+                stack.matrices = replace(stack.matrices, scales=stack.matrices.scales.to(device))
+        if isinstance(module, Linear4bit):
+            cast(QuantState, module.quant_state).to(device)

@@ -52,12 +52,13 @@ def tensors_of(model: "Module", optimizer: "Optimizer | None", *, full: bool) ->
         full: Whether the weights themselves are trained, so that what is trained is no adapter.
     """
     from tunekit.models.quantization import stored_tensors
+    from tunekit.models.sharded_4bit import scales_of_sharded
 
     parameters = list(model.parameters())
     weights = [parameter for parameter in parameters if full or not parameter.requires_grad]
     states = [] if optimizer is None else [value for held in optimizer.state.values() for value in held.values()]
     return {
-        "weights": [tensor for parameter in weights for tensor in stored_tensors(parameter)],
+        "weights": [*(tensor for weight in weights for tensor in stored_tensors(weight)), *scales_of_sharded(model)],
         "adapters": [parameter for parameter in parameters if not full and parameter.requires_grad],
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer": states,

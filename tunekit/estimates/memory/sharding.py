@@ -110,9 +110,11 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
     def packed(tensors: Count) -> Unit:
         if not isinstance(adapter, QloraAdapter):
             return unit(tensors)
-        linears = {shape: times for shape, times in tensors.items() if shape in model.all_linears.shapes}
-        others = {shape: times for shape, times in tensors.items() if shape not in linears}
-        return replace(unit(others), packed=_padded(_as_bytes(linears), num_shards))
+        linears = () if model.published_as == "mxfp4" else model.all_linears.shapes
+        kept = {*model.expert_stacks, *linears}
+        in_4_bits = {shape: times for shape, times in tensors.items() if shape in kept}
+        others = {shape: times for shape, times in tensors.items() if shape not in kept}
+        return replace(unit(others), packed=_padded(_as_bytes(in_4_bits), num_shards))
 
     layers = [(packed(tensors), times) for tensors, times in shapes.layers]
     first, largest = layers[0][0], max((layer for layer, _ in layers), key=lambda layer: layer.bytes_held(2))

@@ -348,13 +348,13 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
 
 def _qlora_refusals(adapter: QloraAdapter, model: ModelFacts, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield layouts that do not divide or send weights in 4 bits."""
-    other = "use ddp, or adapter.type=lora"
+    other, adapted = "use ddp, or adapter.type=lora", model.adapted(adapter).kinds
     if layout.strategy == "zero3":
         yield "ZeRO-3 does not shard bitsandbytes 4-bit weights", "use fsdp2, ddp, or adapter.type=lora"
     elif layout.strategy.startswith("zero") and model.expert_stacks:
         yield "DeepSpeed broadcasts every weight, and experts in 4 bits are not sent", other
-    elif layout.strategy == "fsdp2" and model.expert_stacks:
-        yield "experts in 4 bits are not sharded", other
+    elif layout.strategy == "fsdp2" and model.expert_stacks and any(".experts" in one for one in adapted):
+        yield "PEFT adapts experts in 4 bits whole", "use ddp, or leave experts out of adapter.target_modules"
     elif layout.strategy == "fsdp2" and adapter.use_dora:
         yield "PEFT reads 4-bit weights whole for DoRA", "use ddp, or unset adapter.use_dora"
 
