@@ -53,6 +53,7 @@ from benchmarks.circumstances import ROOT, circumstances, in_words
 from benchmarks.tiny_models import MULTIMODAL, auto_class, tiny_model
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer
+from tunekit.estimates.models.model_config import read_past_of
 from tunekit.models.load import complete_outputs
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
@@ -315,13 +316,16 @@ def _qlora() -> str:
 
 
 def _in_4_bits(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model the values that QLoRA has: of linear layers but the head, and of all experts of a layer."""
+    """Give a model the values that QLoRA has: of linear layers but the head and those whose weights its code reads past
+    them, and of all experts of a layer.
+    """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    for module in model.modules():
+    head, past = model.get_output_embeddings(), read_past_of(model.config.model_type)
+    for name, module in model.named_modules():
         is_linear = type(module) in (torch.nn.Linear, Conv1D) and module is not head
+        is_linear = is_linear and name.rpartition(".")[2] not in past
         stacks = [
             weight for weight in module.parameters(recurse=False) if weight.dim() == 3 and "has_gate" in vars(module)
         ]

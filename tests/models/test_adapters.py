@@ -1,14 +1,22 @@
 """Adapters on real architectures: which layers have one, and what PEFT reads of them."""
 
+import ast
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 import tunekit
@@ -58,26 +66,81 @@ def test_routers_have_no_adapter_and_what_was_saved_is_what_peft_loads(kind, tmp
     assert not torch.allclose(model(input_ids=ids).logits, before, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", sorted(model_types().refused_targets))
-def test_modules_that_peft_refuses_of_mamba_layers_get_none_and_are_refused_before(kind, tmp_path):
+@pytest.mark.parametrize("kind", sorted(model_types().read_past.keys() - {"gemma3n"}))
+def test_modules_whose_weights_are_read_past_them_get_no_adapter_and_are_refused_before(kind, tmp_path):
     model = tiny_model(kind)
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     save_chats(tmp_path / "chats.jsonl", [("1 + 1?", "2"), ("2 + 2?", "4")])
     facts = probe_model(ModelSection(path=str(tmp_path / "model")))
-    assert any(name.endswith("out_proj") for name in facts.linears)
+    past = {name.rpartition(".")[2] for name in facts.linears} & model_types().read_past[kind]
+    assert past == model_types().read_past[kind] - {"conv1d"}
     adapted = attach_adapter(model, LoraAdapter(rank=4, target_modules="all-linear"), seed=0)
     names = [name for name, module in adapted.named_modules() if isinstance(module, BaseTunerLayer)]
-    # nemotron_h is saved with another name for its decoder.
-    in_plan = {name.partition(".")[2] for name in facts.adapter_linears("all-linear")}
-    assert {name.removeprefix("base_model.model.").partition(".")[2] for name in names} == in_plan
+    assert not {name.rpartition(".")[2] for name in names} & past
+    planned = trained_tensors(facts, LoraAdapter(rank=4, target_modules="all-linear"))
+    assert num_trained(adapted) == sum(math.prod(shape) for shape in planned.values())
 
     recipe = {"model": str(tmp_path / "model"), "data": {"train": str(tmp_path / "chats.jsonl"), "max_length": 64}}
-    targets = ["in_proj", "out_proj"]
-    with pytest.raises(PlanError, match=f"target_modules: PEFT does not adapt out_proj of {kind} models; remove them"):
-        tunekit.plan(recipe | {"adapter": {"type": "lora", "target_modules": targets}})
+    target = min(past)
+    with pytest.raises(PlanError, match=f"the code of {kind} models reads the weights of {target} past the modules"):
+        tunekit.plan(recipe | {"adapter": {"type": "lora", "target_modules": [target]}})
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "falcon_mamba", "mamba", "mamba2"])
+def test_what_peft_refuses_of_mamba_layers_is_refused_before(kind):
+    assert {"conv1d", "out_proj"} <= model_types().read_past[kind]
     with pytest.raises(ValueError, match="'out_proj' is incompatible"):
-        get_peft_model(tiny_model(kind), LoraConfig(target_modules=targets))
+        get_peft_model(tiny_model(kind), LoraConfig(target_modules=["in_proj", "out_proj"]))
+
+
+SAYS_NOTHING = {"dtype", "device", "shape", "is_cuda"}
+"""What may be asked of a weight."""
+
+OTHERWISE = {
+    "data2vec": "its audio model",
+    "bloom": "its slow products of pretraining, which no configuration that is published asks for",
+    "reformer": "refused",
+}
+
+
+def linears_read_past(code):
+    """The last names of linear layers whose weights a file reads past them, by ways that say more than a type."""
+    tree = ast.parse(code)
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    found = set()
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        made = {
+            target.attr
+            for node in ast.walk(kind)
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("nn.Linear(", "torch.nn.Linear("))
+            for target in node.targets
+            if isinstance(target, ast.Attribute)
+        }
+        forwards = [node for node in kind.body if isinstance(node, ast.FunctionDef) and "init" not in node.name]
+        for node in (node for forward in forwards for node in ast.walk(forward)):
+            is_weight = isinstance(node, ast.Attribute) and node.attr == "weight"
+            if not is_weight or ast.unparse(node.value).removeprefix("self.") not in made:
+                continue
+            use = above[node]
+            asked = use.attr if isinstance(use, ast.Attribute) else ""
+            is_asked = isinstance(use, ast.Call) and ast.unparse(use.func) == "isinstance"
+            if asked not in SAYS_NOTHING and not is_asked:
+                found.add(node.value.attr)
+    return found
+
+
+def test_no_other_code_of_a_causal_model_reads_weights_past_its_modules():
+    """Read from transformers' own files, since some ways are only taken on CUDA with kernels that are not here."""
+    kinds = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    folders = {model_type_to_module_name(kind) for kind in kinds}
+    known = {model_type_to_module_name(kind): names - {"conv1d"} for kind, names in model_types().read_past.items()}
+    read = {}
+    for folder in sorted(folders - OTHERWISE.keys()):
+        for file in (Path(transformers.__file__).parent / "models" / folder).glob("modeling_*.py"):
+            read.setdefault(folder, set()).update(linears_read_past(file.read_text(encoding="utf-8")))
+    heads = model_types().heads
+    assert {folder: names - heads for folder, names in read.items() if names - heads} == known
 
 
 NAMED_OTHERWISE = ["bert", "biogpt", "mamba", "modernbert-decoder", "openai-gpt", "opt", "rembert", "roc_bert", "rwkv"]

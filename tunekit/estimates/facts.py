@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
-from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.estimates.targets import is_targeted, rank_of
 from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
@@ -533,6 +533,12 @@ class ModelFacts(Facts):
         )
 
     @cached_property
+    def quantised_linears(self) -> Linears:
+        """Those that QLoRA keeps in 4 bits."""
+        dense = read_past_of(self.model_type)
+        return Linears({name: sizes for name, sizes in self.linears.items() if _leaf(name) not in dense})
+
+    @cached_property
     def latent_widths(self) -> dict[str, int]:
         """Widths of the vectors into which a layer compresses queries, or keys and values (arXiv 2405.04434).
 
@@ -573,7 +579,8 @@ class ModelFacts(Facts):
 
     def _is_no_linear(self, name: str) -> bool:
         """Return whether a matrix is none. In transformers 5 only llama4 and phimoe have linear modules for routers."""
-        is_router = self.num_experts > 0 and _leaf(name) in ROUTERS
+        # Granite's files have a layer in a router that is itself one.
+        is_router = self.num_experts > 0 and _leaf(name.removesuffix(".layer.weight")) in ROUTERS
         return _is_vocabulary(name) or name == SCORE or _is_expert(name) or is_router
 
     def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
@@ -648,7 +655,7 @@ class ModelFacts(Facts):
         return {}
 
     def _matched(self, adapter: LoraAdapter) -> dict[str, tuple[int, int]]:
-        former, refused = self.former_linears, refused_targets_of(self.model_type)
+        former, refused = self.former_linears, read_past_of(self.model_type)
         matched = {
             name: sizes
             for name, sizes in self.linears.items()

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
-from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
@@ -643,7 +643,7 @@ def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
     from torch import nn
 
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    refused = refused_targets_of(model.config.model_type)
+    refused = read_past_of(model.config.model_type)
     names = towers(model)
     useless = tuple(f"{name}." for name in without_gradient(model) if not name.startswith(tuple(names)))
     own = [

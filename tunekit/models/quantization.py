@@ -33,6 +33,7 @@ from transformers.utils.quantization_config import (
     QuantizationMethod,
 )
 
+from tunekit.estimates.models.model_config import read_past_of
 from tunekit.recipe.sections.model import QloraAdapter
 
 if TYPE_CHECKING:
@@ -255,6 +256,12 @@ def scales_of(state: QuantState) -> tuple[Tensor, ...]:
 @register_quantizer(METHOD)
 class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     """bitsandbytes' quantizer, which quantizes experts too."""
+
+    def get_modules_to_not_convert(self, model: "PreTrainedModel", *args: Any, **kwargs: Any) -> list[str]:
+        """Return the names of modules that stay dense: also of those whose weights the model's code reads past them."""
+        names: list[str] = super().get_modules_to_not_convert(model, *args, **kwargs)
+        past = read_past_of(model.config.model_type) if not self.pre_quantized else frozenset()
+        return [*names, *(name for name, _ in model.named_modules() if name.rpartition(".")[2] in past)]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter is kept in 4 bits."""

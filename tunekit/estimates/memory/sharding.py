@@ -110,7 +110,7 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
     def packed(tensors: Count) -> Unit:
         if not isinstance(adapter, QloraAdapter):
             return unit(tensors)
-        linears = () if model.published_as == "mxfp4" else model.all_linears.shapes
+        linears = () if model.published_as == "mxfp4" else model.quantised_linears.shapes
         kept = {*model.expert_stacks, *linears}
         in_4_bits = {shape: times for shape, times in tensors.items() if shape in kept}
         others = {shape: times for shape, times in tensors.items() if shape not in kept}

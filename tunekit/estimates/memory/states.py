@@ -202,7 +202,7 @@ def num_quantised(model: ModelFacts) -> int:
     Of a model published in MXFP4 it keeps the experts as they are, and nothing else.
     """
     stacks = sum(math.prod(shape) * times for shape, times in model.expert_stacks.items())
-    return stacks if model.published_as == "mxfp4" else model.num_linear_params + stacks
+    return stacks if model.published_as == "mxfp4" else model.quantised_linears.num_params + stacks
 
 
 def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
@@ -211,7 +211,7 @@ def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
         return 0
     if model.published_as == "mxfp4":
         return num_quantised(model) // 2 + num_quantised(model) // BLOCK_MXFP4
-    shapes = (*model.all_linears.shapes.items(), *model.expert_stacks.items())
+    shapes = (*model.quantised_linears.shapes.items(), *model.expert_stacks.items())
     return sum(times * _quantised_bytes(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
 
 
@@ -241,7 +241,7 @@ def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     """
     if not isinstance(adapter, QloraAdapter) or model.published_as == "mxfp4":
         return 0
-    return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.all_linears.shapes)
+    return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.quantised_linears.shapes)
 
 
 def trained_bytes(

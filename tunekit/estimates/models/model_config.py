@@ -50,8 +50,8 @@ class ModelTypes(BaseModel):
     """Types without attention, which have no heads."""
     refused: dict[str, str]
     """Types that are not trained, with the reason."""
-    refused_targets: dict[str, frozenset[str]]
-    """Of types with Mamba layers: last names of modules that PEFT refuses to adapt."""
+    read_past: dict[str, frozenset[str]]
+    """Of types whose code reads weights past their modules: last names of these, which get no adapter and no 4 bits."""
     without_gradient: frozenset[str]
     """Last names of modules that give the loss no gradient."""
     shares_head_bias: frozenset[str]
@@ -72,9 +72,9 @@ def model_types() -> ModelTypes:
     return ModelTypes.model_validate(read_table(Path(__file__).with_name("model_types.yaml")))
 
 
-def refused_targets_of(model_type: str) -> frozenset[str]:
-    """Last names of modules of a type that PEFT refuses to adapt."""
-    return model_types().refused_targets.get(model_type, frozenset())
+def read_past_of(model_type: str) -> frozenset[str]:
+    """Last names of modules of a type whose weights its code reads past them."""
+    return model_types().read_past.get(model_type, frozenset())
 
 
 WITH_VISION = frozenset({"gemma3"})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
-from tunekit.estimates.models.model_config import model_types, refused_targets_of
+from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.model import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter, QloraAdapter
@@ -56,9 +56,10 @@ def _target_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         hint = f"it must match whole names such as {example}; for name endings write a list of: {endings}"
         yield problem, hint
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
-    refused = [target for target in targets if last_part(target) in refused_targets_of(model.model_type)]
+    refused = [target for target in targets if last_part(target) in read_past_of(model.model_type)]
     if refused:
-        problem = f"adapter.target_modules: PEFT does not adapt {', '.join(refused)} of {model.model_type} models"
+        problem = f"adapter.target_modules: the code of {model.model_type} models reads the weights of "
+        problem += f"{', '.join(refused)} past the modules, where an adapter would have no effect"
         yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"
     missing = [target for target in targets if target not in refused and not model.adapter_linears([target])]
     if missing or not (refused or regex or model.adapter_linears(adapter.target_modules)):
