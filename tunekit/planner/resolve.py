@@ -12,10 +12,11 @@ from tunekit.estimates.memory.sharding import zero_buckets
 from tunekit.estimates.memory.states import Dtype, num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.planner.decisions import backends, environment, reasons
+from tunekit.planner.decisions.adapters import linears_beside_experts
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
 from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
-from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
+from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib, used_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
@@ -271,19 +272,26 @@ def _without_offload(setting: Setting) -> Iterator[str]:
     recipe = setting.recipe
     alternatives = [LoraAdapter(), QloraAdapter()] if isinstance(recipe.adapter, FullAdapter) else [QloraAdapter()]
     pure = _in_bf16(recipe, setting.dtype)
-    if pure is not None and _stays_on_devices(setting, pure):
-        yield "train.pure_bf16=true would fit without offloading"
+    if pure is not None and (words := _on_devices(setting, pure)):
+        yield f"train.pure_bf16=true {words}"
     for adapter in alternatives if not isinstance(recipe.adapter, QloraAdapter) else []:
         # Weights in bfloat16 are for full fine-tuning alone.
         train = recipe.train.model_copy(update={"pure_bf16": False})
-        if _stays_on_devices(setting, recipe.model_copy(update={"adapter": adapter, "train": train})):
-            yield f"adapter.type={adapter.type} would fit without offloading"
+        if words := _on_devices(setting, recipe.model_copy(update={"adapter": adapter, "train": train})):
+            yield f"adapter.type={adapter.type} {words}"
             return
 
 
-def _stays_on_devices(setting: Setting, recipe: Recipe) -> bool:
-    """Return whether another recipe fits in a layout that offloads nothing."""
-    return any(not layout.offloads for layout, _ in _that_fit(replace(setting, recipe=recipe)))
+def _on_devices(setting: Setting, recipe: Recipe) -> str | None:
+    """Return the memory in words that another recipe's plan takes, if it offloads nothing; None if it has to."""
+    other = replace(setting, recipe=recipe)
+    for candidate in candidates(other):
+        if not candidate.layout.offloads and refusal(other, candidate.layout) is None:
+            fitting = fit(other, candidate.layout, candidate.num_nodes)
+            if fitting is not None:
+                limit = other.limit_bytes(candidate.devices_per_node)
+                return f"would fit without offloading, in {used_of(fitting.memory.total_bytes, limit)}"
+    return None
 
 
 def _that_fit(setting: Setting) -> Iterator[tuple[Layout, MemoryEstimate]]:
@@ -394,7 +402,7 @@ def what_would_fit(setting: Setting) -> Smaller:
     """The smallest single change of a recipe with which it fits."""
     train = setting.recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": "auto"})
     free = setting.recipe.model_copy(update={"train": train})
-    for change, changed in _changes(setting.recipe, free, setting.dtype):
+    for change, changed in _changes(setting.recipe, free, setting):
         other = replace(setting, recipe=changed)
         for layout, memory in _that_fit(other):
             how = "" if layout.num_processes == 1 else f" ({layout.name})"
@@ -403,16 +411,20 @@ def what_would_fit(setting: Setting) -> Smaller:
     return Smaller("no single change of the recipe fits; use a smaller model or a device with more memory")
 
 
-def _changes(recipe: Recipe, free: Recipe, dtype: Dtype) -> Iterator[tuple[str, Recipe]]:
+def _changes(recipe: Recipe, free: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe]]:
     """Single changes that save memory, the one that changes the least of the result first."""
     if recipe.train != free.train:
         yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
     train, data = free.train, free.data
     for optim in ("tunekit_adamw_8bit",) if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
-    pure = _in_bf16(free, dtype)
+    pure = _in_bf16(free, setting.dtype)
     if pure is not None:
         yield "train.pure_bf16=true" + (" and train.optim=null" if train.optim is not None else ""), pure
+    beside = linears_beside_experts(setting.model, free.adapter)
+    if isinstance(free.adapter, LoraAdapter) and beside:
+        smaller = free.adapter.model_copy(update={"target_modules": list(beside)})
+        yield f"adapter.target_modules=[{', '.join(beside)}]", free.model_copy(update={"adapter": smaller})
     length = data.max_length // 2
     while length >= 256:
         shorter = data.model_copy(update={"max_length": length})
@@ -460,5 +472,5 @@ def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]
     if size > 1:
         smaller = max(part for part in range(1, size) if size % part == 0)
         yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
-    for change, changed in _changes(setting.recipe, setting.recipe, setting.dtype):
+    for change, changed in _changes(setting.recipe, setting.recipe, setting):
         yield change, replace(setting, recipe=changed), found
