@@ -53,7 +53,9 @@ def resolve(
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
-    compiled, why_compiled = backends.choose_compile(recipe, hardware, kernels, layout)
+    compiled, why_compiled = backends.choose_compile(
+        recipe, hardware, kernels, layout, offloads_activations=fitting.activation_offloading
+    )
     check_retry(recipe, fitting.micro_batch_size)
     padding = backends.padding_of(
         recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes
@@ -77,6 +79,7 @@ def resolve(
         num_nodes=chosen.candidate.num_nodes,
         num_cores=hardware.num_cores,
         passes=setting.passes_in(layout),
+        offloaded_bytes=fitting.memory.offloaded_bytes,
     )
     num_steps, speed = None if schedule is None else schedule.num_steps, None
     if step is not None:
@@ -106,6 +109,7 @@ def resolve(
         padding_free=padding.is_free,
         by_document=by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,
+        activation_offloading=fitting.activation_offloading,
         micro_batch_size=fitting.micro_batch_size,
         gradient_accumulation_steps=fitting.gradient_accumulation_steps,
         environment=variables,
@@ -415,6 +419,9 @@ def _changes(recipe: Recipe, free: Recipe, setting: Setting) -> Iterator[tuple[s
     """Single changes that save memory, the one that changes the least of the result first."""
     if recipe.train != free.train:
         yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
+    if recipe.train.activation_offloading is False:
+        offloads = free.train.model_copy(update={"activation_offloading": "auto"})
+        yield "train.activation_offloading=auto", free.model_copy(update={"train": offloads})
     train, data = free.train, free.data
     for optim in ("tunekit_adamw_8bit",) if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
@@ -454,7 +461,11 @@ def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
         if refusal(changed, other.layout) is not None:
             continue
         memory = changed.memory(
-            other.layout, num_nodes, other.micro_batch_size, checkpointing=other.gradient_checkpointing
+            other.layout,
+            num_nodes,
+            other.micro_batch_size,
+            checkpointing=other.gradient_checkpointing,
+            offloading=other.activation_offloading,
         )
         if memory.total_bytes < found.memory.total_bytes:
             return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
@@ -472,5 +483,8 @@ def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]
     if size > 1:
         smaller = max(part for part in range(1, size) if size % part == 0)
         yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
+    can_offload = backends.why_not_offloaded(setting.recipe, setting.device, found.layout) is None
+    if can_offload and found.gradient_checkpointing and train.activation_offloading == "auto":
+        yield "train.activation_offloading=true", setting, replace(found, activation_offloading=True)
     for change, changed in _changes(setting.recipe, setting.recipe, setting):
         yield change, replace(setting, recipe=changed), found

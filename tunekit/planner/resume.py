@@ -83,5 +83,6 @@ def _decisions(plan: Plan) -> dict[str, str | int]:
         "compiled layers": word[plan.torch_compile],
         "float8": word[plan.fp8],
         "checkpointing": word[plan.gradient_checkpointing],
+        "activation offloading": word[plan.activation_offloading],
         "padding": "none" if plan.padding_free else "to the longest row",
     }

@@ -301,6 +301,7 @@ def step_of(
     num_nodes: int,
     num_cores: int | None = None,
     passes: Passes | None = None,
+    offloaded_bytes: int = 0,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -319,6 +320,7 @@ def step_of(
         num_nodes: Machines that its processes are on.
         num_cores: Of each machine; None where that is not known.
         passes: What the method does in a step; as transformers generates and without a teacher where left out.
+        offloaded_bytes: Activations that a device copies to host memory in a micro-batch, and back.
     """
     if not steps.is_counted(model):
         return None
@@ -394,6 +396,7 @@ def step_of(
             gradient_checkpointing=gradient_checkpointing,
             passes=passes,
             trained_dtype=trained_dtype,
+            offloaded_bytes=offloaded_bytes,
         ),
         num_forwards=num_forwards,
         generating=generation,

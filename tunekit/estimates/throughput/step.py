@@ -193,6 +193,7 @@ def transfers_of(
     gradient_checkpointing: bool,
     passes: Passes = SFT,
     trained_dtype: Dtype = "float32",
+    offloaded_bytes: int = 0,
 ) -> tuple[Transfer, ...]:
     """All that a device sends in a step.
 
@@ -206,6 +207,7 @@ def transfers_of(
         gradient_checkpointing: Whether layers, and what they send, are computed again.
         passes: What the method does in a step.
         trained_dtype: Type of trained weights and of their gradients.
+        offloaded_bytes: Activations that go to host memory in a micro-batch, and come back.
     """
     sender = _Sender(model, adapter, dtype, layout, passes, layout.num_processes // num_nodes, trained_dtype)
     everything = [
@@ -213,6 +215,7 @@ def transfers_of(
         *sender.between_replicas(),
         *sender.of_activations(num_tokens, again=gradient_checkpointing),
         *sender.of_offloading(),
+        Transfer("offloading activations", 2 * offloaded_bytes, "host", "compute"),
     ]
     return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
 

@@ -51,6 +51,7 @@ from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.trainer_args import config_fields
 
 TRITON_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability for which the kernels are compiled by the tests."""
@@ -318,6 +319,19 @@ def compile_faults(recipe: Recipe, hardware: Hardware) -> Iterator[tuple[str, st
         yield problem, "unset it, or use adapter.type=lora"
 
 
+def why_not_offloaded(recipe: Recipe, device: Device, layout: Layout) -> str | None:
+    """Return why activations are not offloaded on a device in a layout; None where they can be."""
+    if device.kind == "cpu":
+        return "activations of a CPU are in host memory"
+    if layout.strategy != "single":
+        return "activation offloading is untested over several devices, which can divide long rows"
+    if recipe.train.fp8 or recipe.train.torch_compile is True:
+        return f"activation offloading is untested with train.{'fp8' if recipe.train.fp8 else 'torch_compile'}"
+    if "activation_offloading" not in config_fields(recipe.method.type):
+        return f"TRL does not offload activations of {recipe.method.type}"
+    return None
+
+
 def why_not_compiled_in(layout: Layout) -> str | None:
     """Return why layers are not compiled in a layout; None where they are."""
     if layout.strategy.startswith("zero"):
@@ -327,7 +341,9 @@ def why_not_compiled_in(layout: Layout) -> str | None:
     return None
 
 
-def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout) -> tuple[bool, str]:
+def choose_compile(
+    recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout, *, offloads_activations: bool
+) -> tuple[bool, str]:
     """Return whether layers are compiled, and the reason."""
     requested = recipe.train.torch_compile
     if requested != "auto":
@@ -339,6 +355,8 @@ def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout:
         return False, f"only known to pay off from compute capability 8.0; this is {device.name}"
     if isinstance(recipe.adapter, QloraAdapter):
         return False, "4-bit weights cannot be compiled"
+    if offloads_activations:
+        return False, "untested where activations are offloaded"
     why_not = why_not_compiled_in(layout)
     if why_not is not None:
         return False, why_not
