@@ -67,17 +67,18 @@ def test_host_memory_that_is_too_small_rules_it_out():
 
     assert planned(hardware(64), data=LONG).activation_offloading
     with pytest.raises(PlanError, match=r"needs 38\.\d GiB of host memory per node, limit 28\.8 GiB"):
-        planned(hardware(32), data=LONG, parallel={"strategy": "single"})
+        planned(hardware(32), data=LONG, parallel={"strategy": "single"}, train={"tiled_mlp": False})
 
 
 def test_a_recipe_can_ask_for_it_and_forbid_it():
     plan = planned(train={"activation_offloading": True})
     assert (plan.gradient_checkpointing, plan.activation_offloading) == (True, True)
     assert reasons(plan, "activations")[0][1].startswith("set by the recipe; ")
-    forbidden = planned(data=LONG, train={"activation_offloading": False})
+    neither = {"activation_offloading": False, "tiled_mlp": False}
+    forbidden = planned(data=LONG, train=neither)
     assert (forbidden.activation_offloading, forbidden.layout.offloads) == (False, True)
     with pytest.raises(PlanError) as caught:
-        planned(data=LONG, train={"activation_offloading": False}, parallel={"strategy": "single"})
+        planned(data=LONG, train=neither, parallel={"strategy": "single"})
     assert caught.value.changes == ("train.activation_offloading=auto",)
     assert "activation offloading off -> on" in differences(forbidden, planned(data=LONG))
 

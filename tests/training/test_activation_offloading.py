@@ -77,12 +77,15 @@ def weights(run):
     return load_file(file)
 
 
-@pytest.mark.parametrize(("adapter", "kernels"), [("full", "auto"), ("lora", "torch")])
-def test_offloaded_activations_change_no_loss_and_no_weight_and_are_as_planned(adapter, kernels, folder, copies):
-    name = f"{adapter}-{kernels}"
-    without = train(folder, f"{name}-without", adapter=adapter, kernels=kernels, activation_offloading=False)
+@pytest.mark.parametrize(
+    ("adapter", "kernels", "tiled"), [("full", "auto", False), ("lora", "torch", False), ("lora", "auto", True)]
+)
+def test_offloaded_activations_change_no_loss_and_no_weight_and_are_as_planned(adapter, kernels, tiled, folder, copies):
+    name, how = f"{adapter}-{kernels}", {"adapter": adapter, "kernels": kernels, "tiled_mlp": tiled}
+    without = train(folder, f"{name}-without", **how, activation_offloading=False)
     assert not copies
-    run = train(folder, f"{name}-with", adapter=adapter, kernels=kernels, activation_offloading=True)
+    run = train(folder, f"{name}-with", **how, activation_offloading=True)
+    assert (run.plan.mlp_tile_tokens is not None) == tiled
     assert run.plan.activation_offloading and not without.plan.activation_offloading
     assert run.metrics()["loss"].tolist() == without.metrics()["loss"].tolist()
     expected = weights(without)

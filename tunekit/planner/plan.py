@@ -128,6 +128,8 @@ class Plan(Facts):
     gradient_checkpointing: bool
     activation_offloading: bool = False
     """True if the inputs of recomputed layers are in host memory until the backward pass."""
+    mlp_tile_tokens: int | None = None
+    """Tokens that an MLP computes at a time; None for all."""
     new_tokens: tuple[int, ...] = ()
     """Ids of tokens that the recipe adds to the tokenizer."""
     micro_batch_size: int
@@ -220,7 +222,9 @@ class Plan(Facts):
     def layout_words(self) -> str:
         """Layout of the work, and whether activations are recomputed: `FSDP2, full shard, checkpointing`."""
         words = [self.layout.name, *["checkpointing"] * self.gradient_checkpointing]
-        return ", ".join([*words, *["activations offloaded"] * self.activation_offloading])
+        words += ["activations offloaded"] * self.activation_offloading
+        words += ["tiled MLP"] * (self.mlp_tile_tokens is not None)
+        return ", ".join(words)
 
     @property
     def batch_words(self) -> str:

@@ -54,7 +54,11 @@ def resolve(
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
     compiled, why_compiled = backends.choose_compile(
-        recipe, hardware, kernels, layout, offloads_activations=fitting.activation_offloading
+        recipe,
+        hardware,
+        kernels,
+        layout,
+        saves_activations=fitting.activation_offloading or fitting.mlp_tile_tokens is not None,
     )
     check_retry(recipe, fitting.micro_batch_size)
     padding = backends.padding_of(
@@ -80,6 +84,7 @@ def resolve(
         num_cores=hardware.num_cores,
         passes=setting.passes_in(layout),
         offloaded_bytes=fitting.memory.offloaded_bytes,
+        tiled_mlp=fitting.mlp_tile_tokens is not None,
     )
     num_steps, speed = None if schedule is None else schedule.num_steps, None
     if step is not None:
@@ -110,6 +115,7 @@ def resolve(
         by_document=by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,
         activation_offloading=fitting.activation_offloading,
+        mlp_tile_tokens=fitting.mlp_tile_tokens,
         micro_batch_size=fitting.micro_batch_size,
         gradient_accumulation_steps=fitting.gradient_accumulation_steps,
         environment=variables,
@@ -419,9 +425,10 @@ def _changes(recipe: Recipe, free: Recipe, setting: Setting) -> Iterator[tuple[s
     """Single changes that save memory, the one that changes the least of the result first."""
     if recipe.train != free.train:
         yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
-    if recipe.train.activation_offloading is False:
-        offloads = free.train.model_copy(update={"activation_offloading": "auto"})
-        yield "train.activation_offloading=auto", free.model_copy(update={"train": offloads})
+    for name in ("activation_offloading", "tiled_mlp"):
+        if dict(recipe.train)[name] is False:
+            saves = free.train.model_copy(update={name: "auto"})
+            yield f"train.{name}=auto", free.model_copy(update={"train": saves})
     train, data = free.train, free.data
     for optim in ("tunekit_adamw_8bit",) if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
@@ -466,6 +473,7 @@ def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
             other.micro_batch_size,
             checkpointing=other.gradient_checkpointing,
             offloading=other.activation_offloading,
+            tiled=other.mlp_tile_tokens is not None,
         )
         if memory.total_bytes < found.memory.total_bytes:
             return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
@@ -484,7 +492,15 @@ def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]
         smaller = max(part for part in range(1, size) if size % part == 0)
         yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
     can_offload = backends.why_not_offloaded(setting.recipe, setting.device, found.layout) is None
-    if can_offload and found.gradient_checkpointing and train.activation_offloading == "auto":
+    if (
+        can_offload
+        and not found.activation_offloading
+        and found.gradient_checkpointing
+        and train.activation_offloading == "auto"
+    ):
         yield "train.activation_offloading=true", setting, replace(found, activation_offloading=True)
+    can_tile = backends.why_not_tiled(setting.recipe, setting.model, found.layout) is None
+    if can_tile and found.mlp_tile_tokens is None and found.gradient_checkpointing and train.tiled_mlp == "auto":
+        yield "train.tiled_mlp=true", setting, replace(found, mlp_tile_tokens=setting.model.hidden_size)
     for change, changed in _changes(setting.recipe, setting.recipe, setting):
         yield change, replace(setting, recipe=changed), found

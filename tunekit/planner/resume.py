@@ -84,5 +84,6 @@ def _decisions(plan: Plan) -> dict[str, str | int]:
         "float8": word[plan.fp8],
         "checkpointing": word[plan.gradient_checkpointing],
         "activation offloading": word[plan.activation_offloading],
+        "tiled MLP": word[plan.mlp_tile_tokens is not None],
         "padding": "none" if plan.padding_free else "to the longest row",
     }

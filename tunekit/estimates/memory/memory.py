@@ -111,6 +111,7 @@ def estimate(
     vllm_bytes: int = 0,
     scores_length: int | None = None,
     activation_offloading: bool = False,
+    mlp_tile_tokens: int | None = None,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -134,6 +135,7 @@ def estimate(
         vllm_bytes: What vLLM takes of each device.
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
         activation_offloading: Whether the inputs of layers are in host memory until the backward pass.
+        mlp_tile_tokens: Tokens that an MLP computes at a time; None for all.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts, trained_dtype=trained_dtype)
@@ -147,6 +149,7 @@ def estimate(
         accumulates=accumulates,
         scores_length=scores_length,
         num_gathered=num_tokens if layout.cp_size > 1 else 0,
+        mlp_tile_tokens=mlp_tile_tokens,
     )
     num_live = states.num_live_layers(shard, adapter)
     layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))

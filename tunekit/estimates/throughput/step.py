@@ -28,7 +28,8 @@ from typing import Literal, assert_never
 
 from tunekit.estimates.facts import Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.experts import trained_experts
+from tunekit.estimates.memory.activations import TO_MLP
+from tunekit.estimates.memory.experts import last_part, trained_experts
 from tunekit.estimates.memory.states import BYTES, Dtype, num_quantised, num_trainable_params, weights_bytes
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
@@ -752,6 +753,7 @@ def flops_per_token(
     head_share: float,
     gradient_checkpointing: bool,
     whole_head: bool = False,
+    tiled_mlp: bool = False,
 ) -> float:
     """Floating-point operations of one token in a training step.
 
@@ -769,6 +771,7 @@ def flops_per_token(
         head_share: Share of the tokens for which logits are computed.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
         whole_head: Whether logits are computed once: all together, and kept, or in chunks with their gradients.
+        tiled_mlp: Whether MLPs are computed once more in the backward pass, up to the input of their last product.
     """
     linear, attention = model.num_linear_params, _attention_flops(model, attended_tokens)
     last = {name: s for name, s in model.linears.items() if _is_last(name, s, model)}
@@ -790,7 +793,8 @@ def flops_per_token(
     forward, backward = forward + experts_forward, backward + experts_backward
     head = ((6 if whole_head else 8) - (0 if head_is_trained else 2)) * head_params(model) * head_share
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
-    return forward + backward + 3 * attention + head + again
+    tiled = 2 * _sizes({n: s for n, s in model.linears.items() if last_part(n) in TO_MLP}) if tiled_mlp else 0
+    return forward + backward + 3 * attention + head + again + tiled
 
 
 def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_share: float) -> float:

@@ -191,6 +191,10 @@ class TrainSection(Section):
     """Keep the inputs of recomputed layers in pinned host memory until the backward pass, copied while other layers
     compute (TRL's, on one CUDA device). `auto`: only if long rows would not fit otherwise."""
 
+    tiled_mlp: Literal["auto"] | bool = "auto"
+    """Compute MLPs a part of the tokens at a time, and again in the backward pass (arXiv 2506.13996). For sft of dense
+    models on one device. `auto`: only if long rows would not fit otherwise."""
+
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile each decoder layer with torch.compile. `auto`: where it is known to pay off, on CUDA for packed rows
     without fused kernels; the plan explains otherwise."""
