@@ -34,6 +34,8 @@ DECIDED: Any = {
             "micro_batch_size",
             "gradient_accumulation_steps",
             "gradient_checkpointing",
+            "activation_offloading",
+            "mlp_tile_tokens",
             "dtype",
             "attn_implementation",
             "padding_free",
