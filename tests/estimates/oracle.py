@@ -49,6 +49,7 @@ from tunekit.estimates.models.model_config import (
     num_experts_of,
     num_experts_per_token_of,
 )
+from tunekit.models.fusion.tiling import _tile
 from tunekit.models.load import keep_trained
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
@@ -69,6 +70,7 @@ class Step:
     accumulates: bool = False
     rows: Literal["even", "padded"] = "even"
     trained_dtype: Dtype = "float32"
+    mlp_tile_tokens: int | None = None
 
     def config(self) -> PretrainedConfig:
         return AutoConfig.for_model(self.family, **dict(self.sizes))
@@ -312,6 +314,9 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
         )  # fmt: skip
         model = get_peft_model(base, config)
         keep_trained(model)
+    if step.mlp_tile_tokens is not None:
+        for layer in base.get_decoder().layers:
+            _tile(layer.mlp, step.mlp_tile_tokens)
     if step.checkpointing:
         base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         if not full:
@@ -535,4 +540,5 @@ def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noq
         devices_per_node=min(8, layout.num_processes),
         reserve_share=0.0,
         scores_length=step.length if step.family in families()["without_sdpa"] else None,
+        mlp_tile_tokens=step.mlp_tile_tokens,
     )

@@ -72,6 +72,17 @@ def test_every_phase_of_weights_in_bfloat16_is_what_is_traced(family, tied, chec
     assert estimated == {phase: pytest.approx(size, rel=0.03) for phase, size in traced.items()}
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_phase_with_mlps_in_tiles_is_what_is_traced(family, adapter, checkpointing, accumulates):
+    how = {"checkpointing": checkpointing, "accumulates": accumulates, "mlp_tile_tokens": 512}
+    traced, estimated = phases_of(step(family, adapter, **how))
+    assert estimated == {phase: pytest.approx(size, rel=0.02) for phase, size in traced.items()}
+
+
 def test_a_deep_model_is_drawn_through_shallow_ones():
     deep = step("llama", FullAdapter(), checkpointing=False).with_layers(8)
     drawn, whole = trace_deep(deep), trace(deep)

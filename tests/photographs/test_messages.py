@@ -95,6 +95,10 @@ COMMANDS = {
         plan sft.yaml --on 2xh100 parallel.strategy=fsdp2 parallel.tp_size=2
         plan sft.yaml --on 2xh100 parallel.strategy=zero3 adapter=qlora
         plan sft.yaml --on h100 train.fp8=true
+        plan sft.yaml train.activation_offloading=true
+        plan sft.yaml --on 2xh100 train.activation_offloading=true
+        plan sft.yaml --on 2xh100 train.tiled_mlp=true
+        plan sft.yaml --on h100 train.tiled_mlp=true train.fp8=true adapter=full
         plan sft.yaml --on h100 adapter=full adapter.last_layers=40
         plan sft.yaml --on h100 adapter=full adapter.unfrozen_parameters=[lm_head]
         plan sft.yaml --on 2xh100 adapter=full adapter.last_layers=1 parallel.strategy=fsdp2

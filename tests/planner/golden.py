@@ -34,6 +34,8 @@ DECIDED: Any = {
             "micro_batch_size",
             "gradient_accumulation_steps",
             "gradient_checkpointing",
+            "activation_offloading",
+            "mlp_tile_tokens",
             "dtype",
             "attn_implementation",
             "padding_free",
@@ -77,6 +79,37 @@ CASES: dict[str, tuple[Recipe, Hardware, ModelFacts]] = {
         find_machine("h100").hardware(),
         known_facts("meta-llama/Llama-3.1-8B"),
     ),
+    "full-8b-on-80-gib": (
+        recipe(adapter="full"),
+        find_machine("h100").hardware(),
+        known_facts("meta-llama/Llama-3.1-8B"),
+    ),
+    "qlora-30b-a3b-attention-on-24-gib": (
+        recipe(adapter={"type": "qlora", "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+        find_machine("rtx4090").hardware(),
+        known_facts("Qwen/Qwen3-30B-A3B"),
+    ),
+    **{
+        f"lora-8b-{length // 1024}k-on-80-gib": (
+            recipe(data={"max_length": length}),
+            find_machine("h100").hardware(),
+            known_facts("meta-llama/Llama-3.1-8B"),
+        )
+        for length in (32_768, 131_072)
+    },
+}
+
+NOT_FITTING: dict[str, tuple[Recipe, Hardware, ModelFacts]] = {
+    "qlora-70b-on-2x24-gib": (
+        recipe(adapter="qlora"),
+        find_machine("2xrtx4090").hardware(),
+        known_facts("meta-llama/Llama-3.1-70B"),
+    ),
+    "qlora-30b-a3b-on-24-gib": (
+        recipe(adapter="qlora"),
+        find_machine("rtx4090").hardware(),
+        known_facts("Qwen/Qwen3-30B-A3B"),
+    ),
 }
 
 
@@ -98,7 +131,7 @@ def plan_of(asked: Recipe, hardware: Hardware, model: ModelFacts) -> Plan | Plan
 
 def plans() -> Iterator[tuple[str, str]]:
     """Every plan that is kept whole as text, by name; a refusal is one line."""
-    for name, (asked, hardware, model) in CASES.items():
+    for name, (asked, hardware, model) in (CASES | NOT_FITTING).items():
         yield name, _text(asked, hardware, model)
     for shipped in list_recipes():
         if shipped.name.startswith(("sft/", METHODS)):

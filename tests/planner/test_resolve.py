@@ -3,13 +3,14 @@
 import pytest
 
 from tests.estimates.shapes import GIB, H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4, with_gpu
-from tests.planner.golden import CASES, ROWS, recipe
+from tests.planner.golden import CASES, ROWS, known_facts, recipe
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.planner.plan import Plan
+from tunekit.planner.plan import Plan, used_of
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
+from tunekit.recipe.load import load_recipe
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import TeacherMethod
 
@@ -193,7 +194,27 @@ def test_an_optimizer_that_was_named_for_float32_goes_with_it():
 def test_a_plan_that_offloads_says_that_weights_in_bfloat16_would_fit():
     plan = resolve(recipe(adapter="full"), find_machine("h100").hardware(), LLAMA_8B, ROWS)
     assert plan.layout.offloads
-    assert "train.pure_bf16=true would fit without offloading" in reason(plan, "layout")
+    pure = resolve(recipe(adapter="full", train={"pure_bf16": True}), find_machine("h100").hardware(), LLAMA_8B, ROWS)
+    used = used_of(pure.memory.total_bytes, pure.memory_limit_bytes)
+    assert f"train.pure_bf16=true would fit without offloading, in {used};" in reason(plan, "layout")
+
+
+def test_where_adapters_of_experts_do_not_fit_those_of_the_other_layers_are_offered():
+    model, hardware = known_facts("Qwen/Qwen3-30B-A3B"), find_machine("rtx4090").hardware()
+    with pytest.raises(PlanError) as caught:
+        resolve(recipe(adapter="qlora"), hardware, model, ROWS)
+    assert caught.value.changes == ("adapter.target_modules=[k_proj, o_proj, q_proj, v_proj]",)
+    changed = load_recipe(recipe(adapter="qlora"), list(caught.value.changes))
+    plan = resolve(changed, hardware, model, ROWS)
+    assert (plan.layout.strategy, plan.gradient_checkpointing) == ("single", True)
+    # Of each of 48 layers, by hand: q 2048 -> 4096, k and v 2048 -> 512, o 4096 -> 2048, rank 16.
+    assert plan.num_trainable_params == 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+
+
+def test_a_model_without_experts_is_offered_no_other_targets():
+    with pytest.raises(PlanError) as caught:
+        resolve(recipe(), with_gpu("tiny", 17, (9, 0)), LLAMA_8B, ROWS)
+    assert not [change for change in caught.value.changes if "target_modules" in change]
 
 
 def test_weights_in_bfloat16_take_8_bytes_a_parameter_on_one_device():

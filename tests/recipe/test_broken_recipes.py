@@ -358,6 +358,13 @@ BROKEN = {
         GOOD + "train: {gradient_checkpointing: on}\n",
         "recipe.yaml:3:33: train.gradient_checkpointing: must be auto, true or false, got 'on'; write true",
     ),
+    "activations_that_are_offloaded_and_not_recomputed": (
+        GOOD + "train: {gradient_checkpointing: false, activation_offloading: true}\n",
+        (
+            "recipe.yaml:3:40: train.activation_offloading: requires gradient_checkpointing: without it, more is kept "
+            "than can be copied in time; unset one of them"
+        ),
+    ),
     "bfloat16_weights_below_an_adapter": (
         GOOD + "train: {pure_bf16: true}\n",
         (

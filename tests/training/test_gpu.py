@@ -66,3 +66,23 @@ def test_the_peak_on_an_accelerator_is_what_was_planned(adapter, checkpointing, 
     assert result["peak_allocated_bytes"] == pytest.approx(memory.tensor_bytes, rel=0.05)
     reserve = memory.parts["reserve"]
     assert result["peak_reserved_bytes"] == pytest.approx(memory.tensor_bytes + reserve, rel=0.10)
+
+
+def test_offloaded_activations_and_tiled_mlps_keep_losses_and_need_no_more_than_planned(tmp_path):
+    save_tiny_model(tmp_path / "model", hidden=1024, layers=16)
+    rows = "\n\n\n".join("the sea is wide and the boat is small. " * 512 for _ in range(16))
+    (tmp_path / "rows.txt").write_text(rows, encoding="utf-8")
+    runs = []
+    for saves in ("false", "true"):
+        recipe = {
+            "model": str(tmp_path / "model"),
+            "data": {"train": str(tmp_path / "rows.txt"), "max_length": 4096},
+            "adapter": "lora",
+            "train": {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 4, "gradient_checkpointing": True},
+            "output": {"dir": str(tmp_path / saves), "sample_prompts": []},
+        }
+        runs.append(tunekit.train(recipe, [f"train.activation_offloading={saves}", f"train.tiled_mlp={saves}"]))
+    without, run = runs
+    assert run.metrics()["loss"].tolist() == pytest.approx(without.metrics()["loss"].tolist(), rel=1e-3)
+    assert run.result()["peak_allocated_bytes"] <= 1.05 * run.plan.memory.tensor_bytes
+    assert run.result()["peak_allocated_bytes"] < without.result()["peak_allocated_bytes"]

@@ -127,6 +127,8 @@ class Parts:
             "bf16": self.plan.autocast and self.plan.dtype == "bfloat16",
             "fp16": self.plan.autocast and self.plan.dtype == "float16",
             "gradient_checkpointing": self.plan.gradient_checkpointing,
+            # A field of some methods' configs only.
+            **({"activation_offloading": True} if self.plan.activation_offloading else {}),
             "dataloader_num_workers": self.plan.dataloader_num_workers,
             "dataloader_pin_memory": self.plan.device.kind != "cpu",
             "logging_steps": self.train.logging_steps,

@@ -126,6 +126,10 @@ class Plan(Facts):
     by_document: bool = False
     """True if layers that carry a state along a row are run once for each document in it."""
     gradient_checkpointing: bool
+    activation_offloading: bool = False
+    """True if the inputs of recomputed layers are in host memory until the backward pass."""
+    mlp_tile_tokens: int | None = None
+    """Tokens that an MLP computes at a time; None for all."""
     new_tokens: tuple[int, ...] = ()
     """Ids of tokens that the recipe adds to the tokenizer."""
     micro_batch_size: int
@@ -217,7 +221,10 @@ class Plan(Facts):
     @property
     def layout_words(self) -> str:
         """Layout of the work, and whether activations are recomputed: `FSDP2, full shard, checkpointing`."""
-        return f"{self.layout.name}, checkpointing" if self.gradient_checkpointing else self.layout.name
+        words = [self.layout.name, *["checkpointing"] * self.gradient_checkpointing]
+        words += ["activations offloaded"] * self.activation_offloading
+        words += ["tiled MLP"] * (self.mlp_tile_tokens is not None)
+        return ", ".join(words)
 
     @property
     def batch_words(self) -> str:

@@ -12,10 +12,11 @@ from tunekit.estimates.memory.sharding import zero_buckets
 from tunekit.estimates.memory.states import Dtype, num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
 from tunekit.planner.decisions import backends, environment, reasons
+from tunekit.planner.decisions.adapters import linears_beside_experts
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
 from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
-from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
+from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib, used_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
@@ -52,7 +53,13 @@ def resolve(
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
-    compiled, why_compiled = backends.choose_compile(recipe, hardware, kernels, layout)
+    compiled, why_compiled = backends.choose_compile(
+        recipe,
+        hardware,
+        kernels,
+        layout,
+        saves_activations=fitting.activation_offloading or fitting.mlp_tile_tokens is not None,
+    )
     check_retry(recipe, fitting.micro_batch_size)
     padding = backends.padding_of(
         recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes
@@ -76,6 +83,8 @@ def resolve(
         num_nodes=chosen.candidate.num_nodes,
         num_cores=hardware.num_cores,
         passes=setting.passes_in(layout),
+        offloaded_bytes=fitting.memory.offloaded_bytes,
+        tiled_mlp=fitting.mlp_tile_tokens is not None,
     )
     num_steps, speed = None if schedule is None else schedule.num_steps, None
     if step is not None:
@@ -105,6 +114,8 @@ def resolve(
         padding_free=padding.is_free,
         by_document=by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,
+        activation_offloading=fitting.activation_offloading,
+        mlp_tile_tokens=fitting.mlp_tile_tokens,
         micro_batch_size=fitting.micro_batch_size,
         gradient_accumulation_steps=fitting.gradient_accumulation_steps,
         environment=variables,
@@ -271,19 +282,26 @@ def _without_offload(setting: Setting) -> Iterator[str]:
     recipe = setting.recipe
     alternatives = [LoraAdapter(), QloraAdapter()] if isinstance(recipe.adapter, FullAdapter) else [QloraAdapter()]
     pure = _in_bf16(recipe, setting.dtype)
-    if pure is not None and _stays_on_devices(setting, pure):
-        yield "train.pure_bf16=true would fit without offloading"
+    if pure is not None and (words := _on_devices(setting, pure)):
+        yield f"train.pure_bf16=true {words}"
     for adapter in alternatives if not isinstance(recipe.adapter, QloraAdapter) else []:
         # Weights in bfloat16 are for full fine-tuning alone.
         train = recipe.train.model_copy(update={"pure_bf16": False})
-        if _stays_on_devices(setting, recipe.model_copy(update={"adapter": adapter, "train": train})):
-            yield f"adapter.type={adapter.type} would fit without offloading"
+        if words := _on_devices(setting, recipe.model_copy(update={"adapter": adapter, "train": train})):
+            yield f"adapter.type={adapter.type} {words}"
             return
 
 
-def _stays_on_devices(setting: Setting, recipe: Recipe) -> bool:
-    """Return whether another recipe fits in a layout that offloads nothing."""
-    return any(not layout.offloads for layout, _ in _that_fit(replace(setting, recipe=recipe)))
+def _on_devices(setting: Setting, recipe: Recipe) -> str | None:
+    """Return the memory in words that another recipe's plan takes, if it offloads nothing; None if it has to."""
+    other = replace(setting, recipe=recipe)
+    for candidate in candidates(other):
+        if not candidate.layout.offloads and refusal(other, candidate.layout) is None:
+            fitting = fit(other, candidate.layout, candidate.num_nodes)
+            if fitting is not None:
+                limit = other.limit_bytes(candidate.devices_per_node)
+                return f"would fit without offloading, in {used_of(fitting.memory.total_bytes, limit)}"
+    return None
 
 
 def _that_fit(setting: Setting) -> Iterator[tuple[Layout, MemoryEstimate]]:
@@ -394,7 +412,7 @@ def what_would_fit(setting: Setting) -> Smaller:
     """The smallest single change of a recipe with which it fits."""
     train = setting.recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": "auto"})
     free = setting.recipe.model_copy(update={"train": train})
-    for change, changed in _changes(setting.recipe, free, setting.dtype):
+    for change, changed in _changes(setting.recipe, free, setting):
         other = replace(setting, recipe=changed)
         for layout, memory in _that_fit(other):
             how = "" if layout.num_processes == 1 else f" ({layout.name})"
@@ -403,16 +421,24 @@ def what_would_fit(setting: Setting) -> Smaller:
     return Smaller("no single change of the recipe fits; use a smaller model or a device with more memory")
 
 
-def _changes(recipe: Recipe, free: Recipe, dtype: Dtype) -> Iterator[tuple[str, Recipe]]:
+def _changes(recipe: Recipe, free: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe]]:
     """Single changes that save memory, the one that changes the least of the result first."""
     if recipe.train != free.train:
         yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
+    for name in ("activation_offloading", "tiled_mlp"):
+        if dict(recipe.train)[name] is False:
+            saves = free.train.model_copy(update={name: "auto"})
+            yield f"train.{name}=auto", free.model_copy(update={"train": saves})
     train, data = free.train, free.data
     for optim in ("tunekit_adamw_8bit",) if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
-    pure = _in_bf16(free, dtype)
+    pure = _in_bf16(free, setting.dtype)
     if pure is not None:
         yield "train.pure_bf16=true" + (" and train.optim=null" if train.optim is not None else ""), pure
+    beside = linears_beside_experts(setting.model, free.adapter)
+    if isinstance(free.adapter, LoraAdapter) and beside:
+        smaller = free.adapter.model_copy(update={"target_modules": list(beside)})
+        yield f"adapter.target_modules=[{', '.join(beside)}]", free.model_copy(update={"adapter": smaller})
     length = data.max_length // 2
     while length >= 256:
         shorter = data.model_copy(update={"max_length": length})
@@ -442,7 +468,12 @@ def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
         if refusal(changed, other.layout) is not None:
             continue
         memory = changed.memory(
-            other.layout, num_nodes, other.micro_batch_size, checkpointing=other.gradient_checkpointing
+            other.layout,
+            num_nodes,
+            other.micro_batch_size,
+            checkpointing=other.gradient_checkpointing,
+            offloading=other.activation_offloading,
+            tiled=other.mlp_tile_tokens is not None,
         )
         if memory.total_bytes < found.memory.total_bytes:
             return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
@@ -460,5 +491,16 @@ def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]
     if size > 1:
         smaller = max(part for part in range(1, size) if size % part == 0)
         yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
-    for change, changed in _changes(setting.recipe, setting.recipe, setting.dtype):
+    can_offload = backends.why_not_offloaded(setting.recipe, setting.device, found.layout) is None
+    if (
+        can_offload
+        and not found.activation_offloading
+        and found.gradient_checkpointing
+        and train.activation_offloading == "auto"
+    ):
+        yield "train.activation_offloading=true", setting, replace(found, activation_offloading=True)
+    can_tile = backends.why_not_tiled(setting.recipe, setting.model, found.layout) is None
+    if can_tile and found.mlp_tile_tokens is None and found.gradient_checkpointing and train.tiled_mlp == "auto":
+        yield "train.tiled_mlp=true", setting, replace(found, mlp_tile_tokens=setting.model.hidden_size)
+    for change, changed in _changes(setting.recipe, setting.recipe, setting):
         yield change, replace(setting, recipe=changed), found

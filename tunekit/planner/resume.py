@@ -83,5 +83,7 @@ def _decisions(plan: Plan) -> dict[str, str | int]:
         "compiled layers": word[plan.torch_compile],
         "float8": word[plan.fp8],
         "checkpointing": word[plan.gradient_checkpointing],
+        "activation offloading": word[plan.activation_offloading],
+        "tiled MLP": word[plan.mlp_tile_tokens is not None],
         "padding": "none" if plan.padding_free else "to the longest row",
     }

@@ -189,7 +189,8 @@ def largest_length(recipe: Recipe, plan_of: PlanOf, machine: str | None, max_len
     """The recipe as it is, with the longest `data.max_length` that fits, and with the next, which does not.
 
     Args:
-        recipe: The recipe. If its own plan moves nothing off the devices, those of longer rows do not either.
+        recipe: The recipe. If its own plan moves no weights and states off the devices, those of longer rows do not
+            either.
         plan_of: Makes plans for the machine.
         machine: Its name.
         max_length: Positions that the model has.
@@ -265,7 +266,7 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
 
 
 def _held(recipe: Recipe, planned: Planned | None = None) -> Recipe:
-    """The recipe with everything held on the devices, if it asks for nothing else and its plan does so too.
+    """The recipe with weights and states held on the devices, if it asks for nothing else and its plan does so too.
 
     With enough host memory or disk almost everything fits, slowly; that is not what somebody looks for who asks how
     much a device holds.

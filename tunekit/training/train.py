@@ -16,6 +16,7 @@ from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer, set_learning_rates
 from tunekit.models import load
 from tunekit.models.documents import run_by_document
+from tunekit.models.fusion.tiling import tile_mlps
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
 from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
@@ -152,6 +153,8 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     fused = build_trainer.fuse_as_planned(model, plan)
     if fused is not None:
         record.write("fused", message=fused.words(), **fused.to_dict())
+    if plan.mlp_tile_tokens is not None:
+        tile_mlps(model, plan.mlp_tile_tokens)
     if plan.fp8:
         to_float8(model)
     if plan.torch_compile:

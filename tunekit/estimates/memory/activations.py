@@ -67,7 +67,8 @@ def scores_of(model_type: str, compute_bytes: int, *, wide: bool) -> Scores:
 
 
 _FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
-_TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+"""Last names of the products that read what an MLP reads."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def products_of(
     decoder = (name for name in names if not model.is_tower(name) and ".experts." not in name)
     leaves = frozenset(name.rpartition(".")[2] for name in decoder)
     e = BYTES[dtype]
-    mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
+    mlp, casted = leaves & {*TO_MLP, _FROM_MLP}, autocast and e == 2
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
     mask = 1 if device == "cuda" else 4 if casted else e
     return Products(
@@ -301,11 +302,13 @@ def layers_of(
     accumulates: bool,
     scores_length: int | None = None,
     num_gathered: int = 0,
+    mlp_tile_tokens: int | None = None,
 ) -> Layers:
     """Return the activations of the decoder layers in a step; the arguments are those of `memory.estimate`.
 
     In context parallelism a layer gathers keys and values of `num_gathered` tokens, the whole sequence, and their
     gradients: so does torch's `context_parallel` by its default, all-gather.
+    MLPs compute `mlp_tile_tokens` at a time, and again in the backward pass; all at once where that is None.
     """
     model, e = products.model, products.e
     stream, casts = products.stream_bytes * model.hidden_size * num_tokens, products.cast_bytes
@@ -314,7 +317,10 @@ def layers_of(
     def attention(length: int | None) -> int:
         return _attention_bytes(products, length, scores_length) * num_tokens + copies
 
-    mlps = _mlps(products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
+    if mlp_tile_tokens is None:
+        mlps = _mlps(products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
+    else:
+        mlps = _tiled_mlps(products, num_tokens, min(mlp_tile_tokens, num_tokens), accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
     sliding = model.num_sliding_layers
     one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
@@ -401,6 +407,20 @@ def _mlps(products: Products, num_tokens: int, *, recomputes: bool, accumulates:
     working = max(working, 2 * e * mixture.shared * num_tokens)
     first = dense + dense_working(mixture.dense) if mixture.dense else layer_bytes + working
     return _Mlps(layer_bytes, remaining, first, passing, working, mixture.num_layers * logits)
+
+
+def _tiled_mlps(products: Products, num_tokens: int, tile_tokens: int, *, accumulates: bool) -> _Mlps:
+    """Bytes of dense MLPs that compute a tile of the tokens at a time, and again in the backward pass.
+
+    Kept is what the norm before an MLP keeps, and what it gives, of which the tiles are parts.
+    """
+    model, e, h, i = products.model, products.e, products.model.hidden_size, products.model.intermediate_size
+    layer_bytes = (_input_bytes(products, 0) + e * h) * num_tokens
+    of_tile = (_mlp_bytes(products, i) - _input_bytes(products, 0)) * tile_tokens
+    of_tile += _working_bytes(products, i, recomputes=True) * tile_tokens
+    # Gradients of what the tiles read, and all of them in one.
+    working = of_tile + _weight_gradient_bytes(products, i, accumulates=accumulates) + 2 * e * h * num_tokens
+    return _Mlps(layer_bytes, (model.num_layers - 1) * layer_bytes, layer_bytes + working, 0, working)
 
 
 _CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})

@@ -71,6 +71,8 @@ class MemoryEstimate(Facts):
     """Host memory of each node that is needed for what the devices do not hold."""
     nvme_bytes: int = 0
     """Disk of each node that is needed for it."""
+    offloaded_bytes: int = 0
+    """Bytes of layer inputs that each device copies to host memory in a micro-batch, and back."""
     confidence: Confidence = "traced"
 
     @property
@@ -108,6 +110,8 @@ def estimate(
     passes: Passes = SFT,
     vllm_bytes: int = 0,
     scores_length: int | None = None,
+    activation_offloading: bool = False,
+    mlp_tile_tokens: int | None = None,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -130,6 +134,8 @@ def estimate(
         passes: What the method does in a step.
         vllm_bytes: What vLLM takes of each device.
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
+        activation_offloading: Whether the inputs of layers are in host memory until the backward pass.
+        mlp_tile_tokens: Tokens that an MLP computes at a time; None for all.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts, trained_dtype=trained_dtype)
@@ -143,9 +149,13 @@ def estimate(
         accumulates=accumulates,
         scores_length=scores_length,
         num_gathered=num_tokens if layout.cp_size > 1 else 0,
+        mlp_tile_tokens=mlp_tile_tokens,
     )
     num_live = states.num_live_layers(shard, adapter)
     layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))
+    offloaded = num_live * layers.stream if activation_offloading else 0
+    if offloaded:
+        layers = _held_behind_copies(layers, num_live)
     widens = not layout.strategy.startswith("zero")
     head = head_of(products, mine, scored_share=passes.max_scored_share, kind=passes.head, widens=widens)
     kept_state, needs, trained = _engine(
@@ -182,7 +192,14 @@ def estimate(
     kept_state = with_reference(
         kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node, trained_dtype=trained_dtype
     )
-    kept_state = replace(kept_state, vllm=vllm_bytes)
+    pinned = 0
+    if offloaded:
+        # TRL copies all that autograd saves, of the norm and the head too: where a head makes its gradient with its
+        # logits, that also.
+        of_table = BYTES["float32"] * shard.vocab_size * shard.hidden_size if products.tables.head else 0
+        of_head = 2 * head.kept + (_pinned_bytes(of_table) if of_table and passes.head == "sums" else 0)
+        pinned = num_live * _pinned_bytes(layers.stream) + of_head
+    kept_state = replace(kept_state, vllm=vllm_bytes, host_bytes=kept_state.host_bytes + pinned)
     highest |= method_needs(products, passes, layout, layers, head, mine, highest)
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
@@ -198,8 +215,25 @@ def estimate(
         phases=phases,
         host_bytes=kept_state.host_bytes,
         nvme_bytes=kept_state.nvme_bytes,
-        confidence=_confidence(model, adapter, layout, passes),
+        offloaded_bytes=offloaded,
+        confidence="closed form" if offloaded and is_traced(model) else _confidence(model, adapter, layout, passes),
     )
+
+
+HELD_INPUTS = 5
+"""Most inputs of layers that are still on a device while they are copied (TRL's `OffloadActivations`,
+`max_fwd_stash_size`). The backward pass fetches one while the one before it is in use."""
+
+
+def _held_behind_copies(layers: Layers, num_live: int) -> Layers:
+    """Return what is left on a device of layers whose inputs are offloaded."""
+    held = min(num_live, HELD_INPUTS)
+    return replace(layers, kept=layers.kept - (num_live - held) * layers.stream)
+
+
+def _pinned_bytes(size: int) -> int:
+    """Bytes of pinned memory for a tensor: torch's allocator rounds up to a power of two (`CachingHostAllocator`)."""
+    return 1 << (size - 1).bit_length()
 
 
 def _engine(

@@ -301,6 +301,8 @@ def step_of(
     num_nodes: int,
     num_cores: int | None = None,
     passes: Passes | None = None,
+    offloaded_bytes: int = 0,
+    tiled_mlp: bool = False,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -319,6 +321,8 @@ def step_of(
         num_nodes: Machines that its processes are on.
         num_cores: Of each machine; None where that is not known.
         passes: What the method does in a step; as transformers generates and without a teacher where left out.
+        offloaded_bytes: Activations that a device copies to host memory in a micro-batch, and back.
+        tiled_mlp: Whether MLPs are computed in tiles.
     """
     if not steps.is_counted(model):
         return None
@@ -376,7 +380,8 @@ def step_of(
         dtype=dtype,
         layout=layout,
         num_nodes=num_nodes,
-        flops_per_token=operations(gradient_checkpointing=gradient_checkpointing) + without_gradients,
+        flops_per_token=operations(gradient_checkpointing=gradient_checkpointing, tiled_mlp=tiled_mlp)
+        + without_gradients,
         model_flops_per_token=operations(gradient_checkpointing=False) - head_again + without_gradients + generated,
         num_tokens=batch * sequences * row,
         max_computed_tokens=batch * sequences * longest,
@@ -394,6 +399,7 @@ def step_of(
             gradient_checkpointing=gradient_checkpointing,
             passes=passes,
             trained_dtype=trained_dtype,
+            offloaded_bytes=offloaded_bytes,
         ),
         num_forwards=num_forwards,
         generating=generation,

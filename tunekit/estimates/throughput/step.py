@@ -28,7 +28,8 @@ from typing import Literal, assert_never
 
 from tunekit.estimates.facts import Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.experts import trained_experts
+from tunekit.estimates.memory.activations import TO_MLP
+from tunekit.estimates.memory.experts import last_part, trained_experts
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
@@ -200,6 +201,7 @@ def transfers_of(
     gradient_checkpointing: bool,
     passes: Passes = SFT,
     trained_dtype: Dtype = "float32",
+    offloaded_bytes: int = 0,
 ) -> tuple[Transfer, ...]:
     """All that a device sends in a step.
 
@@ -213,6 +215,7 @@ def transfers_of(
         gradient_checkpointing: Whether layers, and what they send, are computed again.
         passes: What the method does in a step.
         trained_dtype: Type of trained weights and of their gradients.
+        offloaded_bytes: Activations that go to host memory in a micro-batch, and come back.
     """
     sender = _Sender(model, adapter, dtype, layout, passes, layout.num_processes // num_nodes, trained_dtype)
     everything = [
@@ -220,6 +223,7 @@ def transfers_of(
         *sender.between_replicas(),
         *sender.of_activations(num_tokens, again=gradient_checkpointing),
         *sender.of_offloading(),
+        Transfer("offloading activations", 2 * offloaded_bytes, "host", "compute"),
     ]
     return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
 
@@ -757,6 +761,7 @@ def flops_per_token(
     head_share: float,
     gradient_checkpointing: bool,
     whole_head: bool = False,
+    tiled_mlp: bool = False,
 ) -> float:
     """Floating-point operations of one token in a training step.
 
@@ -774,6 +779,7 @@ def flops_per_token(
         head_share: Share of the tokens for which logits are computed.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
         whole_head: Whether logits are computed once: all together, and kept, or in chunks with their gradients.
+        tiled_mlp: Whether MLPs are computed once more in the backward pass, up to the input of their last product.
     """
     linear, attention = model.num_linear_params, _attention_flops(model, attended_tokens)
     last = {name: s for name, s in model.linears.items() if _is_last(name, s, model)}
@@ -795,7 +801,8 @@ def flops_per_token(
     forward, backward = forward + experts_forward, backward + experts_backward
     head = ((6 if whole_head else 8) - (0 if head_is_trained else 2)) * head_params(model) * head_share
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
-    return forward + backward + 3 * attention + head + again
+    tiled = 2 * _sizes({n: s for n, s in model.linears.items() if last_part(n) in TO_MLP}) if tiled_mlp else 0
+    return forward + backward + 3 * attention + head + again + tiled
 
 
 def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_share: float) -> float:

@@ -156,7 +156,7 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     experts = adapted_experts(model.tensors, former, adapter.target_modules)
     if not experts:
         return
-    unfused = ", ".join(sorted({last_part(name) for name in model.linears} - set(former)))
+    unfused = ", ".join(_unfused(model))
     hint = f"unset it, or limit adapter.target_modules to {unfused}"
     for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
         if is_set:
@@ -175,6 +175,22 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         if patterns:
             problem = f"adapter.{field}: PEFT sets that of the experts and routers of {model.path} itself: "
             yield f"{problem}{', '.join(patterns)}", f"limit it to {unfused}"
+
+
+def linears_beside_experts(model: ModelFacts, adapter: Adapter) -> tuple[str, ...]:
+    """Return the names of linear layers that are left to adapt where PEFT adapts each expert; none where it does not.
+
+    Adapters of experts are as many as there are experts, of which a token goes through few.
+    """
+    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
+    if former is None or isinstance(adapter, FullAdapter) or adapter.target_regex is not None:
+        return ()
+    return _unfused(model) if adapted_experts(model.tensors, former, adapter.target_modules) else ()
+
+
+def _unfused(model: ModelFacts) -> tuple[str, ...]:
+    """Return the last names of linear layers that have nothing to do with experts."""
+    return tuple(sorted({last_part(name) for name in model.linears} - set(model.former_linears or ())))
 
 
 def _former_names(model: ModelFacts) -> Iterator[str]:

@@ -40,6 +40,7 @@ from pathlib import Path
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.activations import is_traced
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
@@ -50,7 +51,8 @@ from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.trainer_args import config_fields
 
 TRITON_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability for which the kernels are compiled by the tests."""
@@ -318,6 +320,41 @@ def compile_faults(recipe: Recipe, hardware: Hardware) -> Iterator[tuple[str, st
         yield problem, "unset it, or use adapter.type=lora"
 
 
+def why_not_offloaded(recipe: Recipe, device: Device, layout: Layout) -> str | None:
+    """Return why activations are not offloaded on a device in a layout; None where they can be."""
+    if device.kind == "cpu":
+        return "activations of a CPU are in host memory"
+    if layout.strategy != "single":
+        return "activation offloading is untested over several devices, which can divide long rows"
+    if recipe.train.fp8 or recipe.train.torch_compile is True:
+        return f"activation offloading is untested with train.{'fp8' if recipe.train.fp8 else 'torch_compile'}"
+    if "activation_offloading" not in config_fields(recipe.method.type):
+        return f"TRL does not offload activations of {recipe.method.type}"
+    return None
+
+
+def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | None:
+    """Return why MLPs are not computed in tiles in a layout; None where they can be."""
+    train, adapter = recipe.train, recipe.adapter
+    if layout.strategy != "single":
+        return "tiled MLPs are untested over several devices, which can divide long rows"
+    if recipe.method.spec.trains_on != "tokens":
+        return f"tiled MLPs are untested with {recipe.method.type}"
+    if model.num_experts:
+        return f"the experts of {model.model_type} do not compute each token alone: their loss balances all together"
+    if not is_traced(model):
+        return f"tiled MLPs are untested with {model.model_type}"
+    if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora):
+        return f"tiled MLPs are untested with adapter.{'dropout' if adapter.dropout else 'use_dora'}"
+    if train.pure_bf16:
+        return "gradients of tiles would be summed in bfloat16"
+    if train.fp8 or train.torch_compile is True:
+        return f"tiled MLPs are untested with train.{'fp8' if train.fp8 else 'torch_compile'}"
+    if recipe.model.kernels == "liger":
+        return "tiled MLPs are untested with liger's kernels"
+    return None
+
+
 def why_not_compiled_in(layout: Layout) -> str | None:
     """Return why layers are not compiled in a layout; None where they are."""
     if layout.strategy.startswith("zero"):
@@ -327,7 +364,9 @@ def why_not_compiled_in(layout: Layout) -> str | None:
     return None
 
 
-def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout) -> tuple[bool, str]:
+def choose_compile(
+    recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout, *, saves_activations: bool
+) -> tuple[bool, str]:
     """Return whether layers are compiled, and the reason."""
     requested = recipe.train.torch_compile
     if requested != "auto":
@@ -339,6 +378,8 @@ def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout:
         return False, f"only known to pay off from compute capability 8.0; this is {device.name}"
     if isinstance(recipe.adapter, QloraAdapter):
         return False, "4-bit weights cannot be compiled"
+    if saves_activations:
+        return False, "untested where activations are offloaded or MLPs tiled"
     why_not = why_not_compiled_in(layout)
     if why_not is not None:
         return False, why_not

@@ -105,7 +105,16 @@ class Setting:
         """Return how vLLM is used, where it generates answers."""
         return backends.vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
 
-    def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
+    def memory(
+        self,
+        layout: Layout,
+        num_nodes: int,
+        size: int,
+        *,
+        checkpointing: bool,
+        offloading: bool = False,
+        tiled: bool = False,
+    ) -> MemoryEstimate:
         """Estimate the memory of each device with `size` sequences in a micro-batch."""
         length = self.recipe.data.max_length
         attention = self.attention_in(layout)
@@ -138,6 +147,8 @@ class Setting:
             passes=self.passes_in(layout),
             vllm_bytes=0 if vllm is None else backends.vllm_bytes(vllm, self.device),
             scores_length=whole if of_rows == "eager" else None,
+            activation_offloading=offloading,
+            mlp_tile_tokens=self.model.hidden_size if tiled else None,
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:
@@ -163,9 +174,13 @@ class Fit:
     micro_batch_size: int
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
+    activation_offloading: bool
+    mlp_tile_tokens: int | None
     memory: MemoryEstimate
     why_batch: str
     why_checkpointing: str
+    why_offloading: str
+    why_tiled: str
 
     def reasons(self) -> Iterator[Reason]:
         """The decisions for the plan."""
@@ -179,6 +194,11 @@ class Fit:
         )
         choice = "on" if self.gradient_checkpointing else "off"
         yield Reason(topic="checkpointing", choice=choice, why=self.why_checkpointing)
+        if self.activation_offloading:
+            choice = f"layer inputs in pinned host memory, {gib(self.memory.offloaded_bytes)}"
+            yield Reason(topic="activations", choice=choice, why=self.why_offloading)
+        if self.mlp_tile_tokens is not None:
+            yield Reason(topic="MLP", choice=f"tiles of {self.mlp_tile_tokens:,} tokens", why=self.why_tiled)
 
 
 def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
@@ -194,12 +214,14 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     if widens_mask:
         sizes = [size for size in sizes if size <= enough]
         enough = sizes[0]
-    for checkpointing in [False, True] if forced == "auto" else [forced]:
+    for checkpointing, offloading, tiled in _recomputations(setting, layout):
         for size in sizes:
             if not checkpointing and forced == "auto" and size < enough and requested is None:
                 break
             for variant in _variants(layout, accumulates=size < batch):
-                memory = setting.memory(variant, num_nodes, size, checkpointing=checkpointing)
+                memory = setting.memory(
+                    variant, num_nodes, size, checkpointing=checkpointing, offloading=offloading, tiled=tiled
+                )
                 if not setting.fits(memory, devices_per_node):
                     continue
                 limit, busy = setting.limit_bytes(devices_per_node), widens_mask and size == sizes[0]
@@ -208,22 +230,65 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                     micro_batch_size=size,
                     gradient_accumulation_steps=batch // size,
                     gradient_checkpointing=checkpointing,
+                    activation_offloading=offloading,
+                    mlp_tile_tokens=setting.model.hidden_size if tiled else None,
                     memory=memory,
                     why_batch=_why_batch(setting, layout, size, batch, limit, busy=busy),
                     why_checkpointing="set by the recipe" if forced != "auto" else WHY_CHECKPOINTING[checkpointing],
+                    why_offloading=_why_offloading(setting),
+                    why_tiled=_why_tiled(setting),
                 )
     return None
+
+
+def _recomputations(setting: Setting, layout: Layout) -> list[tuple[bool, bool, bool]]:
+    """Return whether activations are recomputed, inputs of layers offloaded, and MLPs tiled, the cheapest choice first.
+
+    Copies are hidden by layers that compute long enough, whereas tiles compute MLPs once more.
+    """
+    train, recipe, device = setting.recipe.train, setting.recipe, setting.device
+    kinds = [False, True] if train.gradient_checkpointing == "auto" else [train.gradient_checkpointing]
+    offloads, tiles = [train.activation_offloading is True], [train.tiled_mlp is True]
+    if train.activation_offloading == "auto" and backends.why_not_offloaded(recipe, device, layout) is None:
+        offloads.append(True)
+    if train.tiled_mlp == "auto" and backends.why_not_tiled(recipe, setting.model, layout) is None:
+        tiles.append(True)
+    # Layers are recomputed before anything else is done, unless the recipe says otherwise.
+    return [
+        (again, offloaded, tiled)
+        for tiled in tiles
+        for offloaded in offloads
+        for again in kinds
+        if again or not (offloaded or (tiled and train.tiled_mlp == "auto" and kinds[-1]))
+    ]
+
+
+def _why_tiled(setting: Setting) -> str:
+    """Return the reason to compute MLPs in tiles."""
+    why = "set by the recipe" if setting.recipe.train.tiled_mlp is True else "all tokens at once would not fit"
+    return f"{why}; each tile is computed again in the backward pass"
+
+
+def _why_offloading(setting: Setting) -> str:
+    """Return the reason to offload activations."""
+    is_set = setting.recipe.train.activation_offloading is True
+    why = "set by the recipe" if is_set else "recomputation alone would not be enough"
+    why += "; copied on a stream of its own while other layers compute (predicted, not measured)"
+    return why if setting.host_limit_bytes is not None else f"{why}; host memory of this machine unknown"
 
 
 def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     """The least that a layout needs with this recipe."""
     recipe = setting.recipe
-    forced = recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
     size = _sizes(setting, batch // layout.sp_size)[-1]
     variants = _variants(layout, accumulates=size < batch)
-    kinds = [True, False] if forced == "auto" else [forced]
-    estimates = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
+    kinds = _recomputations(setting, layout)
+    estimates = [
+        setting.memory(variant, num_nodes, size, checkpointing=checkpointing, offloading=offloading, tiled=tiled)
+        for variant in variants
+        for checkpointing, offloading, tiled in reversed(kinds)
+    ]
     return min(estimates, key=lambda memory: memory.total_bytes)
 
 

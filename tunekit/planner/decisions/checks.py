@@ -323,6 +323,10 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield backends.why_not_compiled_in(layout), "unset train.torch_compile"
     if recipe.train.fp8:
         yield backends.why_no_float8_in(layout), "unset train.fp8, or use fsdp2"
+    if recipe.train.activation_offloading is True:
+        yield backends.why_not_offloaded(recipe, setting.device, layout), "unset train.activation_offloading"
+    if recipe.train.tiled_mlp is True:
+        yield backends.why_not_tiled(recipe, setting.model, layout), "unset train.tiled_mlp"
     if layout.tp_size > 1 and not is_full:
         yield "PEFT adapters do not support tensor parallel layers", "use fsdp2 without tp_size"
     if layout.tp_size > 1 and trains_on != "tokens":

@@ -187,6 +187,14 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute activations in the backward pass to save memory. `auto`: only if they would not fit."""
 
+    activation_offloading: Literal["auto"] | bool = "auto"
+    """Keep the inputs of recomputed layers in pinned host memory until the backward pass, copied while other layers
+    compute (TRL's, on one CUDA device). `auto`: only if long rows would not fit otherwise."""
+
+    tiled_mlp: Literal["auto"] | bool = "auto"
+    """Compute MLPs a part of the tokens at a time, and again in the backward pass (arXiv 2506.13996). For sft of dense
+    models on one device. `auto`: only if long rows would not fit otherwise."""
+
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile each decoder layer with torch.compile. `auto`: where it is known to pay off, on CUDA for packed rows
     without fused kernels; the plan explains otherwise."""
@@ -247,7 +255,7 @@ class TrainSection(Section):
         return "bfloat16" if self.pure_bf16 else "float32"
 
     def _conflicts_within(self) -> Iterator[Conflict]:
-        """Yield a threshold of early stopping without it, and patterns that are no regular expressions."""
+        """Yield settings without those that they belong to, and patterns that are no regular expressions."""
         for pattern in self.learning_rates or ():
             if (problem := regex_problem(pattern)) is not None:
                 yield Conflict(("learning_rates", pattern), problem, ESCAPE)
@@ -255,6 +263,9 @@ class TrainSection(Section):
             yield Conflict(
                 ("early_stopping_threshold",), "requires early_stopping_patience", "set that too, or unset it"
             )
+        if self.activation_offloading is True and self.gradient_checkpointing is False:
+            what = "requires gradient_checkpointing: without it, more is kept than can be copied in time"
+            yield Conflict(("activation_offloading",), what, "unset one of them")
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
