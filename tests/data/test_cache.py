@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.tiny import make_tokenizer, save_chats
@@ -223,3 +224,11 @@ def test_sources_are_gathered_in_the_order_of_the_mixture_however_small_the_batc
     assert prepared.num_trainable_tokens == sum(label != -100 for label in labels)
     if not packing:
         assert [("double" in text, "triple" in text) for text in texts(prepared)] == [(True, False), (False, True)] * 7
+
+
+def test_a_curriculum_by_length_keeps_the_order_of_equals_and_the_names_of_rows(tmp_path):
+    save_chats(tmp_path / "rows.jsonl", [("q", "a b c d"), ("q", "a b"), ("q", "a c"), ("q", "a")])
+    plain, by_length = prepare()[0], prepare(mixing=Mixing(curriculum="length"))[0]
+    before = texts(plain)
+    assert texts(by_length) == [before[row] for row in (3, 1, 2, 0)]
+    assert np.load(by_length.path.with_name(preparing.ORIGINS))[1].tolist() == [3, 1, 2, 0]

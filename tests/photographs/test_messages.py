@@ -31,6 +31,7 @@ COMMANDS = {
         check sft.yaml method.beta=0.2
         check sft.yaml train.max_steps
         check sft.yaml train.max_steps=0
+        check sft.yaml data.curriculum=length
         check sft.yaml train.early_stopping_threshold=0.1
         check sft.yaml 'train.learning_rates={layers.(: 1e-5}'
         check sft.yaml adapter.type=full adapter.unfrozen_parameters=[layers.(]

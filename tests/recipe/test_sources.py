@@ -4,6 +4,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from tunekit.errors import RecipeError
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.reading.parse import dotted, to_inline_yaml, to_yaml, undotted
 from tunekit.recipe.sections.data import CompleteSource, DataSection
@@ -50,6 +51,7 @@ def test_a_section_made_in_python_is_held_to_the_same_rules() -> None:
         {"train": ["a.jsonl", "b.jsonl"], "mixing": "concatenate", "shuffle": False},
         {"train": ["a.jsonl", "b.jsonl"], "streaming": True, "mixing": "concatenate"},
         {"train": "a.jsonl", "eval": ["b.jsonl"], "packing": True, "shuffle": True, "padding_free": True},
+        {"train": ["a.jsonl", "b.jsonl"], "shuffle": False, "curriculum": "length"},
         {"train": "a.jsonl", "weight_by": "rows", "stopping_strategy": "first_exhausted", "mixing": "interleave"},
     ],
 )
@@ -91,3 +93,20 @@ def test_keys_are_read_as_they_are_written(text: str) -> None:
 @pytest.mark.parametrize("text", ["", ".", "a..b", "[0]", "a[x]", "a[-1]", "a[]", "a[0", "a]0[", "a[0]b", "a.[0]"])
 def test_what_is_no_key_is_not_read_as_one(text: str) -> None:
     assert undotted(text) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "method", "problem"),
+    [
+        ({}, "sft", "curriculum: requires data.shuffle=false"),
+        ({"packing": True}, "sft", "curriculum: unsupported with data.packing"),
+        ({"shuffle": False, "streaming": True}, "sft", "curriculum: unsupported with data.streaming"),
+        ({"shuffle": False, "train": ["a.jsonl", "b.jsonl"], "mixing": "concatenate"}, "sft", "mixing: has no effect"),
+        ({"shuffle": False}, "dpo", "curriculum: unsupported with method dpo"),
+        ({"shuffle": False}, "grpo", "curriculum: unsupported with method grpo"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_kept_is_refused(data, method, problem) -> None:
+    section = {"train": "a.jsonl", "curriculum": "length", **data}
+    with pytest.raises(RecipeError, match=problem):
+        load_recipe({"model": "pico", "method": method, "data": section, "train": {"max_steps": 5}})

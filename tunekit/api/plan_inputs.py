@@ -31,7 +31,16 @@ from tunekit.runs.prepared_data import absolute, counted_facts
 from tunekit.runs.record import free_bytes, place_of_run, recorded_runs
 from tunekit.runs.run import Run, list_runs
 
-AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
+AFTER_READING = {
+    "max_length",
+    "packing",
+    "padding_free",
+    "weight_by",
+    "stopping_strategy",
+    "mixing",
+    "shuffle",
+    "curriculum",
+}
 """Fields of the data section that say what becomes of rows once they are read."""
 
 

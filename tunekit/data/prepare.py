@@ -340,7 +340,7 @@ def mixing_of(section: DataSection) -> Mixing:
     """Return the mixture settings of a recipe's data section."""
     sources: Sequence[CompleteSource] = section.sources
     weights = tuple(source.weight for source in sources if source.weight is not None)
-    return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing)
+    return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing, section.curriculum)
 
 
 def tokens_of(
@@ -415,6 +415,9 @@ def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_l
         lengths[of_source] = source.sequences.lengths[chosen.index[of_source]]
         share = SourceShare(source.source, int(of_source.sum()), int(lengths[of_source].sum(dtype=np.int64)))
         shares.append(asdict(share))
+    if mixing.curriculum == "length":
+        order = np.argsort(lengths, kind="stable")
+        chosen, lengths = Mixture(chosen.source[order], chosen.index[order]), lengths[order]
     sizes = None
     if max_length is not None:
         order, sizes = best_fit(lengths, max_length)

@@ -178,12 +178,14 @@ class Mixing:
         weight_by: What the weights count: sequences (a row, or a part of a long text) or their tokens.
         stopping_strategy: Whether scarce sources end the mixture or are repeated.
         mixing: Whether the sources take turns in proportion, or follow one another.
+        curriculum: Order of all sequences in place of that, by their length in tokens.
     """
 
     weights: tuple[float, ...] | None = None
     weight_by: Literal["rows", "tokens"] = "rows"
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     mixing: Literal["interleave", "concatenate"] = "interleave"
+    curriculum: Literal["length"] | None = None
 
 
 @dataclass(frozen=True)

@@ -439,6 +439,8 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     if data.truncated_share > MUCH_TRUNCATED:
         why += f": {data.truncated_share:.0%} of all rows are truncated; raise data.max_length or shorten them"
     rows = "rows"
+    if recipe.data.curriculum is not None:
+        why += "; from the shortest to the longest in every epoch"
     if recipe.data.packing:
         rows, filled = "packed sequences", (data.num_train_tokens or 0) / (data.num_train * cut)
         why += f"; packing efficiency {filled:.1%}"

@@ -238,6 +238,8 @@ class MethodSection(Section):
         with_it = f"with method {self.type}"
         if data.packing:
             yield Conflict(("data", "packing"), f"unsupported {with_it}", "unset it")
+        if data.curriculum is not None:
+            yield Conflict(("data", "curriculum"), f"unsupported {with_it}: TRL tokenizes its rows", "unset it")
         if data.padding_free is True:
             yield Conflict(("data", "padding_free"), f"unsupported {with_it}: TRL pads its batches", "unset it")
         sources = [*each_source("train", data.train), *each_source("eval", data.eval)]

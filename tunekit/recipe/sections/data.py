@@ -155,6 +155,10 @@ class DataSection(Section):
     shuffle: bool = True
     """Train on rows in random order, reshuffled every epoch. false: in the order of the data."""
 
+    curriculum: Literal["length"] | None = None
+    """Train on rows in this order, the same in every epoch. `length`: from the shortest to the longest, in tokens;
+    rows of equal length stay in the order of the data. Requires `data.shuffle: false`. Default: no such order."""
+
     streaming: bool = False
     """Read and tokenize rows during training instead of before, for data that does not fit on disk. Requires
     `train.max_steps`, since the number of rows is unknown."""
@@ -220,6 +224,8 @@ class DataSection(Section):
         if self.packing and self.padding_free is False:
             what = "cannot be false with data.packing: packed batches have no padding"
             yield Conflict(("padding_free",), what, "unset it")
+        if self.curriculum is not None:
+            yield from self._conflicts_of_curriculum()
         if not self.streaming:
             if self.mixing == "concatenate" and self.shuffle:
                 what = "cannot be concatenate with data.shuffle, which reorders the rows"
@@ -234,6 +240,20 @@ class DataSection(Section):
         if self.stopping_strategy == "all_exhausted":
             what = "cannot be all_exhausted with data.streaming: training ends after train.max_steps"
             yield Conflict(("stopping_strategy",), what, "unset it")
+
+    def _conflicts_of_curriculum(self) -> Iterator[Conflict]:
+        """Yield settings that reorder the rows of a curriculum, or that it makes void."""
+        if self.packing:
+            what = "unsupported with data.packing, which puts sequences together by their room"
+            yield Conflict(("curriculum",), what, "unset one of them")
+        elif self.shuffle:
+            what = "requires data.shuffle=false: shuffled rows have no other order"
+            yield Conflict(("curriculum",), what, "set data.shuffle to false, or unset it")
+        if self.streaming:
+            what = "unsupported with data.streaming: row lengths are unknown in advance"
+            yield Conflict(("curriculum",), what, "unset one of them")
+        elif self.mixing == "concatenate":
+            yield Conflict(("mixing",), "has no effect with data.curriculum, which orders the rows", "unset it")
 
 
 def each_source(name: str, given: Sources | None) -> Iterator[tuple[Key, DataSource]]:
