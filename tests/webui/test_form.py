@@ -55,6 +55,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.stopping_strategy": WEIGHTS,
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
     "data.eval_size": {"data.eval": tunekit.UNSET},
+    "data.curriculum": {"data.shuffle": False},
     "data.streaming": {"train.max_steps": 5},
     "train.pure_bf16": {"adapter.type": "full"},
     "train.early_stopping_threshold": {"train.early_stopping_patience": 2},
@@ -169,6 +170,7 @@ def test_every_field_of_the_schema_is_reached_by_these_forms() -> None:
 def test_what_a_form_leaves_out_is_refused_and_shown_where_it_is_given(method: str, text: str) -> None:
     given: dict[str, Any] = {
         "data.packing": True, "data.loss_on": "last", "data.train.loss_on": "last", "data.eval.loss_on": "last",
+        "data.curriculum": "length",
         "data.eval.weight": 2, "output.sample_prompts": ["Hi"], "method.teacher.dtype": "float32",
         "method.teacher.attn_implementation": "eager", "method.teacher.kernels": "torch",
     }  # fmt: skip

@@ -267,6 +267,6 @@ class MethodSection(Section):
         Args:
             key: The field's key without positions in lists.
         """
-        if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on"):
+        if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on", "curriculum"):
             return cls.spec.masks_as_told
         return key != ("output", "sample_prompts") or not cls.spec.classifies
