@@ -236,7 +236,8 @@ def _verdict(run: Callable[[], str]) -> tuple[str, str]:
 
 def _words(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[-400:]} ({Path(place.filename).name}:{place.lineno})"
+    words = " ".join(str(error).replace(f"{Path.cwd()}/", "").split())
+    return f"{type(error).__name__}: {words[-400:]} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _save(model_type: str) -> None:
