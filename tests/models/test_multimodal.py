@@ -132,3 +132,14 @@ def test_a_run_learns_the_mean_over_the_tokens_of_a_step_and_saves_the_towers(ad
             visual = [name for name in before.keys() if "visual" in name]  # noqa: SIM118
             assert visual
             assert all(torch.equal(weights.get_tensor(name), before.get_tensor(name)) for name in visual)
+
+
+@pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_documents_in_one_row_see_each_other_by_no_kind_of_positions(kind, saved):
+    model = load(saved(kind)).eval()
+    first, second = IDS, IDS.flip(1)[:, :9]
+    with torch.no_grad():
+        apart = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
+        positions = torch.cat([torch.arange(ids.shape[1]) for ids in (first, second)])[None]
+        row = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(row, torch.cat(apart, 1), rtol=0, atol=1e-5)

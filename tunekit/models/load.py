@@ -20,6 +20,7 @@ Trained parameters: every weight, or low-rank updates through PEFT.
 """
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -190,6 +191,7 @@ def load_model(
     if section.all_tokens:
         _add_rows(model, tokenizer_and_new(section)[1], draws=not is_given)
     complete_outputs(model)
+    tell_documents_apart(model)
     if is_given:
         _give_unwritten_memory(model)
     if quantization is not None:
@@ -210,6 +212,28 @@ def complete_outputs(model: "PreTrainedModel") -> None:
     """
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.get_submodule("language_model").register_forward_hook(_without_pictures)
+
+
+def tell_documents_apart(model: "PreTrainedModel") -> None:
+    """Give text decoders of vision models the positions that they tell packed documents apart by.
+
+    Qwen2.5-VL, GLM-4.5V and others have positions of three kinds in a row, and mask documents by a fourth one before
+    these. Of positions of text alone their code makes three (transformers 5.24), and documents see each other.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            code = inspect.getsource(inspect.unwrap(type(module).forward))
+            if ".expand(3, position_ids.shape[0], -1)" in code and "position_ids.shape[0] == 4" in code:
+                module.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
+
+
+def _with_text_positions(_module: "Module", args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 2:
+        kwargs["position_ids"] = positions.expand(4, *positions.shape)
+    return args, kwargs
 
 
 def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:
