@@ -43,7 +43,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import estimate
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")

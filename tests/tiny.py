@@ -173,3 +173,11 @@ def save_in_mxfp4(model, folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     settings = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(model.config.to_dict() | settings), encoding="utf-8")
+
+
+def saved_weights(folder: Path):
+    """The tensors of a model or adapter in a folder, which is one file."""
+    from safetensors.torch import load_file
+
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)

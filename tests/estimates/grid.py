@@ -6,7 +6,7 @@ The shapes are those of published models, from their config.json on the hub.
 import random
 
 from tests.estimates.oracle import Step
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 NUM_STEPS, NUM_MOE_STEPS, NUM_ADAPTED_STEPS, SEED = 60, 30, 20, 2026
 """Steps of dense models, then of mixtures of experts, then of adapters that are no plain ones."""

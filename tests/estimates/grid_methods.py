@@ -7,7 +7,7 @@ from tests.estimates.oracle import Step
 from tests.estimates.oracle_methods import MethodStep
 from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 NUM_STEPS, SEED = 30, 2027
 

@@ -10,7 +10,7 @@ from tests.estimates.grid import ATTENTION_TARGETS, BATCHES, MOE_SHAPES, SHAPES,
 from tests.estimates.oracle import Step
 from tests.estimates.oracle_shards import ShardedStep
 from tunekit.estimates.layout import Layout
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 NUM_STEPS, NUM_MOE_STEPS, SEED = 60, 20, 2027
 """Steps of dense models, and then of mixtures of experts."""

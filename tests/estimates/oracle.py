@@ -53,7 +53,7 @@ from tunekit.models.fusion.tiling import _tile
 from tunekit.models.load import keep_trained
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 
 @dataclass(frozen=True)
@@ -358,12 +358,12 @@ def quantize(model: torch.nn.Module, adapter: QloraAdapter, dtype: torch.dtype) 
     """Give a model weights in 4 bits where QLoRA has them."""
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            made = quantized(adapter, dtype, module.out_features, module.in_features)
+            weight = quantized(adapter, dtype, module.out_features, module.in_features)
             # Its own type of parameter cannot be made of a tensor without storage.
-            module.weight = torch.nn.Parameter(made.packed, requires_grad=False)
-            module.weight.quant_state = module.quant_state = made.state
+            module.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
+            module.weight.quant_state = module.quant_state = weight.state
         for name in expert_stacks(module):
-            stack = Stack(quantized(adapter, dtype, *getattr(module, name).shape))
+            stack = Stack(quantized(adapter, dtype, *module._parameters[name].shape))
             setattr(module, name, torch.nn.Parameter(stack, False))
 
 

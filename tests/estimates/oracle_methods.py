@@ -57,8 +57,8 @@ from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
+from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, dr
 from tunekit.estimates.layout import Layout
 from tunekit.models.quantization import SHARDED, Stack, expert_stacks
 from tunekit.models.sharded_4bit import divide_bytes, scales_of_sharded
-from tunekit.recipe.sections.model import QloraAdapter
+from tunekit.recipe.sections.adapters import QloraAdapter
 
 NUM_BATCHES = 3
 """Micro-batches of a step that accumulates: one that leaves gradients, one that adds to them, and one that reduces."""

@@ -22,7 +22,7 @@ from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, acti
 from tunekit.estimates.memory.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
 from tunekit.estimates.memory.states import BYTES, Phase, num_trainable_params
 from tunekit.estimates.models.model_config import known_models
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 TABLE = Path(__file__).parent / "published.yaml"
 

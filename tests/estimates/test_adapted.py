@@ -6,7 +6,7 @@ from tests.estimates.oracle import Step, estimate_of, trace
 from tests.estimates.oracle_shards import ShardedStep
 from tests.estimates.oracle_shards import trace as trace_sharded
 from tunekit.estimates.layout import Layout
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

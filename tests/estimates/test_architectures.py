@@ -17,7 +17,8 @@ from tunekit.estimates.models.model_config import complete, layer_types_of, mode
 from tunekit.models.load import attach_adapter
 from tunekit.planner.decisions.adapters import expert_faults
 from tunekit.probe.model import probe_model, sketch_model
-from tunekit.recipe.sections.model import LoraAdapter, ModelSection
+from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,

@@ -23,7 +23,7 @@ from tunekit.estimates.throughput.step import (
     gathered_bytes,
     transfers_of,
 )
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 RANKS = 4
 

@@ -9,7 +9,7 @@ from tunekit.estimates.memory.activations import is_traced
 from tunekit.estimates.models.architectures import FAMILIES
 from tunekit.estimates.models.model_config import model_types
 from tunekit.planner.decisions.backends import families
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -9,7 +9,7 @@ from tests.estimates.oracle import facts_of as facts_of_step
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tests.estimates.test_memory import build, facts_of, with_adapter
 from tunekit.estimates.throughput.step import flops_per_token, is_counted
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 LAYERS, ROWS, LENGTH = 8, 2, 64
 SMALL_MIXTURE = {

@@ -10,7 +10,7 @@ from tests.estimates.oracle import LiveBytes
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.estimates.memory.activations import head_of, products_of
 from tunekit.kernels import linear_ce as module
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 TOKENS = 8200
 """Of which all count. The last chunk is shorter than the others."""

@@ -11,7 +11,7 @@ from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.sharding import units_of
 from tunekit.estimates.memory.states import num_trainable_params
 from tunekit.estimates.passes import Passes
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 GPUS_PER_NODE = 8
 

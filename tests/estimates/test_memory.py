@@ -13,7 +13,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import BYTES, num_live_layers
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
 

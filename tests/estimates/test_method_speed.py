@@ -34,7 +34,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 
 ROWS = DataFacts(num_train=640)
 

@@ -31,8 +31,9 @@ from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.methods.sft import SFTMethod
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.model import ModelSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

@@ -8,7 +8,7 @@ from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import PHASE_WORDS
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.estimates.oracle import Step, estimate_of
+from tests.estimates.oracle import Step, Trace, estimate_of
 from tests.estimates.oracle_shards import ShardedStep, trace, trace_deep
 from tunekit.estimates.layout import Layout
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.estimates.memory.memory import MemoryEstimate
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -63,6 +64,15 @@ def peaks_of(sharded: ShardedStep) -> tuple[int, int]:
     return trace(sharded).peak_bytes, estimate_of(sharded.step, sharded.layout).tensor_bytes
 
 
+def assert_every_phase_is_as_traced(traced: Trace, estimated: MemoryEstimate) -> None:
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase != "load"}
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
+    }
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
@@ -74,13 +84,7 @@ def peaks_of(sharded: ShardedStep) -> tuple[int, int]:
 )
 def test_every_phase_of_fsdp2_is_what_is_traced(tied, adapter, checkpointing, layout):
     step = sharded("llama", adapter, tied=tied, checkpointing=checkpointing, layout=layout)
-    traced, estimated = trace(step), estimate_of(step.step, step.layout)
-    constant = traced.weights_bytes + traced.optimizer_bytes
-    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase != "load"}
-    assert {phase: estimated.phases[phase] for phase in known} == {
-        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
-    }
-    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+    assert_every_phase_is_as_traced(trace(step), estimate_of(step.step, step.layout))
 
 
 @pytest.mark.sample(1)
@@ -102,12 +106,7 @@ def test_weights_in_4_bits_are_sharded_as_traced(how, tied, double_quant):
     """Their bytes are divided and gathered, and their scales are whole on each device."""
     step = sharded("llama", QloraAdapter(rank=16, double_quant=double_quant), tied=tied, **how)
     traced, estimated = trace(step), estimate_of(step.step, step.layout)
-    constant = traced.weights_bytes + traced.optimizer_bytes
-    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase != "load"}
-    assert {phase: estimated.phases[phase] for phase in known} == {
-        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
-    }
-    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+    assert_every_phase_is_as_traced(traced, estimated)
     # But for the buffers of the rotary embedding.
     assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes - traced.optimizer_bytes // 2, abs=512)
 

@@ -28,7 +28,8 @@ from tunekit.models.quantization import Stack
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import Optim
 from tunekit.training.train import forget_overrides
 

@@ -25,7 +25,7 @@ from tunekit.estimates.throughput.step import (
     transfers_of,
 )
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 
 FIGURES = Figures(
     flops_16bit=100e12,

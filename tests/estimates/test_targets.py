@@ -10,7 +10,7 @@ from tests.estimates.test_architectures import built, facts_of, tiny, tiny_with_
 from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
 from tunekit.models.load import attach_adapter
 from tunekit.planner.decisions.adapters import adapter_faults
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following", "ignore:You have passed exclude_modules")
 

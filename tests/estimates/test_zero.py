@@ -12,7 +12,7 @@ from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.sharding import zero_kept
 from tunekit.planner.resolve import resolve
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 
 LAPTOP = Hardware(
     cpu=Device(

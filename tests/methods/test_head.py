@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.answers import fixed_numbers
 from tests.training.engines import made, work_in
 from tunekit.errors import DependencyError
@@ -91,11 +90,6 @@ def logged(run, kind, name):
     return [event[name] for event in run.events() if event["event"] == kind]
 
 
-def weights(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("name", METHODS)
@@ -106,7 +100,7 @@ def test_ten_steps_are_those_with_trls_head(name, adapter, folder):
     torch.testing.assert_close(
         logged(ours, "eval", "eval_loss"), logged(theirs, "eval", "eval_loss"), rtol=0, atol=LOSS
     )
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=WEIGHT)
+    torch.testing.assert_close(saved_weights(ours.model_path), saved_weights(theirs.model_path), rtol=0, atol=WEIGHT)
 
 
 SHAPES = {
@@ -276,4 +270,4 @@ def test_two_processes_train_as_one(name, strategy, adapter, folder):
     assert work_in(divided, 2, head_of) == [(True, collator)] * 2
     many = Run(divided)
     torch.testing.assert_close(logged(many, "log", "loss"), logged(alone, "log", "loss"), rtol=0, atol=LOSS)
-    torch.testing.assert_close(weights(many), weights(alone), rtol=0, atol=WEIGHT)
+    torch.testing.assert_close(saved_weights(many.model_path), saved_weights(alone.model_path), rtol=0, atol=WEIGHT)

@@ -28,7 +28,8 @@ from tunekit.estimates.memory.states import trained_tensors
 from tunekit.estimates.models.model_config import model_types
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 SIZES = {
     "vocab_size": 71,
@@ -96,7 +97,7 @@ def test_what_peft_refuses_of_mamba_layers_is_refused_before(kind):
 
 
 SAYS_NOTHING = {"dtype", "device", "shape", "is_cuda"}
-"""What may be asked of a weight."""
+"""Attributes of a weight that do not read its values."""
 
 OTHERWISE = {
     "data2vec": "its audio model",
@@ -112,9 +113,9 @@ def linears_read_past(code):
         return set()
     tree = ast.parse(code)
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    found = set()
+    read = set()
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        made = {
+        linears = {
             target.attr
             for node in ast.walk(kind)
             if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("nn.Linear(", "torch.nn.Linear("))
@@ -124,14 +125,14 @@ def linears_read_past(code):
         forwards = [node for node in kind.body if isinstance(node, ast.FunctionDef) and "init" not in node.name]
         for node in (node for forward in forwards for node in ast.walk(forward)):
             is_weight = isinstance(node, ast.Attribute) and node.attr == "weight"
-            if not is_weight or ast.unparse(node.value).removeprefix("self.") not in made:
+            if not is_weight or ast.unparse(node.value).removeprefix("self.") not in linears:
                 continue
             use = above[node]
-            asked = use.attr if isinstance(use, ast.Attribute) else ""
-            is_asked = isinstance(use, ast.Call) and ast.unparse(use.func) == "isinstance"
-            if asked not in SAYS_NOTHING and not is_asked:
-                found.add(node.value.attr)
-    return found
+            attribute = use.attr if isinstance(use, ast.Attribute) else ""
+            is_type_check = isinstance(use, ast.Call) and ast.unparse(use.func) == "isinstance"
+            if attribute not in SAYS_NOTHING and not is_type_check:
+                read.add(node.value.attr)
+    return read
 
 
 def test_no_other_code_of_a_causal_model_reads_weights_past_its_modules():

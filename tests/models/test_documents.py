@@ -12,7 +12,7 @@ from tunekit.models.load import attach_adapter
 from tunekit.planner.decisions.backends import families
 from tunekit.planner.plan import VARLEN
 from tunekit.planner.resolve import resolve
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 LENGTHS = (9, 14, 7)
 CHANGES = {"lfm2": {"layer_types": ["conv", "full_attention"]}}

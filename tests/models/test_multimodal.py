@@ -15,7 +15,8 @@ from tests.tiny import make_tokenizer
 from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
 from tunekit.models.load import attach_adapter, load_model, num_trained, towers
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 TOWERS = {
     "gemma3": ["model.vision_tower", "model.multi_modal_projector"],

@@ -16,7 +16,8 @@ from tunekit.models.load import attach_adapter, keep_trained, load_model, load_t
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 TOOLS = {"add_tokens": ["<tool>", "</tool>"], "add_special_tokens": ["<|think|>"]}
 SIZES = {

@@ -12,7 +12,8 @@ from tests.tiny import save_in_mxfp4
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import attach_adapter, load_model
 from tunekit.models.quantization import Mxfp4, Nf4, Stack
-from tunekit.recipe.sections.model import LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 FAMILIES = {
     "qwen3_moe": {},

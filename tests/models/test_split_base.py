@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunekit.models.load import attach_adapter
 from tunekit.models.split_base import load_plain, save_plain
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

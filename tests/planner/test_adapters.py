@@ -9,7 +9,7 @@ from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.decisions.adapters import adapter_faults
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 UNFUSED = "k_proj, o_proj, q_proj, v_proj"

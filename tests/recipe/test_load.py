@@ -18,8 +18,9 @@ from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.reading.parse import MAPPING, plain_scalar, read_yaml
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSection, DataSource
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import OutputSection, TrainSection
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"

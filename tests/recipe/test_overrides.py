@@ -6,8 +6,8 @@ import pytest
 
 from tunekit.recipe.load import load_recipe, load_recipe_with_notes
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSource
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import TrainSection
 
 PLAIN = "model: pico\ndata: {train: x.jsonl}\n"

@@ -117,7 +117,8 @@ def test_quantised_layers_are_told_to_keep_their_layout(model_folder):
     from bitsandbytes.nn import Linear4bit
 
     from tunekit.models.load import load_model
-    from tunekit.recipe.sections.model import ModelSection, QloraAdapter
+    from tunekit.recipe.sections.adapters import QloraAdapter
+    from tunekit.recipe.sections.model import ModelSection
 
     model = load_model(
         ModelSection(path=str(model_folder)),
@@ -137,7 +138,8 @@ def test_rows_that_end_within_a_block_of_4_bits_are_multiplied_as_they_were_quan
     from bitsandbytes.nn import Linear4bit
 
     from tunekit.models.load import load_model
-    from tunekit.recipe.sections.model import ModelSection, QloraAdapter
+    from tunekit.recipe.sections.adapters import QloraAdapter
+    from tunekit.recipe.sections.model import ModelSection
 
     section = ModelSection(path=str(save_tiny_model(tmp_path / "model")))
     adapter = QloraAdapter(quant_type=quant_type, double_quant=False)

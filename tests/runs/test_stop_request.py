@@ -16,10 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.processes import PRELOADED, own_port
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit.api import verbs
@@ -195,11 +194,6 @@ def resumed(run, tmp_path, num=1):
     assert run.state == "finished"
 
 
-def saved(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
-
-
 def events(run, kind):
     return [event for event in run.events() if event["event"] == kind]
 
@@ -214,7 +208,7 @@ def calm(folder, tmp_path_factory):
         if key not in runs:
             runs[key] = made(folder, num=num, **train)
             resumed(runs[key], tmp_path_factory.mktemp("calm"), num)
-        return saved(runs[key])
+        return saved_weights(runs[key].model_path)
 
     return result
 
@@ -242,7 +236,7 @@ def test_a_signal_ends_all_after_a_step_with_a_checkpoint_that_is_gone_on_from_e
     assert (run.state, run.status()["exit_reason"]) == ("interrupted", reason)
     assert [event["now"] for event in events(run, "stop")] == [False]
     resumed(run, tmp_path, num)
-    torch.testing.assert_close(saved(run), calm(num), rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), calm(num), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -280,7 +274,7 @@ def test_an_evaluation_is_left_between_two_batches_with_the_checkpoint_of_its_st
     assert [event["step"] for event in events(run, "eval")] == [0]
     resumed(run, tmp_path, 2)
     assert [event["step"] for event in events(run, "eval")][:3] == [0, 3, 6]
-    torch.testing.assert_close(saved(run), calm(2), rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), calm(2), rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -7,25 +7,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from trl.models import activation_offloading
 from trl.trainer import sft_trainer
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import saved_weights
+from tests.training import long_rows
+from tests.training.long_rows import TOKENS
 from tunekit.planner.decisions import backends
 
 pytestmark = pytest.mark.slow
 
-HIDDEN, LAYERS, TOKENS = 64, 3, 64
+HIDDEN, LAYERS = 64, 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("offloading")
-    save_tiny_model(folder / "model", hidden=HIDDEN, layers=LAYERS)
-    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n} it is " * 20) for n in range(16)))
-    return folder
+    return long_rows.save_inputs(tmp_path_factory.mktemp("offloading"), hidden=HIDDEN, layers=LAYERS)
 
 
 @pytest.fixture
@@ -59,22 +57,7 @@ def copies(monkeypatch):
 
 
 def train(folder, name, **changes):
-    recipe = {
-        "model": {"path": str(folder / "model"), "dtype": "float32", "kernels": changes.pop("kernels", "auto")},
-        "data": {"train": str(folder / "rows.jsonl"), "max_length": TOKENS},
-        "adapter": changes.pop("adapter"),
-        "train": {
-            "max_steps": 3, "global_batch_size": 4, "micro_batch_size": 2, "gradient_checkpointing": True,
-            "learning_rate": 1e-2, "save_steps": 1, **changes,
-        },
-        "output": {"dir": str(folder / name), "sample_prompts": []},
-    }  # fmt: skip
-    return tunekit.train(recipe)
-
-
-def weights(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
+    return long_rows.train(folder, name, **{"gradient_checkpointing": True, "learning_rate": 1e-2, **changes})
 
 
 @pytest.mark.parametrize(
@@ -88,8 +71,8 @@ def test_offloaded_activations_change_no_loss_and_no_weight_and_are_as_planned(a
     assert (run.plan.mlp_tile_tokens is not None) == tiled
     assert run.plan.activation_offloading and not without.plan.activation_offloading
     assert run.metrics()["loss"].tolist() == without.metrics()["loss"].tolist()
-    expected = weights(without)
-    for parameter, weight in weights(run).items():
+    expected = saved_weights(without.model_path)
+    for parameter, weight in saved_weights(run.model_path).items():
         assert torch.equal(weight, expected[parameter]), parameter
     # Every micro-batch copies its layers' inputs, 2 x 64 x 64 values in float32 each, and what norm and head keep.
     num_micro_batches, stream = 6, 2 * TOKENS * HIDDEN * 4
@@ -105,5 +88,5 @@ def test_a_run_with_offloaded_activations_resumes_to_the_bit(folder, copies):
     cut = train(folder, "cut", **constant, max_steps=2)
     resumed = tunekit.resume(cut, ["train.max_steps=3"])
     assert resumed.metrics()["loss"].tolist() == whole.metrics()["loss"].tolist()
-    expected = weights(whole)
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(resumed).items())
+    expected = saved_weights(whole.model_path)
+    assert all(torch.equal(weight, expected[name]) for name, weight in saved_weights(resumed.model_path).items())

@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tunekit.runs.run import Run
 
@@ -46,11 +45,6 @@ def losses(run):
     return [event["loss"] for event in run.events() if event["event"] == "log"]
 
 
-def weights(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
-
-
 def assert_same(one, other):
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
@@ -68,7 +62,7 @@ def test_a_curriculum_by_length_equals_rows_sorted_by_hand_into_the_second_epoch
     by_hand = Run(made(recipe_for(folder, "sorted.jsonl", {})))
     worked(by_hand.path)
     assert losses(by_length) == losses(by_hand)
-    assert_same(weights(by_length), weights(by_hand))
+    assert_same(saved_weights(by_length.model_path), saved_weights(by_hand.model_path))
     in_disorder = Run(made(recipe_for(folder, "rows.jsonl", {})))
     worked(in_disorder.path)
     assert losses(by_length) != losses(in_disorder)
@@ -84,7 +78,7 @@ def test_a_resumed_curriculum_takes_the_same_rows(by_length, tmp_path):
     run.update_status(phase="failed", exit_reason="the power is gone")
     worked(run.path)
     assert losses(run) == losses(by_length) + losses(by_length)[4:]
-    assert_same(weights(run), weights(by_length))
+    assert_same(saved_weights(run.model_path), saved_weights(by_length.model_path))
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerControl
 
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tunekit.api import verbs
 from tunekit.display.console import make_console, run_report
@@ -51,11 +50,6 @@ def recipe_for(folder, train=None, **parallel):
 
 def events(run, kind):
     return [event for event in run.events() if event["event"] == kind]
-
-
-def weights(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
 
 
 def assert_same(one, other):
@@ -159,7 +153,7 @@ def test_a_run_stops_where_transformers_would_and_its_result_is_the_state_of_tha
     assert [event["step"] for event in events(run, "early_stop")] == [step]
     assert run.state == "finished"
     assert run.status()["exit_reason"] == events(run, "early_stop")[0]["message"] == run.result()["stopped_early"]
-    assert_same(weights(run.model_path), weights(whole.path / "checkpoints" / f"checkpoint-{step}"))
+    assert_same(saved_weights(run.model_path), saved_weights(whole.path / "checkpoints" / f"checkpoint-{step}"))
 
 
 @pytest.mark.slow
@@ -180,7 +174,7 @@ def test_a_stopped_run_that_lost_its_result_takes_no_further_step(stopped, copie
     worked(copied.path)
     assert copied.status()["exit_reason"] == stopped.status()["exit_reason"]
     assert [event["step"] for event in events(copied, "log")] == [1, 2, 3, 4, 5, 6]
-    assert_same(weights(copied.model_path), weights(stopped.model_path))
+    assert_same(saved_weights(copied.model_path), saved_weights(stopped.model_path))
 
 
 @pytest.mark.slow
@@ -190,7 +184,7 @@ def test_a_run_resumed_before_its_end_stops_at_the_same_step(stopped, copied):
     worked(copied.path)
     assert [event["step"] for event in events(copied, "log")] == [1, 2, 3, 4, 5, 6, 5, 6]
     assert copied.status()["exit_reason"] == stopped.status()["exit_reason"]
-    assert_same(weights(copied.model_path), weights(stopped.model_path))
+    assert_same(saved_weights(copied.model_path), saved_weights(stopped.model_path))
 
 
 @pytest.mark.slow
@@ -204,7 +198,7 @@ def test_an_evaluation_that_the_checkpoint_came_before_is_made_up_for_and_counte
     assert [event["step"] for event in events(copied, "eval")] == [0, 2, 4, 6, 6]
     assert copied.status()["exit_reason"] == stopped.status()["exit_reason"]
     assert newest_complete(copied.path).patience.counter == 2
-    assert_same(weights(copied.model_path), weights(stopped.model_path))
+    assert_same(saved_weights(copied.model_path), saved_weights(stopped.model_path))
 
 
 @pytest.mark.slow
@@ -226,4 +220,4 @@ def test_all_processes_stop_at_the_same_step(strategy, folder, stopped):
     run = Run(made(recipe_for(folder, asked, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
     assert run.status()["exit_reason"] == stopped.status()["exit_reason"]
-    torch.testing.assert_close(weights(run.model_path), weights(stopped.model_path), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(stopped.model_path), rtol=0, atol=1e-5)

@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from bitsandbytes.nn import Linear4bit
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tunekit.errors import PlanError
-from tunekit.models.sharded_4bit import linears_4bit
 from tunekit.runs.run import Run
 
 HEAD_TOO = {"type": "lora", "modules_to_save": ["lm_head"]}
@@ -54,11 +53,6 @@ def losses(run):
     return [event["loss"] for event in run.events() if event["event"] == "log"]
 
 
-def saved(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
-
-
 def parts(trainer):
     """What this process holds of each weight; and the model is saved in the trainer's own way besides."""
     trainer.save_model(str(Path(trainer.args.output_dir).parent / "by_trainer"))
@@ -96,8 +90,8 @@ def test_divided_weights_are_trained_and_saved_as_those_of_one_process(
     work_in(divided, num)
     one, many = Run(alone), Run(divided)
     torch.testing.assert_close(losses(many), losses(one), rtol=0, atol=1e-5)
-    assert saved(many).keys() == saved(one).keys()
-    torch.testing.assert_close(saved(many), saved(one), rtol=0, atol=1e-5)
+    assert saved_weights(many.model_path).keys() == saved_weights(one.model_path).keys()
+    torch.testing.assert_close(saved_weights(many.model_path), saved_weights(one.model_path), rtol=0, atol=1e-5)
     answers = [[event["answer"] for event in run.events() if event["event"] == "sample"] for run in (one, many)]
     assert answers[0] == answers[1]
     (engine,) = [event for event in many.events() if event["event"] == "engine"]
@@ -124,7 +118,7 @@ def test_weights_in_4_bits_are_sharded_and_train_as_in_one_process(num, packing,
     worked(one.path)
     shares = work_in(many.path, num, bytes_of_packed_weights)
     torch.testing.assert_close(losses(many), losses(one), rtol=0, atol=1e-5)
-    torch.testing.assert_close(saved(many), saved(one), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_weights(many.model_path), saved_weights(one.model_path), rtol=0, atol=1e-5)
     evaluations = [[event["eval_loss"] for event in run.events() if event["event"] == "eval"] for run in runs]
     torch.testing.assert_close(evaluations[0], evaluations[1], rtol=0, atol=1e-5)
     whole = shares[0][1]
@@ -135,7 +129,7 @@ def test_weights_in_4_bits_are_sharded_and_train_as_in_one_process(num, packing,
 
 def bytes_of_packed_weights(trainer):
     """Bytes of weights in 4 bits that this process holds, and that there are."""
-    weights = [layer.weight for layer in linears_4bit(trainer.model)]
+    weights = [module.weight for module in trainer.model.modules() if isinstance(module, Linear4bit)]
     return sum(weight.to_local().nbytes for weight in weights), sum(weight.numel() for weight in weights)
 
 
@@ -145,7 +139,7 @@ def test_fsdp2_saves_the_parts_of_all_put_together(folder):
     run = Run(made(recipe_for(folder, train={"max_steps": 4, "save_steps": 2}, strategy="fsdp2", num_processes=2)))
     first, second = work_in(run.path, 2, parts)
     whole = {name: torch.from_numpy(np.concatenate([part, second[name]])) for name, part in first.items()}
-    torch.testing.assert_close(saved(run), whole, rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), whole, rtol=0, atol=0)
     # With sharded states the trainer's own way of saving writes nothing, and says nothing.
     assert not (run.path / "by_trainer").exists()
     reloaded = AutoModelForCausalLM.from_pretrained(run.model_path)

@@ -5,16 +5,16 @@ import os
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
-from safetensors.torch import load_file
 
 from tests.processes import in_processes
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tests.training.test_resume import SAVED, STEPS, cut_off
 from tunekit.estimates.learning_rates import plain_name, rate_of
 from tunekit.models.load import attach_adapter, load_model
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import LoraAdapter, ModelSection
+from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run
 
 LORAPLUS = {"type": "lora", "rank": 4, "loraplus_lr_ratio": 16}
@@ -39,11 +39,6 @@ def recipe_for(folder, adapter="full", train=None, **parallel):
         "parallel": parallel,
         "output": {"sample_prompts": [], "dir": str(folder / "runs" / os.urandom(4).hex())},
     }
-
-
-def weights(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
 
 
 def groups(trainer):
@@ -86,7 +81,7 @@ def test_each_parameter_is_in_one_group_with_its_decay_and_the_schedule_scales_e
     found = worked(run.path, groups)
     names = [name for group, *_ in found for name in group]
     assert len(names) == len(set(names))
-    assert set(names) == set(weights(folder / "model"))
+    assert set(names) == set(saved_weights(folder / "model"))
     rates = rates_by_hand(names)
     for group, initial, rate, decay in found:
         assert {rates[name] for name in group} == {initial}
@@ -102,11 +97,11 @@ def test_a_step_is_that_of_the_formula_at_the_rate_of_each_parameter(optim, fold
     once = {"max_steps": 1, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_grad_norm": 1e6}
     plain = Run(made(recipe_for(folder, "full", {**once, "optim": "sgd", "learning_rate": 1.0})))
     worked(plain.path)
-    before = {name: value.double() for name, value in weights(folder / "model").items()}
-    gradients = {name: before[name] - value.double() for name, value in weights(plain.model_path).items()}
+    before = {name: value.double() for name, value in saved_weights(folder / "model").items()}
+    gradients = {name: before[name] - value.double() for name, value in saved_weights(plain.model_path).items()}
     run = Run(made(recipe_for(folder, "full", {**once, **BY_PATTERN, "optim": optim, "weight_decay": 0.1})))
     worked(run.path)
-    for name, value in weights(run.model_path).items():
+    for name, value in saved_weights(run.model_path).items():
         rate, gradient = rates_by_hand([name])[name], gradients[name]
         decay = 0.0 if "norm" in name else 0.1
         if optim == "sgd":
@@ -129,8 +124,8 @@ def test_a_run_with_several_rates_that_was_cut_off_goes_on_exactly(adapter, trai
     in_processes(1, cut_off, run.path)
     found = worked(run.path, groups)
     assert len({initial for _, initial, _, _ in found}) > 1
-    expected = weights(alone.model_path)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run.model_path).items())
+    expected = saved_weights(alone.model_path)
+    assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
 @pytest.mark.slow
@@ -141,4 +136,4 @@ def test_two_processes_take_the_steps_of_one(adapter, train, strategy, folder):
     worked(alone.path)
     run = Run(made(recipe_for(folder, adapter, train, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
-    torch.testing.assert_close(weights(run.model_path), weights(alone.model_path), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(alone.model_path), rtol=0, atol=1e-5)

@@ -4,10 +4,9 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.processes import in_processes
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tests.training.test_resume import CUT, SAVED, STEPS, cut_off
 from tunekit.estimates.memory.states import states_bytes
@@ -45,11 +44,6 @@ def recipe_for(folder, adapter, train=None, model=None, **parallel):
     }
 
 
-def weights(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
 def trained(folder, *args, **kwargs):
     run = Run(made(recipe_for(folder, *args, **kwargs)))
     worked(run.path)
@@ -67,7 +61,7 @@ ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_
 @pytest.fixture(scope="module")
 def whole(folder):
     """One step of gradient descent on all parameters."""
-    return weights(trained(folder, "full", {**ONE_STEP, "warmup_steps": 0}).model_path)
+    return saved_weights(trained(folder, "full", {**ONE_STEP, "warmup_steps": 0}).model_path)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -77,8 +71,8 @@ def test_a_step_changes_the_part_as_a_step_on_the_whole_does_and_nothing_else(
     adapter, kernels, checkpointing, folder, whole
 ):
     asked = {**ONE_STEP, "warmup_steps": 0, "gradient_checkpointing": checkpointing}
-    result = weights(trained(folder, adapter, asked, {"kernels": kernels}).model_path)
-    before = weights(folder / "model")
+    result = saved_weights(trained(folder, adapter, asked, {"kernels": kernels}).model_path)
+    before = saved_weights(folder / "model")
     assert result.keys() == before.keys()
     for name, value in result.items():
         if is_trained(name, adapter):
@@ -91,7 +85,7 @@ def test_a_step_changes_the_part_as_a_step_on_the_whole_does_and_nothing_else(
 @pytest.mark.parametrize("adapter", PARTS.values(), ids=PARTS)
 def test_a_run_holds_the_bytes_of_its_part(adapter, folder):
     result = trained(folder, adapter).result()
-    tensors = {name: value.shape for name, value in weights(folder / "model").items()}
+    tensors = {name: value.shape for name, value in saved_weights(folder / "model").items()}
     part = {name: shape for name, shape in tensors.items() if is_trained(name, adapter)}
     size = sum(shape.numel() for shape in part.values())
     assert result["held_bytes"]["weights"] == 4 * sum(shape.numel() for shape in tensors.values())
@@ -105,13 +99,13 @@ def test_a_run_on_a_part_that_was_cut_off_goes_on_exactly(folder):
     in_processes(1, cut_off, run.path)
     worked(run.path)
     assert CUT > SAVED
-    expected = weights(alone.model_path)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run.model_path).items())
+    expected = saved_weights(alone.model_path)
+    assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
 @pytest.mark.parametrize("adapter", PARTS.values(), ids=PARTS)
 def test_two_processes_train_a_part_as_one_does(adapter, folder):
-    alone = weights(trained(folder, adapter).model_path)
+    alone = saved_weights(trained(folder, adapter).model_path)
     run = Run(made(recipe_for(folder, adapter, num_processes=2, strategy="ddp")))
     work_in(run.path, 2)
-    torch.testing.assert_close(weights(run.model_path), alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_weights(run.model_path), alone, rtol=0, atol=1e-5)

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in
 from tunekit.data.prepare import read_dataset
 from tunekit.estimates.memory.states import states_bytes, trained_tensors
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.runs.run import Run
 
 pytestmark = pytest.mark.slow
@@ -47,11 +47,6 @@ def recipe_for(folder, **train):
         "parallel": parallel,
         "output": {"sample_prompts": [], "dir": str(folder / "runs" / os.urandom(4).hex())},
     }
-
-
-def saved(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
 
 
 def in_float64(run):
@@ -107,7 +102,7 @@ def test_updates_below_a_step_of_bfloat16_count_on_average_if_rounded_stochastic
 
     def moved(run):
         """By how much weights of matrices went against the sign of their gradients, on average."""
-        after, moves = saved(run), []
+        after, moves = saved_weights(run.model_path), []
         for name, gradient in gradients.items():
             if gradient.dim() == 2:
                 # The first step of Adam is the rate times the sign, which rounding turns where gradients are small.
@@ -130,7 +125,7 @@ def test_a_run_holds_saves_and_exports_what_is_planned(optim, folder):
         "weights": num_bytes,
         "optimizer": optimizer,
     }
-    assert {weight.dtype for weight in saved(run).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in saved_weights(run.model_path).values()} == {torch.bfloat16}
     assert json.loads((run.model_path / "config.json").read_text())["dtype"] == "bfloat16"
     (checked,) = [event for event in run.events() if event["event"] == "saved"]
     # The same operations on the same weights.
@@ -141,7 +136,7 @@ def test_a_run_holds_saves_and_exports_what_is_planned(optim, folder):
     exported = tunekit.export(run, folder / f"exported-{optim}")
     weights = load_file(next(Path(exported.folder).glob("*.safetensors")))
     assert {name: weight.dtype for name, weight in weights.items()} == dict.fromkeys(weights, torch.bfloat16)
-    assert all(torch.equal(weights[name], weight) for name, weight in saved(run).items())
+    assert all(torch.equal(weights[name], weight) for name, weight in saved_weights(run.model_path).items())
 
 
 def test_groups_and_numbers_of_the_optimizer_are_those_of_torchs(folder):
@@ -167,6 +162,6 @@ def test_processes_train_in_bfloat16_and_reach_the_loss_of_one(strategy, folder)
     (engine,) = [event for event in run.events() if event["event"] == "engine"]
     types = {name: engine[name] for name in ("engine", "trained_dtype", "compute_dtype", "reduce_dtype")}
     assert types == {"engine": strategy, **dict.fromkeys(list(types)[1:], "bfloat16")}
-    assert {weight.dtype for weight in saved(run).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in saved_weights(run.model_path).values()} == {torch.bfloat16}
     # Parts are rounded by other random numbers, and so are gradients by their sums.
     assert run.metrics()["loss"].tolist() == pytest.approx(alone.metrics()["loss"].tolist(), rel=0.02)

@@ -13,10 +13,9 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import work_in, worked
 from tests.waiting import LIMIT_SECONDS
 from tunekit.api import verbs
@@ -90,11 +89,6 @@ def losses(run):
     return {event["step"]: event["loss"] for event in events(run, "log")}
 
 
-def saved(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
-
-
 def said(run, *overrides, **how):
     """What is said when a run is made ready to go on."""
     told = []
@@ -107,7 +101,7 @@ def test_a_run_that_is_made_longer_equals_one_that_was_so_from_the_beginning(sho
     run = copied(short, tmp_path / "run")
     verbs.resume(run, [f"train.max_steps={LONG}"])
     assert losses(run) == losses(long)
-    torch.testing.assert_close(saved(run), saved(long), rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(long.model_path), rtol=0, atol=0)
     assert run.recipe.train.max_steps == run.status()["num_steps"] == run.status()["step"] == LONG
     (event,) = events(run, "resume")
     assert (event["step"], event["changes"]) == (SHORT, [f"train.max_steps {SHORT} -> {LONG}"])
@@ -242,7 +236,7 @@ def test_a_run_goes_back_to_a_checkpoint_and_the_later_ones_are_set_aside(name, 
     if name == "path":
         worked(run.path)
         assert [event["step"] for event in events(run, "log")] == [1, 2, 3, 4, 3, 4]
-        torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+        torch.testing.assert_close(saved_weights(run.model_path), saved_weights(full.model_path), rtol=0, atol=0)
         notes = said(run, "train.max_steps=6", from_=str(run.path / "checkpoints" / "aside-1" / "checkpoint-4"))
         assert notes[-1] == "set aside in checkpoints/aside-2: checkpoint-4"
         assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
@@ -284,7 +278,7 @@ def test_a_checkpoint_without_its_states_offers_its_weights(full, folder, tmp_pa
     assert checkpoints(run) == []
     worked(run.path)
     assert losses(run) == losses(other)
-    torch.testing.assert_close(saved(run), saved(other), rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(other.model_path), rtol=0, atol=0)
     (event,) = events(run, "resume")
     assert (event["step"], event["weights_only"]) == (0, True)
     assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
@@ -408,7 +402,7 @@ def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapte
     wanted, found = losses(calm), losses(run)
     assert list(found) == list(wanted)
     torch.testing.assert_close(list(found.values()), list(wanted.values()), rtol=0, atol=1e-5)
-    torch.testing.assert_close(saved(run), saved(calm), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(calm.model_path), rtol=0, atol=1e-5)
     assert [event["learning_rate"] for event in events(run, "log")] == [1e-3] * len(wanted)
 
 
@@ -445,7 +439,7 @@ def test_the_same_command_goes_on_with_a_run_where_it_is_asked_to(named_recipe, 
     assert other.path != run.path
     assert verbs.train("mine.yaml", resume=True, on_event=told.append).path == run.path
     assert "resuming from step 2 of 4" in told[0]["notes"]
-    torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(full.model_path), rtol=0, atol=0)
     assert verbs.unfinished("mine.yaml") is None
 
 
@@ -476,7 +470,7 @@ def test_what_ended_before_its_first_checkpoint_begins_in_its_folder(full, folde
     run.update_status(phase="interrupted", exit_reason="by the user", step=1)
     run = verbs.train(recipe_for(folder, run.path, scheduler="cosine"), resume=True)
     assert run.state == "finished"
-    torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(full.model_path), rtol=0, atol=0)
 
 
 @pytest.mark.slow

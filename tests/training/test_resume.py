@@ -4,10 +4,9 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.processes import in_processes
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tunekit.api import verbs
 from tunekit.errors import RunError
@@ -69,11 +68,6 @@ def events(run, kind):
     return [event for event in run.events() if event["event"] == kind]
 
 
-def saved(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "num", "parallel"),
@@ -101,7 +95,9 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(adapter, num, para
     losses = [event["loss"] for event in events(alone[adapter], "log")]
     wanted = [losses[step - 1] for step, _ in logged]
     torch.testing.assert_close([loss for _, loss in logged], wanted, rtol=0, atol=1e-5)
-    torch.testing.assert_close(saved(run), saved(alone[adapter]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        saved_weights(run.model_path), saved_weights(alone[adapter].model_path), rtol=0, atol=1e-5
+    )
     # What was answered before the training is not asked again in its middle.
     assert [event["when"] for event in events(run, "sample")] == ["before", "after"]
 

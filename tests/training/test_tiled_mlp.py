@@ -2,42 +2,25 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model, watching_models
+from tests.tiny import saved_weights, watching_models
+from tests.training import long_rows
 
 pytestmark = pytest.mark.slow
 
-HIDDEN, LAYERS, TOKENS = 48, 2, 64
+HIDDEN, LAYERS = 48, 2
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiles")
-    save_tiny_model(folder / "model", hidden=HIDDEN, layers=LAYERS)
-    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n} it is " * 20) for n in range(16)))
-    return folder
+    return long_rows.save_inputs(tmp_path_factory.mktemp("tiles"), hidden=HIDDEN, layers=LAYERS)
 
 
-def train(folder, name, adapter="lora", kernels="auto", **changes):
-    recipe = {
-        "model": {"path": str(folder / "model"), "dtype": "float32", "kernels": kernels},
-        "data": {"train": str(folder / "rows.jsonl"), "max_length": TOKENS},
-        "adapter": adapter,
-        "train": {
-            "max_steps": 3, "global_batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-3, "save_steps": 1,
-            "lr_scheduler_type": "constant", "warmup_steps": 0, **changes,
-        },
-        "output": {"dir": str(folder / name), "sample_prompts": []},
-    }  # fmt: skip
-    return tunekit.train(recipe)
-
-
-def weights(run):
-    (file,) = run.model_path.glob("*.safetensors")
-    return load_file(file)
+def train(folder, name, *, adapter="lora", **changes):
+    constant = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    return long_rows.train(folder, name, adapter=adapter, **{**constant, **changes})
 
 
 @pytest.mark.parametrize(
@@ -63,8 +46,8 @@ def test_tiles_change_neither_losses_nor_weights(adapter, kernels, checkpointing
     assert (HIDDEN,) * LAYERS in sizes
     # Gradients of weights are summed in another order; AdamW's step does not know how large they are.
     assert tiled.metrics()["loss"].tolist() == pytest.approx(whole.metrics()["loss"].tolist(), rel=1e-5)
-    expected = weights(whole)
-    for parameter, weight in weights(tiled).items():
+    expected = saved_weights(whole.model_path)
+    for parameter, weight in saved_weights(tiled.model_path).items():
         assert (weight - expected[parameter]).abs().mean() < 1e-5, parameter
 
 
@@ -73,7 +56,7 @@ def test_a_run_in_tiles_resumes_to_the_bit_and_its_merged_model_is_a_plain_one(f
     cut = train(folder, "cut", tiled_mlp=True, max_steps=2)
     resumed = tunekit.resume(cut, ["train.max_steps=3"])
     assert resumed.metrics()["loss"].tolist() == whole.metrics()["loss"].tolist()
-    expected = weights(whole)
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(resumed).items())
+    expected = saved_weights(whole.model_path)
+    assert all(torch.equal(weight, expected[name]) for name, weight in saved_weights(resumed.model_path).items())
     merged = tunekit.export(resumed, folder / "merged", kind="merged", dtype="float32")
     assert AutoModelForCausalLM.from_pretrained(merged.folder).config.model_type == "llama"

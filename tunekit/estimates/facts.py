@@ -24,7 +24,8 @@ from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, 
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.estimates.targets import is_targeted, rank_of
-from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 MATRICES = (
     *("rank", "alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),

@@ -14,7 +14,7 @@ from math import prod
 from tunekit.estimates.facts import ModelFacts, is_embedding
 from tunekit.estimates.memory.states import trained_tensors
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import LoraAdapter, layer_of
+from tunekit.recipe.sections.adapters import LoraAdapter, layer_of
 
 _OF_PEFT = re.compile(r"^base_model\.model\.|\.modules_to_save(?=\.)|\.default(?=\.|$)")
 """What PEFT adds to the names of a model."""

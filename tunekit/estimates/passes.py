@@ -21,8 +21,8 @@ from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, Head
 from tunekit.estimates.memory.states import BYTES, Dtype, Kept, Need, Phase, weights_bytes
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter, FullAdapter
 
 
 @dataclass(frozen=True)

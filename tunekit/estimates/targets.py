@@ -7,7 +7,7 @@ number in a name. A pattern of ranks matches the end of a name, at a dot.
 import re
 from collections.abc import Iterable, Mapping
 
-from tunekit.recipe.sections.model import ALL_LINEAR, LoraAdapter, layer_of
+from tunekit.recipe.sections.adapters import ALL_LINEAR, LoraAdapter, layer_of
 
 
 def is_targeted(adapter: LoraAdapter, name: str) -> bool:

@@ -29,7 +29,7 @@ from tunekit.files import has_controls
 from tunekit.inference.inference_model import Trained, config_of, find_trained, load_trained, stored_dtype, tokenizer_of
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
-from tunekit.recipe.sections.model import QloraAdapter
+from tunekit.recipe.sections.adapters import QloraAdapter
 from tunekit.runs.checkpoints.complete import to_disk
 from tunekit.runs.events import Event
 from tunekit.runs.record import free_bytes, tokenizers_errors, words_of

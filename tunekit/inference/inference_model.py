@@ -17,7 +17,8 @@ from tunekit.probe.model import model_folder
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import check_readable, prospects
 from tunekit.runs.checkpoints.complete import whole_in
 from tunekit.runs.checkpoints.listing import named

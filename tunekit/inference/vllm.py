@@ -18,7 +18,7 @@ from tunekit.errors import DependencyError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Answer, Device, Sampling, Trained, longest_of, room_of, tokenizer_of
 from tunekit.probe.model import model_folder
-from tunekit.recipe.sections.model import LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
 
 Backend = Literal["auto", "transformers", "vllm"]
 

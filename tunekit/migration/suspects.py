@@ -12,7 +12,7 @@ from tunekit.migration.draft import Draft, is_off
 from tunekit.migration.report import Suspicion
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 _MODEL = re.compile(
     r"(?:^|[^a-z])(?:vl\d*|vlm|vision|vlmoe|llava\w*|bakllava|omni|audio|tts|asr|stt|whisper\w*|voxtral|pixtral|paligemma\d*"

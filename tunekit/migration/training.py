@@ -11,7 +11,7 @@ from tunekit.migration.draft import Draft, UnfitError, carried, is_off, lower, n
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table
-from tunekit.recipe.sections.model import InitLoraWeights
+from tunekit.recipe.sections.adapters import InitLoraWeights
 from tunekit.recipe.sections.section import Tracker
 
 

@@ -39,7 +39,8 @@ from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tunekit.recipe.sections.model import ALL_LINEAR, FullAdapter, LoraAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import ALL_LINEAR, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
     import torch
@@ -363,14 +364,15 @@ def _keeping_buffers() -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
-    names, move = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "_move_missing_keys_from_meta_to_device"
-    original = getattr(PreTrainedModel, move)
+    names, model_type = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), cast(Any, PreTrainedModel)
+    move = model_type._move_missing_keys_from_meta_to_device
     os.environ.update(dict.fromkeys(names, "true"))
-    setattr(PreTrainedModel, move, lambda *args: original(*args[:-1], None))
+    # Its last argument is the quantizer.
+    model_type._move_missing_keys_from_meta_to_device = lambda *args: move(*args[:-1], None)
     try:
         yield
     finally:
-        setattr(PreTrainedModel, move, original)
+        model_type._move_missing_keys_from_meta_to_device = move
         for name in names:
             del os.environ[name]
 
@@ -383,13 +385,13 @@ def _give_unwritten_memory(model: "PreTrainedModel") -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                module.register_parameter(name, _unwritten(module, name, parameter))
+                module.register_parameter(name, _unwritten(module, parameter))
     model.tie_weights()
     # Where it is known to be goes by this: the trainer takes a model on another device than its own for a divided one.
     model.hf_device_map = {"": "cpu"}
 
 
-def _unwritten(module: "Module", name: str, parameter: "torch.nn.Parameter") -> "torch.nn.Parameter":
+def _unwritten(module: "Module", parameter: "torch.nn.Parameter") -> "torch.nn.Parameter":
     """A parameter like one on `meta`, in memory that nobody has written."""
     import torch
 

@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import (
 )
 
 from tunekit.estimates.models.model_config import read_past_of
-from tunekit.recipe.sections.model import QloraAdapter
+from tunekit.recipe.sections.adapters import QloraAdapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

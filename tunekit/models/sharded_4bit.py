@@ -24,11 +24,6 @@ from torch.distributed.tensor import DTensor
 from tunekit.models.quantization import SHARDED, Mxfp4, Nf4, Stack, forward_4bit, scales_of, stored_tensors
 
 
-def linears_4bit(model: nn.Module) -> list[Linear4bit]:
-    """Return the linear layers of a model whose weights are in 4 bits."""
-    return [module for module in model.modules() if isinstance(module, Linear4bit)]
-
-
 def unwritten_4bit(layer: Any) -> Params4bit:
     """Return a weight for a layer, packed, in memory that nobody has written."""
     return Params4bit(
@@ -46,18 +41,19 @@ def make_shardable(model: nn.Module) -> None:
 
     Called by all processes together, once an adapter is attached and before kernels are.
     """
-    is_reader = get_rank() == 0
-    stored = dict(_stored(model)) if is_reader else {}
-    told: list[Any] = [{name: _described(stack) for name, stack in stored.items()}]
+    # Only the first process has something stored.
+    stored = dict(_stored(model)) if get_rank() == 0 else {}
+    scales = {name: _scales_by_name(stack.matrices) for name, stack in stored.items()}
+    told: list[Any] = [{name: _described(stack, scales[name]) for name, stack in stored.items()}]
     broadcast_object_list(told, src=0)
     for name, (kind, shapes) in told[0].items():
-        tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in shapes.items()}
-        if is_reader:
-            tensors = _scales_by_name(stored[name].matrices)
+        if name in stored:
+            tensors, packed = scales[name], stored.pop(name).matrices.tensors[0]
+        else:
+            tensors, packed = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in shapes.items()}, None
         for tensor in tensors.values():
             broadcast(tensor, src=0)
         owner, _, leaf = name.rpartition(".")
-        packed = stored.pop(name).matrices.tensors[0] if is_reader else None
         divide_bytes(model.get_submodule(owner), leaf, _without_bytes(kind, tensors), packed)
 
 
@@ -70,11 +66,11 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Stack]]:
             yield name, Stack(Nf4(parameter.detach().as_subclass(Tensor), vars(parameter)["quant_state"]))
 
 
-def _described(stack: Stack) -> tuple[Any, dict[str, tuple[torch.Size, torch.dtype]]]:
+def _described(stack: Stack, scales: dict[str, Tensor]) -> tuple[Any, dict[str, tuple[torch.Size, torch.dtype]]]:
     """Return what a process that has read nothing must know to receive the scales of a stack."""
     matrices = stack.matrices
     blocks = (matrices.blocks.shape, matrices.dtype) if isinstance(matrices, Mxfp4) else None
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in _scales_by_name(matrices).items()}
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in scales.items()}
     return (stack.is_transposed, blocks), shapes
 
 

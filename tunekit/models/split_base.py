@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tunekit.recipe.sections.model import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -20,7 +20,7 @@ from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib, used_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 
 def resolve(
@@ -467,14 +467,8 @@ def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
     for change, changed, other in _savings(setting, found):
         if refusal(changed, other.layout) is not None:
             continue
-        memory = changed.memory(
-            other.layout,
-            num_nodes,
-            other.micro_batch_size,
-            checkpointing=other.gradient_checkpointing,
-            offloading=other.activation_offloading,
-            tiled=other.mlp_tile_tokens is not None,
-        )
+        checkpointing, size = other.gradient_checkpointing, other.micro_batch_size
+        memory = changed.memory_as(other, num_nodes, size, checkpointing=checkpointing)
         if memory.total_bytes < found.memory.total_bytes:
             return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
     return None
@@ -491,16 +485,9 @@ def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]
     if size > 1:
         smaller = max(part for part in range(1, size) if size % part == 0)
         yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
-    can_offload = backends.why_not_offloaded(setting.recipe, setting.device, found.layout) is None
-    if (
-        can_offload
-        and not found.activation_offloading
-        and found.gradient_checkpointing
-        and train.activation_offloading == "auto"
-    ):
+    if found.gradient_checkpointing and not found.activation_offloading and setting.may_offload(found.layout):
         yield "train.activation_offloading=true", setting, replace(found, activation_offloading=True)
-    can_tile = backends.why_not_tiled(setting.recipe, setting.model, found.layout) is None
-    if can_tile and found.mlp_tile_tokens is None and found.gradient_checkpointing and train.tiled_mlp == "auto":
+    if found.gradient_checkpointing and found.mlp_tile_tokens is None and setting.may_tile(found.layout):
         yield "train.tiled_mlp=true", setting, replace(found, mlp_tile_tokens=setting.model.hidden_size)
     for change, changed in _changes(setting.recipe, setting.recipe, setting):
         yield change, replace(setting, recipe=changed), found

@@ -22,7 +22,8 @@ from tunekit.estimates.facts import Ancestor, Origin
 from tunekit.estimates.models.rope import section_of
 from tunekit.files import read_table
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""

@@ -25,8 +25,9 @@ from pydantic.fields import FieldInfo
 from tunekit.recipe.methods import METHODS, Method
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import OtherSections
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, ModelSection
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import (
     EXPANDS_ENV,
     TAG,

@@ -42,8 +42,9 @@ from tunekit.recipe.methods import METHODS, has_teacher, is_rewarded
 from tunekit.recipe.reading.parse import Fault, Key, dotted
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.data import CompleteSource, DataSection
-from tunekit.recipe.sections.model import FullAdapter, ModelSection
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import Conflict
 from tunekit.runs.available_actions import prospects

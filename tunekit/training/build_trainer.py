@@ -34,7 +34,8 @@ from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.prepared_data import FILES, STREAM_SKIPPED
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place

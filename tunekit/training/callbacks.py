@@ -32,7 +32,7 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
 from tunekit.process.watchdog import Heart, largest, same_everywhere
 from tunekit.recipe.methods import is_rewarded
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.runs.checkpoints.complete import Newest
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run

@@ -20,7 +20,8 @@ from tunekit.models.load import load_model
 from tunekit.planner.plan import Plan
 from tunekit.probe.host import host_cpu
 from tunekit.process.watchdog import same_everywhere
-from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.record import Record
 from tunekit.training.check_head import in_evaluation, probe_rows
 from tunekit.training.measured_memory import is_out_of_memory

@@ -18,7 +18,8 @@ from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, ModelSection, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.redact import redacted
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.fingerprints import CODE, models_of

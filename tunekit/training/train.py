@@ -22,7 +22,7 @@ from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.signals import Wishes
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last

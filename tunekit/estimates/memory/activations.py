@@ -23,7 +23,7 @@ from tunekit.estimates.memory.states import BYTES, Dora, Dtype, Tables, dora_of,
 from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
-from tunekit.recipe.sections.model import Adapter, FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""

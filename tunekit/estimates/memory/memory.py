@@ -30,7 +30,7 @@ from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
@@ -216,7 +216,7 @@ def estimate(
         host_bytes=kept_state.host_bytes,
         nvme_bytes=kept_state.nvme_bytes,
         offloaded_bytes=offloaded,
-        confidence="closed form" if offloaded and is_traced(model) else _confidence(model, adapter, layout, passes),
+        confidence=_confidence(model, adapter, layout, passes, offloads=offloaded > 0),
     )
 
 
@@ -280,14 +280,14 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
     return {part: sizes[part] for part in get_args(Part) if sizes[part]}
 
 
-def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Passes) -> Confidence:
+def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Passes, *, offloads: bool) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike.
 
     Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
     """
     if not is_traced(model):
         return "outside the model"
-    if isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.new_rows(model, adapter):
+    if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.new_rows(model, adapter):
         return "closed form"
     if isinstance(adapter, FullAdapter) and adapter.is_partial:
         return "closed form"

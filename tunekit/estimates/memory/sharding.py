@@ -30,7 +30,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers
 from tunekit.estimates.memory.states import BYTES, Dtype, Kept, Need, Phase
-from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
 """Number of tensors of each shape."""

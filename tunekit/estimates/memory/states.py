@@ -32,7 +32,7 @@ from typing import Literal
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.model import Adapter, FullAdapter, LoraAdapter, QloraAdapter, layer_of
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter, layer_of
 from tunekit.recipe.sections.section import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -41,7 +41,7 @@ from tunekit.estimates.memory.states import (
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.recipe.sections.model import Adapter, FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, QloraAdapter
 
 
 class Range(Facts):

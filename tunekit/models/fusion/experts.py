@@ -23,7 +23,7 @@ from torch.nn.functional import grouped_mm
 from torch.nn.utils.parametrize import is_parametrized
 
 from tunekit.models.fusion.lora_layers import is_watched, random_linear
-from tunekit.models.fusion.proof import Fusion, Kept, Trial, stand_in
+from tunekit.models.fusion.proof import Fusion, Kept, Trial, before_fusion, stand_in
 from tunekit.models.quantization import expert_stacks
 
 ALIGNED = 8
@@ -62,7 +62,7 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tens
     """
     read = _read(self) if len(args) == 2 and not kwargs else None
     if read is None:
-        return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
+        return cast(Tensor, before_fusion(self)(hidden_states, *args, **kwargs))
     return _experts(*read, hidden_states, *args)
 
 

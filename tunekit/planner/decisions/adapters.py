@@ -9,7 +9,7 @@ from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.model import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 Faults = Iterator[tuple[str, str]]
 
@@ -137,7 +137,7 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     That is a part of a fused matrix without the others, dropout, and DoRA. It finds experts by the last names of their
     former modules, in all layers, and sets their ranks itself.
     """
-    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
+    former = model.former_linears
     if former is None:
         return
     if adapter.target_regex is not None:
@@ -182,7 +182,7 @@ def linears_beside_experts(model: ModelFacts, adapter: Adapter) -> tuple[str, ..
 
     Adapters of experts are as many as there are experts, of which a token goes through few.
     """
-    former = model_types().former_linears.get(model.model_type) if model.num_experts else None
+    former = model.former_linears
     if former is None or isinstance(adapter, FullAdapter) or adapter.target_regex is not None:
         return ()
     return _unfused(model) if adapted_experts(model.tensors, former, adapter.target_modules) else ()

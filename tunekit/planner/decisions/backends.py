@@ -50,8 +50,8 @@ from tunekit.planner.plan import VARLEN, VLLM, FlashAttention, Kernels, Reason
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.trainer_args import config_fields
 
 TRITON_CAPABILITY = (8, 0)

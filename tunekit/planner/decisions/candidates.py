@@ -23,9 +23,9 @@ from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
 from tunekit.planner.decisions import backends
-from tunekit.planner.plan import VARLEN, VLLM, Reason, gib
+from tunekit.planner.plan import VARLEN, VLLM, Plan, Reason, gib
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.section import ParallelSection
 
 MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
@@ -105,6 +105,16 @@ class Setting:
         """Return how vLLM is used, where it generates answers."""
         return backends.vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
 
+    def may_offload(self, layout: Layout) -> bool:
+        """Return whether the plan decides on offloaded activations, and a layout can have them."""
+        is_open = self.recipe.train.activation_offloading == "auto"
+        return is_open and backends.why_not_offloaded(self.recipe, self.device, layout) is None
+
+    def may_tile(self, layout: Layout) -> bool:
+        """Return whether the plan decides on MLPs in tiles, and a layout can have them."""
+        is_open = self.recipe.train.tiled_mlp == "auto"
+        return is_open and backends.why_not_tiled(self.recipe, self.model, layout) is None
+
     def memory(
         self,
         layout: Layout,
@@ -149,6 +159,17 @@ class Setting:
             scores_length=whole if of_rows == "eager" else None,
             activation_offloading=offloading,
             mlp_tile_tokens=self.model.hidden_size if tiled else None,
+        )
+
+    def memory_as(self, chosen: "Fit | Plan", num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
+        """Estimate the memory of what was chosen, with `size` sequences in a micro-batch."""
+        return self.memory(
+            chosen.layout,
+            num_nodes,
+            size,
+            checkpointing=checkpointing,
+            offloading=chosen.activation_offloading,
+            tiled=chosen.mlp_tile_tokens is not None,
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:
@@ -246,12 +267,12 @@ def _recomputations(setting: Setting, layout: Layout) -> list[tuple[bool, bool, 
 
     Copies are hidden by layers that compute long enough, whereas tiles compute MLPs once more.
     """
-    train, recipe, device = setting.recipe.train, setting.recipe, setting.device
+    train = setting.recipe.train
     kinds = [False, True] if train.gradient_checkpointing == "auto" else [train.gradient_checkpointing]
     offloads, tiles = [train.activation_offloading is True], [train.tiled_mlp is True]
-    if train.activation_offloading == "auto" and backends.why_not_offloaded(recipe, device, layout) is None:
+    if setting.may_offload(layout):
         offloads.append(True)
-    if train.tiled_mlp == "auto" and backends.why_not_tiled(recipe, setting.model, layout) is None:
+    if setting.may_tile(layout):
         tiles.append(True)
     # Layers are recomputed before anything else is done, unless the recipe says otherwise.
     return [

@@ -16,7 +16,7 @@ from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.model import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import OUR_OPTIMS, LrSchedulerType, Optim
 

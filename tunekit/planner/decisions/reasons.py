@@ -33,8 +33,8 @@ from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim, TrainSection
 
 MUCH_TRUNCATED = 0.05

@@ -82,14 +82,7 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: M
     setting = _setting_of(plan, model, limit_bytes, teacher)
     for checkpointing in sorted({plan.gradient_checkpointing, True}):
         for size in divisors(plan.micro_batch_size):
-            memory = setting.memory(
-                plan.layout,
-                plan.num_nodes,
-                size,
-                checkpointing=checkpointing,
-                offloading=plan.activation_offloading,
-                tiled=plan.mlp_tile_tokens is not None,
-            )
+            memory = setting.memory_as(plan, plan.num_nodes, size, checkpointing=checkpointing)
             if setting.fits(memory, of_a_node):
                 smaller = f"train.micro_batch_size={size}" if size != plan.micro_batch_size else ""
                 again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
@@ -113,14 +106,7 @@ def with_half_the_batch(plan: Plan, model: ModelFacts, teacher: ModelFacts | Non
         return None
     size = max(sizes)
     setting = _setting_of(plan, model, plan.memory_limit_bytes, teacher)
-    memory = setting.memory(
-        plan.layout,
-        plan.num_nodes,
-        size,
-        checkpointing=plan.gradient_checkpointing,
-        offloading=plan.activation_offloading,
-        tiled=plan.mlp_tile_tokens is not None,
-    )
+    memory = setting.memory_as(plan, plan.num_nodes, size, checkpointing=plan.gradient_checkpointing)
     steps = plan.gradient_accumulation_steps * plan.micro_batch_size // size
     update = {"micro_batch_size": size, "gradient_accumulation_steps": steps, "memory": memory}
     smaller = plan.model_copy(update=update)

@@ -23,7 +23,8 @@ from tunekit.recipe.methods.spec import (
     PassInputs,
     ReferenceUse,
 )
-from tunekit.recipe.sections.model import FullAdapter, ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict, Section
 

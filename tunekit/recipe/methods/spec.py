@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from tunekit.recipe.sections.adapters import Adapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
-from tunekit.recipe.sections.model import Adapter, LoraAdapter
 from tunekit.recipe.sections.section import Conflict, OutputSection, Section, TrainSection
 
 HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]

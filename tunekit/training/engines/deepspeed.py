@@ -22,7 +22,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.memory.sharding import SUB_GROUP_PARAMS
 from tunekit.planner.plan import Plan
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 
 
 def join(plan: Plan) -> None:

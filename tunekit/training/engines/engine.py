@@ -33,7 +33,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.models.split_base import save_plain
 from tunekit.planner.plan import Plan
 from tunekit.process.processes import name_interface_to_main
-from tunekit.recipe.sections.model import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.runs.small_files import Place
 from tunekit.training.engines import deepspeed, fsdp2
 

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
-from tunekit.recipe.sections.model import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 
 if TYPE_CHECKING:
     from tunekit.methods.run_trainer import RunTrainer

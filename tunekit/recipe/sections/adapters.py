@@ -1,0 +1,193 @@
+"""Section of a recipe on its trained parameters: every weight or a part of them, or adapters on frozen ones."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from tunekit.recipe.sections.section import ESCAPE, Conflict, Section, regex_problem, type_alone
+
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer but the head."""
+
+
+InitLoraWeights = Literal[
+    True,
+    "gaussian",
+    "orthogonal",
+    "olora",
+    "pissa",
+    "pissa_niter_4",
+    "pissa_niter_8",
+    "pissa_niter_16",
+    "pissa_niter_32",
+]
+"""Initial weights of an adapter, by PEFT's names."""
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer of a module or parameter, the first number in its name; None outside of layers."""
+    match = re.search(r"\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+class FullAdapter(Section):
+    """Full fine-tuning of all parameters, or of a part of them."""
+
+    shorthand = "type"
+
+    type: Literal["full"] = "full"
+    """Full fine-tuning."""
+
+    last_layers: Annotated[int, Field(gt=0)] | None = None
+    """Train this number of last decoder layers, and what `unfrozen_parameters` names; freeze the rest. Default: train
+    all parameters."""
+
+    unfrozen_parameters: Annotated[list[str], Field(min_length=1)] | None = None
+    """Regular expressions: train the parameters in whose names one is found, such as `lm_head` or
+    `layers\\.(30|31)\\.mlp`, and `last_layers`; freeze the rest, in float32."""
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        """Yield patterns that are no regular expressions."""
+        for number, pattern in enumerate(self.unfrozen_parameters or ()):
+            if (problem := regex_problem(pattern)) is not None:
+                yield Conflict(("unfrozen_parameters", number), problem, ESCAPE)
+
+    @property
+    def is_partial(self) -> bool:
+        """True if some parameters are frozen."""
+        return self.last_layers is not None or self.unfrozen_parameters is not None
+
+    def trains(self, name: str, num_layers: int) -> bool:
+        """Return whether a parameter is trained.
+
+        Args:
+            name: Its name in the model.
+            num_layers: Decoder layers of the model.
+        """
+        layer = layer_of(name)
+        if self.last_layers is not None and layer is not None and layer >= num_layers - self.last_layers:
+            return True
+        return not self.is_partial or any(re.search(pattern, name) for pattern in self.unfrozen_parameters or ())
+
+
+class LoraAdapter(Section):
+    """Low-rank adapters on frozen weights (LoRA, arXiv 2106.09685)."""
+
+    shorthand = "type"
+
+    type: Literal["lora"] = "lora"
+    """Low-rank adaptation."""
+
+    rank: Annotated[int, Field(gt=0)] = 16
+    """Rank of the update matrices; their size grows with it."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Scaling: the update is multiplied by alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter input. Above 0 it costs activation memory."""
+
+    rank_pattern: dict[str, Annotated[int, Field(gt=0)]] | None = None
+    """Other ranks by module: name endings or regular expressions for the end of a name, the first that matches, such as
+    {q_proj: 8, "layers.0.mlp.up_proj": 32}."""
+
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """Other alphas by module, named as in `rank_pattern`."""
+
+    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    """Modules to adapt: `all-linear` (every linear layer except the LM head), a list of name suffixes such as
+    [q_proj, v_proj], or a regular expression that matches whole names of linear layers."""
+
+    exclude_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Modules of `target_modules` to leave out, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
+
+    layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
+    """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
+
+    init_lora_weights: InitLoraWeights = True
+    """Initial matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to each other,
+    or parts of the base weights, which are frozen without them: `olora` by QR (arXiv 2406.01775), `pissa` by SVD (arXiv
+    2404.02948), `pissa_niter_16` by a faster one of 16 iterations. Of these, plain LoRA of twice the rank is saved, for
+    the base as it was."""
+
+    use_rslora: bool = False
+    """Rank-stabilized scaling (arXiv 2312.03732)."""
+
+    use_dora: bool = False
+    """Weight-decomposed adaptation, DoRA (arXiv 2402.09353)."""
+
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = None
+    """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
+    2402.12354). Default: the same rate for all."""
+
+    modules_to_save: list[str] | None = None
+    """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
+
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _compiles(cls, value: Any) -> Any:
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+        return value
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        if self.layers_to_transform and self.target_regex is not None:
+            what = "does not apply to a regular expression in target_modules"
+            yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
+
+    @property
+    def splits_base(self) -> bool:
+        """True if adapters begin with parts of the base weights."""
+        return isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith(("pissa", "olora"))
+
+    @property
+    def as_saved(self) -> Self:
+        """The section of the adapter that is saved.
+
+        Where parts of the base weights were taken out, what is saved is plain LoRA of twice the rank: the trained
+        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays.
+        """
+        plain = self.model_copy(update={"init_lora_weights": True})
+        if not self.splits_base:
+            return plain
+        times = math.sqrt(2) if self.use_rslora else 2
+        update: dict[str, Any] = {"rank": 2 * self.rank, "alpha": times * self.alpha}
+        if self.rank_pattern:
+            update["rank_pattern"] = {name: 2 * rank for name, rank in self.rank_pattern.items()}
+        if self.alpha_pattern:
+            update["alpha_pattern"] = {name: times * alpha for name, alpha in self.alpha_pattern.items()}
+        return plain.model_copy(update=update)
+
+    @property
+    def chooses_by_name(self) -> bool:
+        """True if modules are chosen or ranked by more than their last names."""
+        return bool(self.target_regex or self.exclude_modules or self.layers_to_transform or self.rank_pattern)
+
+    @property
+    def target_regex(self) -> str | None:
+        """The regular expression in `target_modules`; None where it is something else."""
+        targets = self.target_modules
+        return targets if isinstance(targets, str) and targets != ALL_LINEAR else None
+
+
+class QloraAdapter(LoraAdapter):
+    """LoRA on a base model quantized to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314)."""
+
+    type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
+    """LoRA on a 4-bit base model."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit data type of the base weights."""
+
+    double_quant: bool = True
+    """Quantize the quantization constants too: saves about 0.05 bytes per weight."""
+
+
+Adapter = Annotated[FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(type_alone)]
+"""What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
