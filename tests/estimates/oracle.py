@@ -50,10 +50,10 @@ from tunekit.estimates.models.model_config import (
     num_experts_per_token_of,
 )
 from tunekit.models.fusion.tiling import _tile
-from tunekit.models.load import keep_trained
+from tunekit.models.load import keep_trained, peft_config
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, PeftAdapter, QloraAdapter
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Step:
 
     family: str
     sizes: tuple[tuple[str, int | bool], ...]
-    adapter: FullAdapter | LoraAdapter
+    adapter: Adapter
     batch: int
     length: int
     checkpointing: bool
@@ -101,7 +101,9 @@ class Step:
         return f"{self.family:11} {shape:18} {trained:11} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
 
 
-def _words(adapter: LoraAdapter) -> str:
+def _words(adapter: PeftAdapter) -> str:
+    if not isinstance(adapter, LoraAdapter):
+        return adapter.type
     names = adapter.target_modules
     on = "" if names == "all-linear" else " " + "".join(name[0] for name in names)
     more = f" drop{adapter.dropout:g}" if adapter.dropout else ""
@@ -307,11 +309,14 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
         from peft import LoraConfig, get_peft_model
 
         adapter = step.adapter
-        config = LoraConfig(
-            task_type="SEQ_CLS" if judges else "CAUSAL_LM",
-            r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
-            use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
-        )  # fmt: skip
+        if isinstance(adapter, LoraAdapter):
+            config = LoraConfig(
+                task_type="SEQ_CLS" if judges else "CAUSAL_LM",
+                r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
+                use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
+            )  # fmt: skip
+        else:
+            config = peft_config(adapter, base)
         model = get_peft_model(base, config)
         keep_trained(model)
     if step.mlp_tile_tokens is not None:

@@ -6,14 +6,16 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from tests.estimates.oracle import dropout
+from tests.estimates.grid import SHAPES
+from tests.estimates.oracle import Step, dropout, estimate_of, trace
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import BYTES, num_live_layers
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.models.load import peft_config
+from tunekit.recipe.sections.adapters import FullAdapter, Ia3Adapter, LoraAdapter, OftAdapter, QloraAdapter, VeraAdapter
 
 TOKENS = 2 * 64
 
@@ -65,6 +67,9 @@ def with_adapter(model, adapter):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(adapter.trains(name, model.config.num_hidden_layers))
         return model, model
+    if not isinstance(adapter, LoraAdapter):
+        wrapped = get_peft_model(model, peft_config(adapter, model))
+        return wrapped, wrapped.get_base_model()
     config = LoraConfig(
         r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout, use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
@@ -92,7 +97,7 @@ def saved_bytes(num_layers, adapter, dtype, rows, device="cuda") -> int:
         quantise(model)
     model, base = with_adapter(model, adapter)
     model.train()
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
     storages = {}
 
     def keep(tensor):
@@ -122,6 +127,13 @@ ADAPTERS = {
     "lora on two": LoraAdapter(rank=8, target_modules=["q_proj", "v_proj"]),
     "lora with dropout": LoraAdapter(rank=8, dropout=0.1),
     "lora on two with dropout": LoraAdapter(rank=8, dropout=0.05, target_modules=["o_proj", "down_proj"]),
+    "ia3": Ia3Adapter(),
+    "ia3 of inputs": Ia3Adapter(feedforward_modules=["down_proj", "q_proj"]),
+    "vera": VeraAdapter(rank=8),
+    "vera on two": VeraAdapter(rank=8, target_modules=["o_proj", "up_proj"]),
+    "oft": OftAdapter(oft_block_size=8),
+    "oft alike": OftAdapter(oft_block_size=8, block_share=True),
+    "oft on two": OftAdapter(oft_block_size=8, target_modules=["o_proj", "up_proj"]),
 }
 
 
@@ -134,7 +146,7 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     facts = facts_of(build(2))
     length = {"even": None, "padded": TOKENS // 2, "in one": TOKENS}[rows]
     predicted = 2 * TOKENS * activation_bytes_per_layer(products_of(facts, adapter, dtype), length)
-    predicted += cast_weights_bytes(facts, adapter, dtype)
+    predicted += cast_weights_bytes(facts, adapter, dtype) + 2 * products_of(facts, adapter, dtype).matrices
     assert predicted == measured
 
 
@@ -180,3 +192,20 @@ def test_memory_grows_with_tokens_and_shrinks_with_checkpointing(adapter, dtype)
 
     assert at_the_head(1024, True) < at_the_head(1024, False) < at_the_head(4096, False)
     assert at_the_head(1024, True) < at_the_head(4096, True) < at_the_head(4096, False)
+
+
+OTHERS = [adapter for name, adapter in ADAPTERS.items() if not name.startswith(("full", "lora"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapter", OTHERS, ids=[name for name in ADAPTERS if not name.startswith(("full", "lora"))])
+def test_peak_and_layers_of_other_adapters_are_as_traced(adapter, checkpointing, dtype):
+    family, sizes = SHAPES[0]
+    step = Step(family, tuple({**sizes, "num_hidden_layers": 4}.items()), adapter, 2, 512, checkpointing, dtype=dtype)
+    traced, planned = trace(step), estimate_of(step)
+    assert max(planned.phases.values()) == pytest.approx(traced.peak_bytes, rel=0.03)
+    for phase in ("last layer", "first layer"):
+        kept = traced.weights_bytes + traced.optimizer_bytes
+        assert planned.phases[phase] == pytest.approx(kept + traced.step_bytes[phase], rel=0.03)

@@ -28,7 +28,7 @@ from tunekit.models.quantization import Stack
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, Ia3Adapter, LoraAdapter, OftAdapter, QloraAdapter, VeraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import Optim
 from tunekit.training.train import forget_overrides
@@ -70,6 +70,10 @@ ADAPTERS = {
     "lora in a layer": LoraAdapter(rank=8, target_modules=["q_proj", "o_proj"], layers_to_transform=[1]),
     "lora without keys": LoraAdapter(rank=8, target_modules=r".*_proj", exclude_modules=["k_proj"]),
     "qlora": QloraAdapter(rank=8),
+    "ia3": Ia3Adapter(feedforward_modules=["down_proj"]),
+    "vera": VeraAdapter(rank=8, exclude_modules=["k_proj"]),
+    "oft": OftAdapter(oft_block_size=8, layers_to_transform=[1], modules_to_save=["norm"]),
+    "oft alike": OftAdapter(oft_block_size=4, block_share=True),
     "qlora fp4 once": QloraAdapter(rank=8, double_quant=False, quant_type="fp4"),
     "qlora and embedding": QloraAdapter(rank=8, modules_to_save=["embed_tokens"]),
 }

@@ -18,6 +18,7 @@ STEPS = 10
 BATCH = 8
 RATE = 3e-3
 RANK, ALPHA = 4, 12.0
+BLOCK = 16
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,9 @@ class Recorder:
             return
         if not self.low_rank:
             self.low_rank = {
-                name: parameter.detach().clone() for name, parameter in module.named_parameters() if "lora_" in name
+                name: tensor.detach().clone()
+                for name, tensor in (*module.named_parameters(), *module.named_buffers())
+                if "lora_" in name or "vera_A" in name or "vera_B" in name
             }
         ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
         self.micro_batches.append([tuple(row[kept.bool()].tolist()) for row, kept in zip(ids, mask, strict=True)])
@@ -110,20 +113,80 @@ class LowRank(torch.nn.Module):
         return self.linear(x) + (ALPHA / RANK) * (x @ self.a.T @ self.b.T)
 
 
+class Factors(torch.nn.Module):
+    """l * (W x), or W (l * x)."""
+
+    def __init__(self, linear, *, of_inputs):
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.linear, self.of_inputs = linear, of_inputs
+        self.l = torch.nn.Parameter(torch.ones(inputs if of_inputs else outputs))
+
+    def forward(self, x):
+        return self.linear(self.l * x) if self.of_inputs else self.l * self.linear(x)
+
+
+class Vectors(torch.nn.Module):
+    """W x + b * (B (d * (A x))), with the first rows and columns of the large B and A."""
+
+    def __init__(self, linear, a, b):
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.linear, self.fixed = linear, (a[:, :inputs], b[:outputs])
+        self.d, self.b = torch.nn.Parameter(torch.full((len(a),), 0.1)), torch.nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        a, b = self.fixed
+        return self.linear(x) + self.b * ((self.d * (x @ a.T)) @ b.T)
+
+
+class Rotation(torch.nn.Module):
+    """W (R x): x in blocks, each by its R = I + 2 (Q + Q^2 + Q^3) + Q^4, which is near to orthogonal."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        blocks = linear.weight.shape[1] // BLOCK
+        self.q = torch.nn.Parameter(torch.zeros(blocks, BLOCK * (BLOCK - 1) // 2))
+
+    def forward(self, x):
+        upper = torch.zeros(len(self.q), BLOCK, BLOCK).masked_scatter(
+            torch.ones(BLOCK, BLOCK).triu(1).bool().expand(len(self.q), BLOCK, BLOCK), self.q
+        )
+        q = upper - upper.mT
+        rotation = torch.eye(BLOCK) + 2 * (q + q @ q + q @ q @ q) + q @ q @ q @ q
+        return self.linear((x.unflatten(-1, (-1, 1, BLOCK)) @ rotation).flatten(-3))
+
+
+def adapted(kind, name, linear, recorder):
+    """A linear layer with its adapter as it begins."""
+    if kind == "ia3":
+        return Factors(linear, of_inputs=name.endswith("down_proj"))
+    if kind == "vera":
+        # All layers have the same two, which a module lists once.
+        fixed = recorder.low_rank
+        a, b = (next(fixed[key] for key in fixed if key.endswith(f"vera_{side}.default")) for side in "AB")
+        return Vectors(linear, a, b)
+    if kind == "oft":
+        return Rotation(linear)
+    a, b = (recorder.low_rank[f"{name}.lora_{side}.default.weight"] for side in "AB")
+    assert a.shape[0] == RANK and not b.any()
+    return LowRank(linear, a.clone(), b.clone())
+
+
 def reference_losses(model_folder, rows, recorder, adapter):
     """The same training, written out."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
-    if adapter["type"] == "lora":
+    if adapter["type"] != "full":
         model.requires_grad_(False)
         for name in [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]:
             if name == "lm_head":
                 continue
             parent, _, child = name.rpartition(".")
-            a, b = (recorder.low_rank[f"{name}.lora_{side}.default.weight"] for side in "AB")
-            assert a.shape[0] == RANK and not b.any()
-            setattr(model.get_submodule(parent), child, LowRank(model.get_submodule(name), a.clone(), b.clone()))
+            layer = adapted(adapter["type"], name, model.get_submodule(name), recorder)
+            setattr(model.get_submodule(parent), child, layer)
     encoded = {tuple(ids): labels for ids, labels in map(encode, rows)}
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
@@ -150,7 +213,13 @@ def reference_losses(model_folder, rows, recorder, adapter):
     return losses
 
 
-ADAPTERS = {"full": {"type": "full"}, "lora": {"type": "lora", "rank": RANK, "alpha": ALPHA}}
+ADAPTERS = {
+    "full": {"type": "full"},
+    "lora": {"type": "lora", "rank": RANK, "alpha": ALPHA},
+    "ia3": {"type": "ia3", "feedforward_modules": ["down_proj"]},
+    "vera": {"type": "vera", "rank": 8},
+    "oft": {"type": "oft", "oft_block_size": BLOCK},
+}
 
 
 @pytest.mark.sample(1)

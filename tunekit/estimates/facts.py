@@ -16,26 +16,29 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
-from tunekit.estimates.targets import is_targeted, rank_of
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    Adapter,
+    AnyPeftAdapter,
+    FullAdapter,
+    LoraAdapter,
+    PeftAdapter,
+    QloraAdapter,
+)
 from tunekit.recipe.sections.model import ModelSection
 
-MATRICES = (
-    *("rank", "alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
-    *("init_lora_weights", "use_rslora", "use_dora", "modules_to_save"),
-)
-"""Fields of an adapter section that say what the trained tensors are and mean: an adapter that is trained further keeps
-them."""
+_FREE = frozenset({"type", "dropout", "loraplus_lr_ratio", "quant_type", "double_quant"})
+"""Fields of an adapter section that do not say what the trained tensors are and mean: an adapter that is trained
+further keeps all others."""
 
 
-_CHOOSING = ("rank", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform")
+_CHOOSING = ("type", "rank", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform")
 """Fields of an adapter section that say which modules get an adapter, and of which rank."""
 
 
@@ -67,7 +70,7 @@ class Origin(Facts):
     """Folder of its weights, and of its tokenizer if it has one."""
     base: ModelSection
     """Model that transformers loads: the one below the adapter, or that folder."""
-    adapter: Annotated[LoraAdapter | QloraAdapter, Field(discriminator="type")] | None
+    adapter: AnyPeftAdapter | None
     """Settings of the adapter's training; None where the folder holds a whole model."""
     start: str
     """The model that the first run started from."""
@@ -97,7 +100,7 @@ class Origin(Facts):
 
 def continued_adapter(origin: Origin | None, adapter: Adapter) -> Origin | None:
     """The origin whose adapter is trained further; None where training starts with a new one, or with none."""
-    return origin if origin is not None and origin.adapter is not None and isinstance(adapter, LoraAdapter) else None
+    return origin if origin is not None and origin.adapter is not None and isinstance(adapter, PeftAdapter) else None
 
 
 class Contradiction(NamedTuple):
@@ -110,10 +113,13 @@ class Contradiction(NamedTuple):
 
 def contradictions(origin: Origin, adapter: Adapter) -> Iterator[Contradiction]:
     """Yield the recipe's adapter settings that contradict the existing adapter."""
-    if origin.adapter is None or not isinstance(adapter, LoraAdapter):
+    if origin.adapter is None or not isinstance(adapter, PeftAdapter):
         return
-    for name in MATRICES:
-        if name in adapter.model_fields_set:
+    if not _are_alike(adapter, origin.adapter):
+        yield Contradiction("type", adapter.type, origin.adapter.type)
+        return
+    for name in type(adapter).model_fields:
+        if name in adapter.model_fields_set and name not in _FREE:
             requested, has = dict(adapter)[name], dict(origin.adapter)[name]
             if _set_of(requested) != _set_of(has):
                 yield Contradiction(name, requested, has)
@@ -134,12 +140,19 @@ def taken_over(origin: Origin, adapter: Adapter, *, is_type_asked: bool) -> Adap
         adapter: The section.
         is_type_asked: Whether the recipe says `lora` or `qlora` itself.
     """
-    if origin.adapter is None or not isinstance(adapter, LoraAdapter):
+    if origin.adapter is None or not isinstance(adapter, PeftAdapter):
+        return adapter
+    if is_type_asked and not _are_alike(adapter, origin.adapter):
         return adapter
     kind = type(adapter) if is_type_asked else type(origin.adapter)
     explicit = {name: value for name, value in adapter if name in adapter.model_fields_set}
     fields = {name: value for name, value in {**dict(origin.adapter), **explicit}.items() if name in kind.model_fields}
     return kind.model_validate({**fields, "type": kind.model_fields["type"].default})
+
+
+def _are_alike(adapter: PeftAdapter, other: PeftAdapter) -> bool:
+    """Return whether two sections are of one kind of adapter, whatever the base is stored as."""
+    return isinstance(adapter, type(other)) or isinstance(other, type(adapter))
 
 
 def start_words(origin: Origin, adapter: Adapter) -> tuple[str, str]:
@@ -620,7 +633,7 @@ class ModelFacts(Facts):
         """Number of parameters of the modules whose names end in one of `modules`."""
         return sum(prod(shape) for shape in self.tensors_in(modules).values())
 
-    def adapter_linears(self, targets: str | list[str] | LoraAdapter) -> dict[str, tuple[int, int]]:
+    def adapter_linears(self, targets: str | list[str] | PeftAdapter) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of what gets an adapter, matched by names as PEFT does.
 
         Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
@@ -631,13 +644,13 @@ class ModelFacts(Facts):
         """
         return self.adapted(targets).sizes
 
-    def adapted(self, targets: str | list[str] | LoraAdapter) -> Linears:
+    def adapted(self, targets: str | list[str] | PeftAdapter) -> Linears:
         """The same, with their ranks and counts. Of target modules alone, ranks are 1."""
-        adapter = targets if isinstance(targets, LoraAdapter) else LoraAdapter(rank=1, target_modules=targets)
-        key = repr([dict(adapter)[name] for name in _CHOOSING])
+        adapter = targets if isinstance(targets, PeftAdapter) else LoraAdapter(rank=1, target_modules=targets)
+        key = repr([dict(adapter).get(name) for name in _CHOOSING])
         if key not in self._adapted:
             sizes = self._matched(adapter)
-            ranks = {name: rank_of(adapter, name) for name in sizes}
+            ranks = {name: adapter.rank_of(name) for name in sizes}
             adapters = Counter((*size, ranks[name]) for name, size in sizes.items() if not _is_expert(name))
             for name in filter(_is_expert, sizes):
                 shapes = expert_adapters(name, self.tensors, self.num_experts)
@@ -655,13 +668,14 @@ class ModelFacts(Facts):
         """Cache of `states.trained_bytes`, by adapter, optimizer and type."""
         return {}
 
-    def _matched(self, adapter: LoraAdapter) -> dict[str, tuple[int, int]]:
-        former, refused = self.former_linears, read_past_of(self.model_type)
+    def _matched(self, adapter: PeftAdapter) -> dict[str, tuple[int, int]]:
+        former = self.former_linears if adapter.adapts_experts else None
+        refused = read_past_of(self.model_type)
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
             if not self.is_untrained(name)
-            and is_targeted(adapter, name)
+            and adapter.targets(name)
             and _leaf(name) not in (former or ())
             and _leaf(name) not in refused
         }

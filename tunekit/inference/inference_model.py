@@ -17,7 +17,7 @@ from tunekit.probe.model import model_folder
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import AnyPeftAdapter, FullAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import check_readable, prospects
 from tunekit.runs.checkpoints.complete import whole_in
@@ -48,7 +48,7 @@ class Trained:
 
     name: str
     base: ModelSection
-    adapter: LoraAdapter | QloraAdapter | None
+    adapter: AnyPeftAdapter | None
     folder: str
     run: Run | None = None
     step: int | None = None
@@ -195,7 +195,7 @@ def load_trained(
     Raises:
         ModelError: It cannot be loaded.
     """
-    from tunekit.models.load import Task, load_model, lora_config, read_adapter
+    from tunekit.models.load import Task, load_model, peft_config, read_adapter
 
     adapter = found.adapter
     model = load_model(
@@ -210,7 +210,7 @@ def load_trained(
 
         task: Task = "SEQ_CLS" if found.judges else "CAUSAL_LM"
         folder = Path(found.folder)
-        adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=folder))
+        adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=folder))
         read_adapter(adapted, folder)
         model = cast("PreTrainedModel", adapted)
     return cast("PreTrainedModel", model.eval())

@@ -72,14 +72,15 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
         return RunError(f"vLLM loads the base of {found.name} without its rope_scaling", hint=other)
     if found.base.all_tokens:
         return RunError(f"vLLM loads the base of {found.name} without the tokens that were added to it", hint=other)
-    if adapter is not None and (_is_beyond(adapter) or adapter.rank > RANKS[-1]):
+    if adapter is not None and (not isinstance(adapter, LoraAdapter) or _is_beyond(adapter)):
         return RunError(f"vLLM does not support the adapter of {found.name}", hint=other)
     return None
 
 
 def _is_beyond(adapter: LoraAdapter) -> bool:
     """Return whether vLLM refuses an adapter for its kind, or would scale all modules by one rank and alpha."""
-    return bool(adapter.use_dora or adapter.modules_to_save or adapter.rank_pattern or adapter.alpha_pattern)
+    is_plain = not (adapter.use_dora or adapter.modules_to_save or adapter.rank_pattern or adapter.alpha_pattern)
+    return not is_plain or adapter.rank > RANKS[-1]
 
 
 class VllmModel:
@@ -97,7 +98,7 @@ class VllmModel:
         self._tokenizer, self._longest = tokenizer_of(found), longest_of(found)
         self._lora: Any = None
         options: dict[str, Any] = {}
-        if found.adapter is not None:
+        if isinstance(found.adapter, LoraAdapter):
             self._lora = LoRARequest("tuned", 1, found.folder)
             options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank_for(found.adapter.rank)}
         self._llm: Any = LLM(
@@ -186,7 +187,7 @@ def serve_command(found: Trained, name: str, *, host: str, port: int, dtype: Dty
         words += ["--chat-template", str(template)] if template.is_file() else []
     if found.base.trust_remote_code:
         words.append("--trust-remote-code")
-    if found.adapter is not None:
+    if isinstance(found.adapter, LoraAdapter):
         words += ["--enable-lora", "--max-lora-rank", str(_rank_for(found.adapter.rank))]
         words += ["--lora-modules", f"{name}={found.folder}"]
     # Pages of other sites are to get nothing.

@@ -147,12 +147,12 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
     model = trainer.ref_model if trainer.ref_model is not None else trainer.model
     config = {name: str(value) for name, value in model.config.to_dict().items() if name not in PASSING}
     adapters = model.peft_config if isinstance(model, PeftModel) else {}
-    settings = ("r", "lora_alpha", "use_rslora", "use_dora")
+    settings = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "oft_block_size")
     return {
         "weights": trainer._precompute_model_hash,
         "config": config,
         "attention": model.config._attn_implementation,
-        "adapters": {name: [vars(adapter)[field] for field in settings] for name, adapter in adapters.items()},
+        "adapters": {name: [str(vars(adapter).get(field)) for field in settings] for name, adapter in adapters.items()},
         "rows": _digest(dataset),
         "asked": {name: str(vars(trainer.args).get(name)) for name in ASKED},
         "precision": trainer.accelerator.mixed_precision,

@@ -33,18 +33,29 @@ from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
-from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tunekit.recipe.sections.adapters import ALL_LINEAR, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    ALL_LINEAR,
+    Adapter,
+    FullAdapter,
+    Ia3Adapter,
+    LoraAdapter,
+    OftAdapter,
+    PeftAdapter,
+    QloraAdapter,
+    VeraAdapter,
+    is_any_of,
+    pattern_of,
+)
 from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
     import torch
-    from peft import LoraConfig, PeftModel
+    from peft import PeftConfig, PeftModel
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
@@ -477,7 +488,7 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 
 def attach_adapter(
     model: "PreTrainedModel",
-    adapter: FullAdapter | LoraAdapter,
+    adapter: Adapter,
     *,
     seed: int,
     trained: Path | None = None,
@@ -508,7 +519,7 @@ def attach_adapter(
     from peft import get_peft_model
     from peft.utils import TrainableTokensWrapper
 
-    adapted = get_peft_model(model, lora_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens))
+    adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens))
     if new_tokens:
         # PEFT would save both tables whole where they have grown.
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
@@ -527,7 +538,7 @@ def attach_adapter(
     return adapted
 
 
-def _check_names(model: "PeftModel", adapter: LoraAdapter) -> None:
+def _check_names(model: "PeftModel", adapter: PeftAdapter) -> None:
     """Check that each name by which a section chooses modules is one of the model, which PEFT only warns of.
 
     A plan goes by the names in weight files, whose first parts may be others.
@@ -538,7 +549,7 @@ def _check_names(model: "PeftModel", adapter: LoraAdapter) -> None:
     adapted = cast(Any, model).base_model.targeted_module_names
     names = [name for name, _ in model.get_base_model().named_modules()]
     for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in dict(adapter)[field] or {}:
+        for pattern in dict(adapter).get(field) or {}:
             if not any(pattern_of([pattern], name) for name in adapted):
                 raise ModelError(f"adapter.{field}: no adapted module matches {pattern}", hint=_example(adapted))
     for ending in adapter.exclude_modules or []:
@@ -574,14 +585,14 @@ def _check_readable(model: "PeftModel") -> None:
         )
 
 
-def lora_config(
-    adapter: LoraAdapter,
+def peft_config(
+    adapter: PeftAdapter,
     model: "PreTrainedModel",
     *,
     task: Task = "CAUSAL_LM",
     trained: Path | None = None,
     new_tokens: Sequence[int] = (),
-) -> "LoraConfig":
+) -> "PeftConfig":
     """Return an adapter section as PEFT has it.
 
     Args:
@@ -591,6 +602,8 @@ def lora_config(
         trained: Folder of a trained adapter with these settings, which adapts the modules that it was trained on.
         new_tokens: Ids of tokens whose rows are trained beside a new adapter.
     """
+    if not isinstance(adapter, LoraAdapter):
+        return _config_by_names(adapter, model, task)
     from peft import LoraConfig
 
     if trained is not None and (trained / ADAPTER_CONFIG).is_file():
@@ -618,6 +631,38 @@ def lora_config(
     )
 
 
+def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task) -> "PeftConfig":
+    """Return the section of an adapter other than LoRA as PEFT has it, with its modules by their full names.
+
+    Not all kinds have PEFT's fields that narrow modules down.
+    """
+    from peft import IA3Config, OFTConfig, VeraConfig
+
+    never = _never_adapted(model)
+    excluded = re.compile(never if isinstance(never, str) else "|".join(map(re.escape, never or [])))
+    names = [name for name in _targeted_linears(adapter, model) if not excluded.fullmatch(name)]
+    common: dict[str, Any] = {
+        "task_type": task,
+        "target_modules": names,
+        "modules_to_save": adapter.modules_to_save,
+    }
+    match adapter:
+        case Ia3Adapter():
+            inputs = [name for name in names if adapter.scales_input(name)]
+            return IA3Config(**common, feedforward_modules=inputs)
+        case VeraAdapter():
+            return VeraConfig(
+                **common,
+                r=adapter.rank,
+                d_initial=adapter.d_initial,
+                projection_prng_key=adapter.projection_prng_key,
+            )
+        case OftAdapter():
+            return OFTConfig(**common, oft_block_size=adapter.oft_block_size, block_share=adapter.block_share)
+        case _:
+            raise TypeError(f"no configuration of PEFT for {adapter.type}")
+
+
 def _rows_of(new_tokens: Sequence[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
     """Return the rows of new tokens by table, as PEFT trains them: a tied head follows its embedding."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -628,7 +673,7 @@ def _rows_of(new_tokens: Sequence[int], adapter: LoraAdapter, model: "PreTrained
     return {name: list(new_tokens) for name in names if not name.endswith(whole or ("\0",))} if new_tokens else None
 
 
-def _targeted_linears(adapter: LoraAdapter, model: "PreTrainedModel") -> list[str]:
+def _targeted_linears(adapter: PeftAdapter, model: "PreTrainedModel") -> list[str]:
     """Return the full names of the linear layers that a section means, but for the head.
 
     PEFT goes by a regular expression through all modules, also those that it cannot adapt, and takes no numbers of
@@ -642,7 +687,7 @@ def _targeted_linears(adapter: LoraAdapter, model: "PreTrainedModel") -> list[st
 
     head = model.get_output_embeddings()
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    names = [name for name, module in linears if module is not head and is_targeted(adapter, name)]
+    names = [name for name, module in linears if module is not head and adapter.targets(name)]
     if not names:
         raise ModelError(
             f"adapter.target_modules: no linear layer matches {adapter.target_modules!r}",
@@ -745,7 +790,7 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
     )
 
 
-def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) -> "PreTrainedModel":
+def merge_adapter(model: "PreTrainedModel", adapter: PeftAdapter, folder: Path) -> "PreTrainedModel":
     """The model with a trained adapter made part of its weights, in their type.
 
     Args:
@@ -757,7 +802,7 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.integrations import gather_params_ctx
 
-    adapted = get_peft_model(model, lora_config(adapter, model, trained=folder))
+    adapted = get_peft_model(model, peft_config(adapter, model, trained=folder))
     read_adapter(adapted, folder)
     for module in adapted.modules():
         if isinstance(module, BaseTunerLayer):

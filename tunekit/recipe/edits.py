@@ -111,7 +111,7 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
 def edits(before: Recipe, now: Recipe) -> list[Edit]:
     """The fields in which a recipe differs from what it was."""
     all_edits = list(_edits(before, now))
-    default = before.method.default_learning_rate(before.adapter.type)
+    default = before.method.default_learning_rate(before.adapter)
     # To leave it out is to ask for the default.
     return [
         edit

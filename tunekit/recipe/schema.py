@@ -76,7 +76,7 @@ class Recipe(Section):
     @property
     def learning_rate(self) -> float:
         """Peak learning rate: the one given, or the default of the method and the adapter."""
-        return self.train.learning_rate or self.method.default_learning_rate(self.adapter.type)
+        return self.train.learning_rate or self.method.default_learning_rate(self.adapter)
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield what does not go together with the method and types, or else why a stream would not end."""

@@ -200,7 +200,7 @@ class Guard:
     def __init__(self, trainer: RunTrainer, plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
-        usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter.type)
+        usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter)
         self._changes = [f"train.learning_rate={min(plan.recipe.learning_rate / 10, usual):g}"]
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)

@@ -18,12 +18,24 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from tunekit.estimates.facts import DeviceKind, ModelFacts
-from tunekit.estimates.memory.experts import ROUTERS, Mixture, trained_experts
-from tunekit.estimates.memory.states import BYTES, Dora, Dtype, Tables, dora_of, num_trainable_params, trained_tables
+from tunekit.estimates.memory.experts import ROUTERS, Mixture, last_part, trained_experts
+from tunekit.estimates.memory.states import (
+    BYTES,
+    Dora,
+    Dtype,
+    Tables,
+    dora_of,
+    kept_beside,
+    kept_matrices,
+    num_trainable_params,
+    reads_inputs,
+    trained_tables,
+    trained_whole,
+)
 from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
@@ -70,6 +82,17 @@ _FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
 TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
 """Last names of the products that read what an MLP reads."""
 
+_MLP = TO_MLP | {_FROM_MLP}
+_WIDE_IN = {"ia3": _MLP, "vera": _MLP, "oft": {_FROM_MLP}}
+"""Last names of the products whose outputs, or with OFT inputs, are in float32 for a time, by `adapter.type`."""
+
+_WIDE_BYTES = {"ia3": 6, "vera": 6, "oft": 2}
+_WIDE_BYTES_AGAIN = {"ia3": 6, "vera": 6, "oft": 7}
+"""Bytes of such a value in the backward pass, and where a layer is computed again in it: the most that traces show."""
+
+_WIDE_PASSING = 6
+"""The same in the forward pass."""
+
 
 @dataclass(frozen=True)
 class Products:
@@ -92,6 +115,9 @@ class Products:
         mlp: Last names of those of the MLP.
         cast_bytes: Bytes of the copies of weights that autocast keeps for the backward pass.
         dora: What DoRA adds; None without it.
+        beside: Bytes per token that a layer's adapters keep besides their inputs and products of their ranks.
+        matrices: Bytes of what a layer's adapters make of their weights, and keep.
+        widens: Kind of an adapter that has values of an MLP in float32 for a time, where it adapts one; else None.
         quantised: Whether weights are kept in 4 bits, and made dense for each product.
         trained_bytes: Bytes of a trained weight, and of its gradient.
     """
@@ -112,6 +138,9 @@ class Products:
     mlp: frozenset[str]
     cast_bytes: int
     dora: Dora | None
+    beside: int
+    matrices: int
+    widens: str | None
     quantised: bool
     trained_bytes: int
 
@@ -150,18 +179,19 @@ def products_of(
     and DeepSpeed hand a layer all its weights in the compute type. Weights that are trained in it are not cast.
     """
     autocast = autocast and trained_dtype == "float32"
-    lora = None if isinstance(adapter, FullAdapter) else adapter
-    linears = model.all_linears if lora is None else model.adapted(lora)
+    lora = adapter if isinstance(adapter, LoraAdapter) else None
+    full = isinstance(adapter, FullAdapter)
+    linears = model.all_linears if isinstance(adapter, FullAdapter) else model.adapted(adapter)
     names = linears.kinds
     decoder = (name for name in names if not model.is_tower(name) and ".experts." not in name)
-    leaves = frozenset(name.rpartition(".")[2] for name in decoder)
+    leaves = frozenset(name.rpartition(".")[2] for name in decoder if reads_inputs(adapter))
     e = BYTES[dtype]
-    mlp, casted = leaves & {*TO_MLP, _FROM_MLP}, autocast and e == 2
+    mlp, casted = leaves & _MLP, autocast and e == 2
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
     mask = 1 if device == "cuda" else 4 if casted else e
     return Products(
         model=model,
-        full=lora is None,
+        full=full,
         attention_rank=linears.rank_of(leaves - mlp - ROUTERS),
         mlp_rank=linears.rank_of(mlp),
         device=device,
@@ -170,7 +200,7 @@ def products_of(
         casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
         mask=mask if lora and lora.dropout else 0,
         # Of a part of a model as of all of it: an upper bound.
-        tables=trained_tables(model, lora or FullAdapter()),
+        tables=trained_tables(model, FullAdapter() if full else adapter),
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
         adapted=names,
@@ -178,6 +208,11 @@ def products_of(
         mlp=mlp,
         cast_bytes=cast_weights_bytes(model, adapter, dtype) if casted else 0,
         dora=dora_of(model, lora, e, casted=casted, last=_FROM_MLP) if lora and lora.use_dora else None,
+        beside=kept_beside(model, adapter, e, casted=casted),
+        matrices=kept_matrices(model, adapter, e, casted=casted),
+        widens=adapter.type
+        if casted and {last_part(name) for name in names} & _WIDE_IN.get(adapter.type, set())
+        else None,
         quantised=isinstance(adapter, QloraAdapter),
         trained_bytes=BYTES[trained_dtype],
     )
@@ -225,7 +260,7 @@ def _attention_bytes(products: Products, mask_length: int | None, scores_length:
         read = products.read_bytes(model.attended_width, 1, is_kept=True)
         inputs += read if _FROM_ATTENTION in products.attention else 0
         inputs += e * products.attention_rank
-        inputs += products.dora.kept if products.dora else 0
+        inputs += products.beside
     return attention + mask + behind + inputs
 
 
@@ -265,7 +300,11 @@ def cast_weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int
     if isinstance(adapter, FullAdapter):
         return 2 * model.num_linear_params
     tables = model.vocab_size * model.hidden_size * trained_tables(model, adapter).num
-    return 2 * (num_trainable_params(model, adapter) - tables)
+    if isinstance(adapter, LoraAdapter):
+        return 2 * (num_trainable_params(model, adapter) - tables)
+    # What others make of their own weights is `kept_matrices`.
+    whole = trained_whole(model, adapter)
+    return 2 * (model.num_params_in(whole) - tables) if whole else 0
 
 
 @dataclass(frozen=True)
@@ -312,7 +351,7 @@ def layers_of(
     """
     model, e = products.model, products.e
     stream, casts = products.stream_bytes * model.hidden_size * num_tokens, products.cast_bytes
-    copies = casts // model.num_layers + (products.dora.copies if products.dora else 0)
+    copies = casts // model.num_layers + products.matrices + (products.dora.copies if products.dora else 0)
 
     def attention(length: int | None) -> int:
         return _attention_bytes(products, length, scores_length) * num_tokens + copies
@@ -383,8 +422,12 @@ def _mlps(products: Products, num_tokens: int, *, recomputes: bool, accumulates:
 
     mixture = model.mixture
     if mixture is None:
-        layer_bytes, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
+        layer_bytes = _mlp_bytes(products, i) * num_tokens
+        working = dense_working(i)
         passing = 0 if products.full or recomputes else _adapter_copy_bytes(products, i) * num_tokens
+        if products.widens is not None:
+            working += (_WIDE_BYTES_AGAIN if recomputes else _WIDE_BYTES)[products.widens] * i * num_tokens
+            passing += 0 if recomputes else _WIDE_PASSING * i * num_tokens
         if products.dora is not None:
             end = _dora_end_bytes(products, products.dora, num_tokens)
             # A layer is computed again when the gradient of its output has been scaled; under autocast, and cast.

@@ -289,7 +289,7 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
         return "outside the model"
     if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.new_rows(model, adapter):
         return "closed form"
-    if isinstance(adapter, FullAdapter) and adapter.is_partial:
+    if not isinstance(adapter, FullAdapter | LoraAdapter) or (isinstance(adapter, FullAdapter) and adapter.is_partial):
         return "closed form"
     if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
         # Tables that are trained beside an adapter are counted on one device only as they are traced.

@@ -30,7 +30,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers
 from tunekit.estimates.memory.states import BYTES, Dtype, Kept, Need, Phase
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, AnyPeftAdapter, FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
 """Number of tensors of each shape."""
@@ -146,8 +146,11 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
     )
 
 
-def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
-    """The matrices of all adapters; what is trained besides them is divided without a remainder."""
+def _adapters(model: ModelFacts, adapter: AnyPeftAdapter, num_shards: int) -> Unit:
+    """What is trained of all adapters; beside the matrices of LoRA it is divided without a remainder."""
+    if not isinstance(adapter, LoraAdapter):
+        tensors = Counter(states.trained_tensors(model, adapter).values())
+        return Unit(trained=_padded(tensors, num_shards), whole=_size(tensors))
     matrices: Counter[tuple[int, ...]] = Counter()
     for (outputs, inputs, rank), times in model.adapted(adapter).adapters.items():
         matrices[rank, inputs] += times

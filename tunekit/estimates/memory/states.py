@@ -32,14 +32,22 @@ from typing import Literal
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter, layer_of
+from tunekit.recipe.sections.adapters import (
+    Adapter,
+    FullAdapter,
+    Ia3Adapter,
+    LoraAdapter,
+    PeftAdapter,
+    QloraAdapter,
+    Shape,
+    VeraAdapter,
+    layer_of,
+)
 from tunekit.recipe.sections.section import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-Shape = tuple[int, ...]
 
 BLOCK_4BIT, BLOCK_8BIT = 64, 256
 """Values that share a constant in bitsandbytes: of 4-bit weights, and of 8-bit states and constants."""
@@ -63,7 +71,7 @@ _WITH_STEP: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "a
 tensor in another one of float32. Those of bitsandbytes keep values in float32 or 8 bits."""
 
 
-def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
+def trained_whole(model: ModelFacts, adapter: PeftAdapter) -> list[str]:
     """Modules that are trained wholly beside an adapter; the score of a model that judges always is, as PEFT has it."""
     return [*(adapter.modules_to_save or []), *([SCORE.removesuffix(".weight")] if model.judges else [])]
 
@@ -71,10 +79,8 @@ def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
 def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     """Shape of every tensor that is trained, by name.
 
-    LoRA adds two of rank r to each adapted matrix (arXiv 2106.09685, section 4.1), DoRA a magnitude for each output
-    besides (arXiv 2402.09353). PEFT adapts all experts of a layer by one pair, its rank r for each of them, or 2r where
-    gate and up projection are one. Modules in `modules_to_save` are copied, and trained wholly
-    instead.
+    PEFT adapts all experts of a layer by one pair of matrices, of rank r for each of them, or 2r where gate and up
+    projection are one. Modules in `modules_to_save` are copied, and trained wholly instead.
     """
     tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
@@ -85,11 +91,21 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
         if whole and not set(whole).isdisjoint(name.split(".")):
             continue
         *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
-        rank = own_rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
-        trained |= {name + ".lora_A": (rank, inputs), name + ".lora_B": (outputs, rank)}
-        if adapter.use_dora:
-            trained[name + ".lora_magnitude_vector"] = (outputs,)
+        shapes = adapter.shapes_of(name, outputs, inputs)
+        if experts:
+            rank = own_rank * math.prod(experts) * (2 if name.endswith("gate_up_proj") else 1)
+            shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
+        trained |= {f"{name}.{part}": shape for part, shape in shapes.items()}
     return trained | new_rows(model, adapter)
+
+
+def shared_matrices(model: ModelFacts, adapter: Adapter) -> tuple[Shape, ...]:
+    """Return the shapes of frozen matrices that the adapters of all layers share, as large as the largest needs."""
+    if not isinstance(adapter, VeraAdapter):
+        return ()
+    sizes = model.adapted(adapter).sizes.values()
+    outputs, inputs = (max(size) for size in zip(*sizes, strict=True)) if sizes else (0, 0)
+    return (adapter.rank, inputs), (outputs, adapter.rank)
 
 
 def new_rows(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
@@ -97,7 +113,7 @@ def new_rows(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
 
     PEFT copies them out of the table (`trainable_token_indices`). A table that is trained wholly has them anyway.
     """
-    if isinstance(adapter, FullAdapter) or not model.new_tokens:
+    if not isinstance(adapter, LoraAdapter) or not model.new_tokens:
         return {}
     whole = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else {}
     tables = [name for name in model.vocabulary_tables if name not in whole]
@@ -110,7 +126,7 @@ def row_copies_bytes(model: ModelFacts, adapter: Adapter) -> int:
     return 4 * model.vocab_size * model.hidden_size if new_rows(model, adapter) else 0
 
 
-def num_adapted_layers(model: ModelFacts, adapter: LoraAdapter) -> int:
+def num_adapted_layers(model: ModelFacts, adapter: PeftAdapter) -> int:
     """Number of decoder layers that adapters are spread over."""
     return len(set(adapter.layers_to_transform or ())) or model.num_layers
 
@@ -176,7 +192,7 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
         if adapter.is_partial:
             return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
         return model.num_params - model.num_untrained_params
-    if not trained_whole(model, adapter):
+    if isinstance(adapter, LoraAdapter) and not trained_whole(model, adapter):
         adapters = model.adapted(adapter).adapters.items()
         magnitudes = sum(outputs * times for (outputs, _, _), times in adapters) if adapter.use_dora else 0
         magnitudes += sum(math.prod(shape) for shape in new_rows(model, adapter).values())
@@ -247,11 +263,13 @@ def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
 def trained_bytes(
     model: ModelFacts, adapter: Adapter, optim: Optim, trained_dtype: Dtype = "float32"
 ) -> tuple[int, int]:
-    """Bytes of what is trained besides the model's own weights, and of the optimizer's states; counted once of each."""
+    """Bytes of adapters and of what is trained whole beside them, and of the optimizer's states; counted once."""
     key = (repr(adapter), optim, trained_dtype)
     if key not in model.trained_bytes:
         tensors = trained_tensors(model, adapter)
-        model.trained_bytes[key] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim, trained_dtype)
+        shared = sum(4 * math.prod(shape) for shape in shared_matrices(model, adapter))
+        adapters = shared + adapters_bytes(tensors, adapter)
+        model.trained_bytes[key] = adapters, states_bytes(tensors, optim, trained_dtype)
     return model.trained_bytes[key]
 
 
@@ -402,8 +420,6 @@ def reference_words(reference: Reference, origin: Origin | None) -> str:
 class Dora:
     """Bytes of the layers of a model with such adapters, besides those of plain ones."""
 
-    kept: int
-    """Bytes per token that a layer keeps."""
     copies: int
     """Bytes of weights that a layer keeps."""
     norming: int
@@ -412,16 +428,65 @@ class Dora:
     """Bytes of weights that are there still when its result is used."""
 
 
+def reads_inputs(adapter: Adapter) -> bool:
+    """Return whether the gradients of what is trained need the inputs of linear layers.
+
+    Those of VeRA and (IA)3 need what comes behind frozen products.
+    """
+    return not isinstance(adapter, VeraAdapter | Ia3Adapter)
+
+
+def kept_beside(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) -> int:
+    """Return the bytes per token that a layer's adapters keep, besides inputs and the results of LoRA's matrices A.
+
+    DoRA keeps the outputs of the base layer and of the adapter, VeRA those of both random matrices, (IA)3 what it
+    multiplies: outputs, or inputs in the type of the factors.
+    """
+    if isinstance(adapter, FullAdapter):
+        return 0
+    sizes, num_layers = model.adapter_linears(adapter), num_adapted_layers(model, adapter)
+    all_outputs = sum(outputs for outputs, _ in sizes.values())
+    if isinstance(adapter, LoraAdapter):
+        return 2 * e * (all_outputs // num_layers) if adapter.use_dora else 0
+    if isinstance(adapter, VeraAdapter):
+        return e * (all_outputs + adapter.rank * len(sizes)) // num_layers
+    if isinstance(adapter, Ia3Adapter):
+        of_inputs = {name: inputs for name, (_, inputs) in sizes.items() if adapter.scales_input(name)}
+        outputs = sum(outputs for name, (outputs, _) in sizes.items() if name not in of_inputs)
+        return (e * outputs + (4 if casted else e) * sum(of_inputs.values())) // num_layers
+    return 0
+
+
+def kept_matrices(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) -> int:
+    """Return the bytes of weights that a layer's adapters compute anew in each forward pass, and keep.
+
+    (IA)3 multiplies its factors by 1. Under autocast VeRA's frozen matrices are cast for each layer. OFT keeps of each
+    block the matrix Q, its square and cube, and the rotation, and under autocast the copies that each product casts.
+    """
+    if isinstance(adapter, FullAdapter | LoraAdapter):
+        return 0
+    sizes = model.adapter_linears(adapter)
+    if isinstance(adapter, Ia3Adapter):
+        factors = (adapter.shapes_of(name, *size)["ia3_l"] for name, size in sizes.items())
+        total = 4 * sum(math.prod(shape) for shape in factors)
+    elif isinstance(adapter, VeraAdapter):
+        total = e * adapter.rank * sum(map(sum, sizes.values())) if casted else 0
+    else:
+        rotations = adapter.oft_block_size * sum(inputs for _, inputs in sizes.values())
+        blocks = len(sizes) * adapter.oft_block_size**2 if adapter.block_share else rotations
+        total = (6 if casted else 3) * e * blocks + e * rotations
+    return total // num_adapted_layers(model, adapter)
+
+
 def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
     """Return these bytes; `last` names the last linear layer of a decoder layer."""
     linears, num_layers = model.adapter_linears(adapter), num_adapted_layers(model, adapter)
-    outputs = sum(outputs for outputs, _ in linears.values()) // num_layers
     params = sum(outputs * inputs for outputs, inputs in linears.values()) // num_layers
     lasts = {sizes for name, sizes in linears.items() if name.endswith(last)}
     moments = (_moments(*sizes, e, casted=casted) for sizes in lasts or set(linears.values()))
     norming, applying = max(moments, default=(0, 0))
     copies = e * params if casted and adapter.dropout else 0
-    return Dora(2 * e * outputs, copies, norming, applying)
+    return Dora(copies, norming, applying)
 
 
 def _moments(outputs: int, inputs: int, e: int, *, casted: bool) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from tunekit.estimates.memory.states import (
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 
 class Range(Facts):
@@ -564,8 +564,9 @@ def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range,
     if peak is None or bandwidth is None:
         return None
     shares = EFFICIENCY_WITH_MUCH_BANDWIDTH if peak / bandwidth <= MUCH_BANDWIDTH else EFFICIENCY
-    share = shares[step.adapter]
+    share = shares.get(step.adapter, shares["lora"])
     words = f"estimate: {share.words(PERCENT)} of {peak / 1e12:,.0f} TFLOP/s"
+    words += "" if step.adapter in shares else ", as with LoRA"
     return share.times(peak), words + (", as for dense models" if step.is_sparse else "")
 
 
@@ -854,8 +855,9 @@ def _experts(model: ModelFacts, adapter: Adapter, num_tokens: float) -> tuple[fl
     backward: float = 2 * linear + 2 * gradients
     if not isinstance(adapter, FullAdapter):
         all_gate_up, all_down = mixture.expert_params(h)
-        ranks = 2 * adapter.rank * all_gate_up * trained.gate_up + adapter.rank * all_down * trained.down
-        ranks += adapter.rank * router * trained.router
+        rank = adapter.rank if isinstance(adapter, LoraAdapter) else 0
+        ranks = 2 * rank * all_gate_up * trained.gate_up + rank * all_down * trained.down
+        ranks += rank * router * trained.router
         # Twice forward: torch tries a parametrization when it is registered, which PEFT does in each forward pass.
         forward, backward = forward + 4 * ranks / num_tokens, backward + 4 * ranks / num_tokens
     return layers * forward, layers * backward

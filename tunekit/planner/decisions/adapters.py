@@ -1,5 +1,6 @@
 """Checks of an adapter section against a model: what it names must be there, and PEFT must be able to adapt it."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -7,9 +8,19 @@ from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.models.model_config import model_types, read_past_of
-from tunekit.estimates.targets import is_any_of, is_targeted, pattern_of
 from tunekit.recipe.methods.spec import MethodSection
-from tunekit.recipe.sections.adapters import ALL_LINEAR, Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    ALL_LINEAR,
+    Adapter,
+    FullAdapter,
+    Ia3Adapter,
+    LoraAdapter,
+    OftAdapter,
+    PeftAdapter,
+    QloraAdapter,
+    is_any_of,
+    pattern_of,
+)
 
 Faults = Iterator[tuple[str, str]]
 
@@ -21,10 +32,17 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
         return
     if reason := model_types().without_adapters.get(model.model_type):
         yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
-    yield from expert_faults(model, adapter)
+    if isinstance(adapter, LoraAdapter):
+        yield from expert_faults(model, adapter)
     yield from _target_faults(model, adapter)
     yield from _choice_faults(model, adapter)
-    yield from _start_faults(model, adapter)
+    if isinstance(adapter, LoraAdapter):
+        yield from _start_faults(model, adapter)
+    if isinstance(adapter, OftAdapter):
+        yield from _block_faults(model, adapter)
+    if model.new_tokens and not isinstance(adapter, LoraAdapter):
+        problem = f"adapter.type: {adapter.type} does not train the rows of the tokens that the recipe adds"
+        yield problem, "set adapter.type=lora or full"
     unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
     if unknown:
         hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
@@ -46,7 +64,7 @@ def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
             yield f"adapter.unfrozen_parameters: {model.path} has no parameter that matches {pattern!r}", hint
 
 
-def _target_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+def _target_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
     """Yield what `target_modules` names and this model does not have, or PEFT does not adapt."""
     endings = ", ".join(sorted({last_part(name) for name in model.linears}))
     regex = adapter.target_regex
@@ -67,8 +85,8 @@ def _target_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         yield f"adapter.target_modules: {model.path} has no linear layer named {named}", f"available: {endings}"
 
 
-def _choice_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
-    """Yield what the fields that narrow the targets down, or set ranks of some, name in vain."""
+def _choice_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
+    """Yield what the fields that narrow the targets down, or set something else for some, name in vain."""
     everywhere = adapter.model_copy(update={"exclude_modules": None, "layers_to_transform": None})
     targeted = model.adapter_linears(everywhere)
     endings = ", ".join(sorted({last_part(name) for name in targeted}))
@@ -83,9 +101,18 @@ def _choice_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     if targeted and not adapted:
         fields = [field for field in ("exclude_modules", "layers_to_transform") if dict(adapter)[field]]
         yield f"adapter.{fields[-1]}: no module is left to adapt", f"unset {' or '.join(fields)}, or adapt more modules"
+    if isinstance(adapter, Ia3Adapter) and adapted:
+        unknown = [
+            ending for ending in adapter.feedforward_modules or [] if not any(is_any_of(n, [ending]) for n in adapted)
+        ]
+        if unknown:
+            yield (
+                f"adapter.feedforward_modules: no adapted module is named {', '.join(unknown)}",
+                f"available: {endings}",
+            )
     for field in ("rank_pattern", "alpha_pattern"):
         unused = [
-            pattern for pattern in dict(adapter)[field] or {} if not any(pattern_of([pattern], n) for n in adapted)
+            pattern for pattern in dict(adapter).get(field) or {} if not any(pattern_of([pattern], n) for n in adapted)
         ]
         if unused and adapted:
             problem = f"adapter.{field}: no adapted module has a name that ends in {', '.join(unused)}"
@@ -120,9 +147,25 @@ def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         yield f"{problem} with use_rslora needs one rank and alpha", "unset rank_pattern and alpha_pattern"
 
 
+def _block_faults(model: ModelFacts, adapter: OftAdapter) -> Faults:
+    """Yield inputs that blocks do not divide: PEFT would take blocks of another size for them."""
+    size, sizes = adapter.oft_block_size, {inputs for _, inputs in model.adapter_linears(adapter).values()}
+    undivided = sorted(inputs for inputs in sizes if inputs % size)
+    if undivided:
+        common = math.gcd(*sizes)
+        fitting = [number for number in range(2, common + 1) if common % number == 0 and number <= MAX_BLOCK]
+        words = ", ".join(map(str, undivided))
+        problem = f"adapter.oft_block_size: {size} does not divide the inputs of all adapted layers: {words}"
+        yield problem, f"set one of {', '.join(map(str, fitting))}" if fitting else "adapt fewer modules"
+
+
+MAX_BLOCK = 256
+"""Largest block that a remedy names."""
+
+
 def start_refusal(adapter: Adapter, method: MethodSection, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield why an adapter cannot begin with parts of the base weights beside this method, or in this layout."""
-    if isinstance(adapter, FullAdapter) or not adapter.splits_base:
+    if not isinstance(adapter, LoraAdapter) or not adapter.splits_base:
         return
     name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"
     if method.reference_use != "none":
@@ -141,7 +184,7 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     if former is None:
         return
     if adapter.target_regex is not None:
-        if any(is_targeted(adapter, name) for name in _former_names(model)):
+        if any(adapter.targets(name) for name in _former_names(model)):
             problem = "adapter.target_modules: PEFT takes only the last names of what a regular expression matches in "
             yield f"{problem}{model.path}", "list the modules, such as [q_proj, v_proj]"
         return

@@ -344,6 +344,8 @@ def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | No
         return f"the experts of {model.model_type} do not compute each token alone: their loss balances all together"
     if not is_traced(model):
         return f"tiled MLPs are untested with {model.model_type}"
+    if not isinstance(adapter, FullAdapter | LoraAdapter):
+        return f"tiled MLPs are untested with adapter.type={adapter.type}"
     if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora):
         return f"tiled MLPs are untested with adapter.{'dropout' if adapter.dropout else 'use_dora'}"
     if train.pure_bf16:

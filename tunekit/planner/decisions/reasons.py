@@ -33,7 +33,7 @@ from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim, TrainSection
 
@@ -166,16 +166,16 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
         return Reason(
             topic="adapter", choice=f"full, of {', '.join([*parts, *(adapter.unfrozen_parameters or ())])}", why=share
         )
-    choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {_targets_words(adapter)}"
+    choice = f"{adapter.words}, on {_targets_words(adapter)}"
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
-    if adapter.init_lora_weights is not True:
+    if isinstance(adapter, LoraAdapter) and adapter.init_lora_weights is not True:
         choice += f", from {adapter.init_lora_weights}"
-    if adapter.splits_base:
+    if isinstance(adapter, LoraAdapter) and adapter.splits_base:
         share += f"; taken out of the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
     return Reason(topic="adapter", choice=choice, why=share)
 
 
-def _targets_words(adapter: LoraAdapter) -> str:
+def _targets_words(adapter: PeftAdapter) -> str:
     """Return the modules that get an adapter, and those of other ranks and alphas."""
     targets = adapter.target_modules
     words = targets if isinstance(targets, str) else ", ".join(targets)
@@ -183,6 +183,8 @@ def _targets_words(adapter: LoraAdapter) -> str:
         words += f" without {', '.join(adapter.exclude_modules)}"
     if adapter.layers_to_transform:
         words += f" in layers {', '.join(map(str, adapter.layers_to_transform))}"
+    if not isinstance(adapter, LoraAdapter):
+        return words
     for name, pattern in (("rank", adapter.rank_pattern), ("alpha", adapter.alpha_pattern)):
         words += "".join(f"; {name} {value:g} on {module}" for module, value in (pattern or {}).items())
     return words
@@ -193,13 +195,19 @@ def optimizer_reason(recipe: Recipe) -> Reason:
     reason, choice = "set by the recipe", f"{recipe.train.optimizer}, learning rate {recipe.learning_rate:g}"
     if recipe.train.learning_rate is None:
         source = recipe.method.spec.learning_rate.source
-        times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the full fine-tuning rate of "
+        times = "" if isinstance(recipe.adapter, FullAdapter) else _times(recipe.adapter)
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     reason += f"; {recipe.train.lr_scheduler_type} schedule"
     if recipe.train.optimizer in OUR_OPTIMS:
         kept = "8 bits" if recipe.train.optimizer.endswith("8bit") else recipe.train.trained_dtype
         reason += f"; tunekit's AdamW, states in {kept}"
     return Reason(topic="optimizer", choice=choice, why=reason)
+
+
+def _times(adapter: PeftAdapter) -> str:
+    """Return how the default rate of an adapter follows from that of full fine-tuning."""
+    times = adapter.times_rate_of_lora
+    return f"{'' if times == 1 else f'{times} times that of LoRA, '}ten times the full fine-tuning rate of "
 
 
 def learning_rates_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from tunekit.recipe.sections.adapters import Adapter, LoraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
 from tunekit.recipe.sections.section import Conflict, OutputSection, Section, TrainSection
 
@@ -187,10 +187,10 @@ class MethodSection(Section):
         type: str
         trainer_args: dict[str, Any]
 
-    def default_learning_rate(self, adapter: str) -> float:
-        """Return the peak learning rate of a recipe that gives none, by `adapter.type`."""
+    def default_learning_rate(self, adapter: Adapter) -> float:
+        """Return the peak learning rate of a recipe that gives none."""
         rates = self.spec.learning_rate
-        return rates.full if adapter == "full" else rates.lora
+        return rates.full if isinstance(adapter, FullAdapter) else adapter.times_rate_of_lora * rates.lora
 
     @property
     def reference_use(self) -> ReferenceUse:

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -31,6 +31,16 @@ def layer_of(name: str) -> int | None:
     """Return the number of the layer of a module or parameter, the first number in its name; None outside of layers."""
     match = re.search(r"\.(\d+)\.", name)
     return None if match is None else int(match[1])
+
+
+def is_any_of(name: str, endings: Iterable[str]) -> bool:
+    """Return whether a module's name is one of several, or ends in one of them behind a dot."""
+    return any(f".{name}".endswith(f".{ending}") for ending in endings)
+
+
+def pattern_of(patterns: Iterable[str], name: str) -> str | None:
+    """Return the first of several patterns that matches the end of a module's name."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
 class FullAdapter(Section):
@@ -73,10 +83,110 @@ class FullAdapter(Section):
         return not self.is_partial or any(re.search(pattern, name) for pattern in self.unfrozen_parameters or ())
 
 
-class LoraAdapter(Section):
-    """Low-rank adapters on frozen weights (LoRA, arXiv 2106.09685)."""
+Shape = tuple[int, ...]
+
+
+class PeftAdapter(Section):
+    """Adapters of PEFT on frozen weights.
+
+    Which modules get one follows PEFT's rules for names alone. A list matches the ends of names, part by part; a
+    regular expression matches a whole name. A layer's number is the first number in a name.
+    """
 
     shorthand = "type"
+    adapts_experts: ClassVar[bool] = False
+    """True if fused experts and routers get adapters too, by the names of their former linear layers."""
+    times_rate_of_lora: ClassVar[int] = 1
+    """Default learning rate as a multiple of LoRA's."""
+
+    type: str
+    """Kind of adapter."""
+
+    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    """Modules to adapt: `all-linear` (every linear layer except the LM head), a list of name suffixes such as
+    [q_proj, v_proj], or a regular expression that matches whole names of linear layers."""
+
+    exclude_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Modules of `target_modules` to leave out, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
+
+    layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
+    """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
+
+    modules_to_save: list[str] | None = None
+    """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
+
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern", check_fields=False)
+    @classmethod
+    def _compiles(cls, value: Any) -> Any:
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+        return value
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        if self.layers_to_transform and self.target_regex is not None:
+            what = "does not apply to a regular expression in target_modules"
+            yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
+
+    def targets(self, name: str) -> bool:
+        """Return whether a linear layer gets an adapter, as far as that depends on its name."""
+        if is_any_of(name, self.exclude_modules or ()):
+            return False
+        targets = self.target_modules
+        if self.target_regex is not None:
+            return re.fullmatch(self.target_regex, name) is not None
+        if targets != ALL_LINEAR and name in targets:
+            return True
+        is_named = targets == ALL_LINEAR or is_any_of(name, targets)
+        return is_named and (self.layers_to_transform is None or layer_of(name) in self.layers_to_transform)
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a module's adapter; 0 where that is no product of two trained matrices."""
+        return 0
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shapes of what is trained of a linear layer, by PEFT's name for it.
+
+        Args:
+            name: Name of the layer.
+            outputs: Its outputs.
+            inputs: Its inputs.
+        """
+        raise NotImplementedError
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        raise NotImplementedError
+
+    @property
+    def splits_base(self) -> bool:
+        """True if adapters begin with parts of the base weights."""
+        return False
+
+    @property
+    def as_saved(self) -> Self:
+        """The section of the adapter that is saved."""
+        return self
+
+    @property
+    def chooses_by_name(self) -> bool:
+        """True if modules are chosen or ranked by more than their last names."""
+        return bool(self.target_regex or self.exclude_modules or self.layers_to_transform)
+
+    @property
+    def target_regex(self) -> str | None:
+        """The regular expression in `target_modules`; None where it is something else."""
+        targets = self.target_modules
+        return targets if isinstance(targets, str) and targets != ALL_LINEAR else None
+
+
+class LoraAdapter(PeftAdapter):
+    """Low-rank adapters on frozen weights (LoRA, arXiv 2106.09685)."""
+
+    adapts_experts = True
 
     type: Literal["lora"] = "lora"
     """Low-rank adaptation."""
@@ -97,16 +207,6 @@ class LoraAdapter(Section):
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
     """Other alphas by module, named as in `rank_pattern`."""
 
-    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
-    """Modules to adapt: `all-linear` (every linear layer except the LM head), a list of name suffixes such as
-    [q_proj, v_proj], or a regular expression that matches whole names of linear layers."""
-
-    exclude_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Modules of `target_modules` to leave out, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
-
-    layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
-    """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
-
     init_lora_weights: InitLoraWeights = True
     """Initial matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to each other,
     or parts of the base weights, which are frozen without them: `olora` by QR (arXiv 2406.01775), `pissa` by SVD (arXiv
@@ -122,24 +222,6 @@ class LoraAdapter(Section):
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = None
     """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
     2402.12354). Default: the same rate for all."""
-
-    modules_to_save: list[str] | None = None
-    """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
-
-    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
-    @classmethod
-    def _compiles(cls, value: Any) -> Any:
-        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
-        return value
-
-    def _conflicts_within(self) -> Iterator[Conflict]:
-        if self.layers_to_transform and self.target_regex is not None:
-            what = "does not apply to a regular expression in target_modules"
-            yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
 
     @property
     def splits_base(self) -> bool:
@@ -167,13 +249,24 @@ class LoraAdapter(Section):
     @property
     def chooses_by_name(self) -> bool:
         """True if modules are chosen or ranked by more than their last names."""
-        return bool(self.target_regex or self.exclude_modules or self.layers_to_transform or self.rank_pattern)
+        return super().chooses_by_name or bool(self.rank_pattern)
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a module's adapter."""
+        patterns = self.rank_pattern or {}
+        pattern = pattern_of(patterns, name)
+        return self.rank if pattern is None else patterns[pattern]
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shapes of the two matrices (section 4.1), and of DoRA's magnitudes (arXiv 2402.09353)."""
+        rank = self.rank_of(name)
+        shapes: dict[str, Shape] = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
+        return shapes | ({"lora_magnitude_vector": (outputs,)} if self.use_dora else {})
 
     @property
-    def target_regex(self) -> str | None:
-        """The regular expression in `target_modules`; None where it is something else."""
-        targets = self.target_modules
-        return targets if isinstance(targets, str) and targets != ALL_LINEAR else None
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        return f"{self.type}, rank {self.rank}, alpha {self.alpha:g}"
 
 
 class QloraAdapter(LoraAdapter):
@@ -189,5 +282,87 @@ class QloraAdapter(LoraAdapter):
     """Quantize the quantization constants too: saves about 0.05 bytes per weight."""
 
 
-Adapter = Annotated[FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(type_alone)]
+class Ia3Adapter(PeftAdapter):
+    """Learned factors of the outputs or inputs of linear layers ((IA)3, arXiv 2205.05638)."""
+
+    times_rate_of_lora = 10  # The paper trains with 3e-3.
+
+    type: Literal["ia3"] = "ia3"
+    """Learned factors of activations."""
+
+    feedforward_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Adapted modules whose inputs are multiplied instead of their outputs, by name suffixes such as [down_proj]."""
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shape of the factors of a layer."""
+        return {"ia3_l": (1, inputs) if self.scales_input(name) else (outputs, 1)}
+
+    def scales_input(self, name: str) -> bool:
+        """Return whether the inputs of a layer are multiplied."""
+        return is_any_of(name, self.feedforward_modules or ())
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        inputs = f", of inputs of {', '.join(self.feedforward_modules)}" if self.feedforward_modules else ""
+        return f"{self.type}, factors of outputs{inputs}"
+
+
+class VeraAdapter(PeftAdapter):
+    """Trained vectors around two random matrices that all layers share (VeRA, arXiv 2310.11454)."""
+
+    times_rate_of_lora = 10  # A choice by analogy with (IA)3, whose vectors are scales too.
+
+    type: Literal["vera"] = "vera"
+    """Trained vectors around shared random matrices."""
+
+    rank: Annotated[int, Field(gt=0)] = 256
+    """Rank of the two random matrices. A layer trains this number of values and one for each of its outputs."""
+
+    d_initial: Annotated[float, Field(gt=0)] = 0.1
+    """Initial factors between the two matrices. The factors of outputs begin at 0."""
+
+    projection_prng_key: Annotated[int, Field(ge=0)] = 0
+    """Seed of the random matrices, which are saved with the adapter."""
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shapes of the two vectors of a layer."""
+        return {"vera_lambda_b": (outputs,), "vera_lambda_d": (self.rank,)}
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        return f"{self.type}, rank {self.rank}"
+
+
+class OftAdapter(PeftAdapter):
+    """Rotations of the inputs of linear layers, block by block (OFT, arXiv 2306.07280, and OFTv2, arXiv 2506.19847)."""
+
+    type: Literal["oft"] = "oft"
+    """Orthogonal fine-tuning."""
+
+    oft_block_size: Annotated[int, Field(gt=1)] = 32
+    """Inputs that are rotated together. It divides the inputs of every adapted layer."""
+
+    block_share: bool = False
+    """Rotate all blocks of a layer alike."""
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shape of the values above the diagonal of the skew-symmetric matrix of each block."""
+        size = self.oft_block_size
+        return {"oft_R": (1 if self.block_share else inputs // size, size * (size - 1) // 2)}
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        return f"{self.type}, blocks of {self.oft_block_size}{' alike' if self.block_share else ''}"
+
+
+_Any = FullAdapter | LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter
+Adapter = Annotated[_Any, Field(discriminator="type"), BeforeValidator(type_alone)]
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
+
+AnyPeftAdapter = Annotated[
+    LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter, Field(discriminator="type")
+]
+"""The adapters among them."""
