@@ -51,7 +51,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.circumstances import ROOT, circumstances, in_words
 from benchmarks.tiny_models import MULTIMODAL, auto_class, tiny_model
-from tests.processes import in_processes
+from tests.processes import PRELOADED, in_processes
 from tests.tiny import make_tokenizer
 from tunekit.estimates.models.model_config import read_past_of
 from tunekit.models.load import complete_outputs
@@ -77,6 +77,10 @@ WORSE = ["Five, I believe.", "Green", "No", "It was somebody else, long ago"]
 
 Row = tuple[list[int], list[int]]
 """Token ids of a row, and its labels."""
+
+
+IN_TWO = "in two processes"
+"""Word of a type's process that asks for two others."""
 
 
 class Other(Exception):
@@ -180,14 +184,17 @@ def checked(model_type: str, only: list[str], seconds: float) -> dict[str, dict[
         seconds: What each may take.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.models", "tunekit.training.build_trainer", "trl", "peft"])
-    answers = context.Queue()
-    process = context.Process(target=_check, args=(model_type, only, answers))
+    context.set_forkserver_preload(["benchmarks.models", "tunekit.api.verbs", *PRELOADED])
+    answers, trained = context.Queue(), context.Queue()
+    process = context.Process(target=_check, args=(model_type, only, answers, trained))
     process.start()
     results: dict[str, dict[str, Any]] = {}
     for run in only:
         try:
             verdict, detail = answers.get(timeout=seconds)
+            if verdict == IN_TWO:
+                trained.put(_trained_in_two(detail))
+                verdict, detail = answers.get(timeout=seconds)
         except queue.Empty:
             verdict, detail = ("timeout", "") if process.is_alive() else ("crash", f"exit {process.exitcode}")
         results[run] = {"verdict": verdict, "detail": detail}
@@ -198,8 +205,32 @@ def checked(model_type: str, only: list[str], seconds: float) -> dict[str, dict[
     return results
 
 
-def _check(model_type: str, only: list[str], answers: Any) -> None:
-    """Check a type and put a verdict for each run."""
+def _trained_in_two(run: str) -> str | None:
+    """Train a run in two processes, which have the libraries of this one, and return how they failed."""
+    try:
+        in_processes(2, _worked, Path(run))
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _check(model_type: str, only: list[str], answers: Any, trained: Any) -> None:
+    """Check a type and put a verdict for each run, and before that what is to be trained in two processes.
+
+    Args:
+        model_type: The type.
+        only: Names of `RUNS`.
+        answers: Queue of what is put.
+        trained: Queue of how the two processes failed, or None.
+    """
+    global _train_in_two
+
+    def asked(run: Path) -> None:
+        answers.put((IN_TWO, str(run)))
+        failure = trained.get()
+        assert failure is None, failure
+
+    _train_in_two = asked
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -410,6 +441,11 @@ def _dpo_loss(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+def _train_in_two(run: Path) -> None:
+    """Train a run in two processes."""
+    in_processes(2, _worked, run)
+
+
 def _in_two(strategy: str) -> Callable[[], str]:
     def run() -> str:
         from tunekit.api import verbs
@@ -418,7 +454,7 @@ def _in_two(strategy: str) -> Callable[[], str]:
         if not (Path("lora") / "model").exists():
             raise Other("not compared", "the run in one process did not train")
         prepared = verbs.make_run(recipe(strategy, adapter=LORA, parallel={"num_processes": 2, "strategy": strategy}))
-        in_processes(2, _worked, prepared.path.resolve())
+        _train_in_two(prepared.path.resolve())
         one, two = (_tensors(Path(name) / "model") for name in ("lora", strategy))
         gradients = {name: -value / RATE for name, value in one.items() if _is_b(name)}
         moved = {name: -two[name] / RATE for name in gradients}
