@@ -89,9 +89,8 @@ def _faults(
 ) -> Iterator[tuple[str, str | None]]:
     """Yield what is wrong with a recipe on this device with this model, each with its remedy."""
     device, train = hardware.device, recipe.train
-    yield from backends.isolation_faults(recipe.data, model, attention)
     yield from backends.kernels_faults(recipe, hardware, model)
-    yield from backends.compile_faults(recipe, hardware)
+    yield from backends.compile_faults(recipe, hardware, model, attention)
     yield from _position_faults(recipe, model)
     yield from _changed_faults(recipe)
     yield from _token_faults(recipe, model)
@@ -287,15 +286,14 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter):
         yield from _qlora_refusals(recipe.adapter, setting.model, layout)
-    if (
-        layout.strategy == "zero3"
-        and backends.lies_in_one_row(recipe.data)
-        and backends.runs_by_document(setting.model)
-    ):
+    repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))
+    if repeated is not None and (layout.strategy == "zero3" or (is_fsdp2 and repeated == "the decoder")):
+        name, key = "FSDP2" if is_fsdp2 else "ZeRO-3", "data.packing" if recipe.data.packing else "data.padding_free"
         why = (
-            f"ZeRO-3 gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
+            f"{name} gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
         )
-        yield f"{why}, of which processes have different numbers", "use fsdp2, or set data.packing=false"
+        other = "ddp" if repeated == "the decoder" else "fsdp2"
+        yield f"{why}, of which processes have different numbers", f"use {other}, or set {key}=false"
     if is_fsdp2 and setting.model.model_type in model_types().shares_head_bias:
         yield (
             f"FSDP2 does not shard the head of {setting.model.model_type}, whose bias another module shares",
