@@ -132,7 +132,8 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
     """Refuse a scaling that the model cannot have, and more tokens than it has positions."""
     section, rope = model.loaded_for(recipe.model).rope_scaling, model.rotary
     if section is not None and rope is None:
-        yield f"model.rope_scaling: {model.path} has no rotary embeddings", "unset it"
+        # Those of other layers (Beam's, with sliding windows) do not depend on the length of a row.
+        yield f"model.rope_scaling: {model.path} has no rotary embeddings where a layer sees all tokens", "unset it"
         return
     if section is not None and rope is not None:
         for name, what, hint in rope_faults(rope, section, model.model_type):
