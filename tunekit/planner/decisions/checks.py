@@ -295,11 +295,6 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         )
         other = "ddp" if repeated == "the decoder" else "fsdp2"
         yield f"{why}, of which processes have different numbers", f"use {other}, or set {key}=false"
-    if is_fsdp2 and setting.model.model_type in model_types().shares_head_bias:
-        yield (
-            f"FSDP2 does not shard the head of {setting.model.model_type}, whose bias another module shares",
-            "use ddp",
-        )
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
         yield f"{optim} does not support sharded tensors", f"use train.optim={closest}"

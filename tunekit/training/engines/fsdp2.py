@@ -171,6 +171,28 @@ def untie_head(trainer: Trainer) -> None:
             config.tie_word_embeddings = False
 
 
+def hide_shared_head(trainer: Trainer) -> None:
+    """Keep a head in the unit of the whole model where its bias is a parameter of another module too (BERT).
+
+    Accelerate makes units of the embedding and of the head that the model names (1.15, `fsdp2_prepare_model`), and
+    torch takes no parameter that is in two units. The embedding, whose table the head may share, stays with it.
+    """
+    model = trainer.model
+    bias = None if (head := model.get_output_embeddings()) is None else head.bias
+    owners = [module for module in model.modules() if any(own is bias for own in module.parameters(recurse=False))]
+    if len(owners) > 1:
+        vars(model).update(dict.fromkeys(_NAMED, lambda: None))
+
+
+def show_shared_head(trainer: Trainer) -> None:
+    """Have a model name its embedding and head again, once it is wrapped."""
+    for name in _NAMED & vars(trainer.model).keys():
+        del vars(trainer.model)[name]
+
+
+_NAMED = {"get_input_embeddings", "get_output_embeddings"}
+
+
 def gather_head(trainer: Trainer) -> None:
     """See that a trained head is whole when TRL takes its weight, where nothing else gathers it. Once it is wrapped.
 
