@@ -156,6 +156,16 @@ def test_sharded_weights_are_not_gathered_once_for_each_document(strategy):
         resolve(Recipe.model_validate(asked), two, bloom, ROWS)
 
 
+def test_adapters_of_a_layer_at_several_places_are_not_sharded():
+    two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
+    asked = recipe().model_dump() | {"parallel": {"strategy": "fsdp2"}, "adapter": {"type": "lora"}}
+    with pytest.raises(
+        PlanError, match=r"Accelerate loses adapters of the layer that zamba has .*; use ddp$"
+    ):
+        resolve(Recipe.model_validate(asked), two, model("zamba"), ROWS)
+    resolve(Recipe.model_validate(asked | {"adapter": {"type": "full"}}), two, model("zamba"), ROWS)
+
+
 @pytest.mark.parametrize(
     ("facts", "repeated"), [(model("bloom"), "the decoder"), (model("lfm2", "conv"), "a layer with a state")]
 )

@@ -295,6 +295,9 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         )
         other = "ddp" if repeated == "the decoder" else "fsdp2"
         yield f"{why}, of which processes have different numbers", f"use {other}, or set {key}=false"
+    if is_fsdp2 and not is_full and setting.model.model_type in model_types().shares_layers:
+        why = f"Accelerate loses adapters of the layer that {setting.model.model_type} has at several places"
+        yield why, "use ddp"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
         yield f"{optim} does not support sharded tensors", f"use train.optim={closest}"
@@ -386,7 +389,7 @@ def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]
         return
     if layout.strategy not in ("single", "ddp"):
         why = f"PEFT reads the rows of new tokens out of whole tables, which {layout.strategy} does not keep"
-        yield why, "use ddp, or adapter.type=full"
+        yield why, "use ddp"
     if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
         why = "PEFT does not hold two adapters that train the rows of the same new tokens"
         yield why, "use adapter.type=full, or start from the adapter's export, merged"
