@@ -159,9 +159,7 @@ def test_sharded_weights_are_not_gathered_once_for_each_document(strategy):
 def test_adapters_of_a_layer_at_several_places_are_not_sharded():
     two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
     asked = recipe().model_dump() | {"parallel": {"strategy": "fsdp2"}, "adapter": {"type": "lora"}}
-    with pytest.raises(
-        PlanError, match=r"Accelerate loses adapters of the layer that zamba has .*; use ddp$"
-    ):
+    with pytest.raises(PlanError, match=r"Accelerate loses adapters of the layer that zamba has .*; use ddp$"):
         resolve(Recipe.model_validate(asked), two, model("zamba"), ROWS)
     resolve(Recipe.model_validate(asked | {"adapter": {"type": "full"}}), two, model("zamba"), ROWS)
 
