@@ -33,6 +33,7 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import sys
 import tempfile
 import traceback
@@ -51,7 +52,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.circumstances import ROOT, circumstances, in_words
 from benchmarks.tiny_models import MULTIMODAL, auto_class, tiny_model
-from tests.processes import in_processes
+from tests.processes import PRELOADED, in_processes
 from tests.tiny import make_tokenizer
 from tunekit.estimates.models.model_config import read_past_of
 from tunekit.models.load import complete_outputs
@@ -75,8 +76,15 @@ CHATS = [
 ]
 WORSE = ["Five, I believe.", "Green", "No", "It was somebody else, long ago"]
 
+Runs = dict[str, dict[str, Any]]
+"""Results of a type by the names of runs: `verdict`, `detail` and `commit`."""
+
 Row = tuple[list[int], list[int]]
 """Token ids of a row, and its labels."""
+
+
+IN_TWO = "in two processes"
+"""Word of a type's process that asks for two others."""
 
 
 class Other(Exception):
@@ -94,6 +102,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} of saved results, and check nothing")
     args = parser.parse_args()
     if args.page:
+        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
         return
     names = args.model_type or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
@@ -131,39 +140,96 @@ def page(saved: Mapping[str, Any]) -> str:
     Args:
         saved: What `--save` wrote.
     """
-    types: dict[str, dict[str, Any]] = saved["types"]
+    types: dict[str, Runs] = saved["types"]
     built = {name: runs for name, runs in types.items() if all(r["verdict"] != "not built" for r in runs.values())}
     versions = ", ".join(f"{name} {number}" for name, number in saved["versions"].items())
-    shown = [run for run in RUNS if run != "kernels"]
+    causal = {name: runs for name, runs in built.items() if name not in MULTIMODAL}
+    missing = sorted(set(types) - set(built))
     lines = [
         "# Models",
         "",
         "Every causal language model of the installed Transformers, tiny and of random weights, trained for a step and",
         "compared with plain Transformers and PEFT in float32: first loss to 1e-4, gradients to 1e-3 of the largest.",
-        "`yes`: the same (GRPO: it ran). `refused`: by the plan or before the first step, with the reason below. An",
-        "empty cell was not run. What each run is: `benchmarks/models.py`.",
+        "What each column is: `benchmarks/models.py`.",
         "",
         f"{saved['date']}, {saved['machine']['device']}, {versions}. `python -m benchmarks.models --save`.",
         "",
-        f"| type | {' | '.join(shown)} | kernels |",
-        f"|---|{'---|' * (len(shown) + 1)}",
+        f"Of {len(causal)} causal types, {_same(causal, 'lora')} train LoRA as plain Transformers and PEFT do. These",
+        f"pass the other runs, where they were run: {_shares(causal)}",
+        "",
+        "`yes`: the same (GRPO: it ran). `refused`: with the reason below. An empty cell was not run.",
+        "",
+        *_rows(causal),
+        "",
+        "## Models of pictures and sound, trained on text",
+        "",
+        *_rows({name: runs for name, runs in built.items() if name in MULTIMODAL}),
+        "",
+        "## Refused",
+        "",
+        *_refusals(built),
+        "",
+        "## Kernels",
+        "",
+        "tunekit's kernels that computed in the run of LoRA.",
+        "",
+        *_kernels_of(built),
+        "",
+        "## Not built",
+        "",
+        f"Transformers computes no loss of these {len(missing)} types at the sizes tried: {', '.join(missing)}.",
     ]
+    left = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL} - set(types))
+    if left:
+        lines += ["", "## Not run", "", f"{', '.join(left)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _same(types: Mapping[str, Runs], run: str) -> int:
+    return sum(runs[run]["verdict"] == "same" for runs in types.values() if run in runs)
+
+
+def _shares(types: Mapping[str, Runs]) -> str:
+    """Return how many of the types that train LoRA pass each of the other runs, of those that were run."""
+    train = {name: runs for name, runs in types.items() if runs.get("lora", {}).get("verdict") == "same"}
+    ran = {run: sum(run in runs for runs in train.values()) for run in SHOWN if run not in ("lora", "grpo")}
+    return f"{', '.join(f'{run} {_same(train, run)} of {num}' for run, num in ran.items())}."
+
+
+def _rows(types: Mapping[str, Runs]) -> list[str]:
     words = {"same": "yes", "runs": "yes", "not compared": ""}
-    for name, runs in built.items():
-        cells = [runs[run]["verdict"] if run in runs else "" for run in shown]
-        kernels = runs["kernels"]["detail"] if "kernels" in runs else ""
-        lines.append(f"| {name} | {' | '.join(words.get(cell, cell) for cell in cells)} | {kernels} |")
-    lines += ["", "## Refused", ""]
-    for name, runs in built.items():
-        reasons: dict[str, list[str]] = {}
+    lines = [f"| type | {' | '.join(SHOWN)} |", f"|---|{'---|' * len(SHOWN)}"]
+    for name, runs in types.items():
+        cells = [runs[run]["verdict"] if run in runs else "" for run in SHOWN]
+        lines.append(f"| {name} | {' | '.join(words.get(cell, cell) for cell in cells)} |")
+    return lines
+
+
+def _refusals(types: Mapping[str, Runs]) -> list[str]:
+    """Return a line for each reason, with its types and their runs."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for name, runs in types.items():
         for run, result in runs.items():
             if result["verdict"] == "refused":
-                reasons.setdefault(_reason(result["detail"]), []).append(run)
-        lines += [f"- {name}, {' '.join(refused)}: {reason}" for reason, refused in reasons.items()]
-    missing = sorted(set(types) - set(built))
-    lines += ["", "## Not built", ""]
-    lines += [f"Transformers computes no loss of these {len(missing)} types at the sizes tried: {', '.join(missing)}."]
-    return "\n".join(lines) + "\n"
+                reason = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "TYPE", _reason(result["detail"]))
+                reasons.setdefault(reason, {}).setdefault(name, []).append(run)
+    lines = []
+    for reason, refused in reasons.items():
+        groups: dict[str, list[str]] = {}
+        for name, runs in refused.items():
+            groups.setdefault(", ".join(runs), []).append(name)
+        whose = "; ".join(f"{', '.join(names)} ({columns})" for columns, names in groups.items())
+        lines.append(f"- {reason}: {whose}")
+    return lines
+
+
+def _kernels_of(types: Mapping[str, Runs]) -> list[str]:
+    """Return a line for each set of kernels, with its types."""
+    groups: dict[str, list[str]] = {}
+    for name, runs in types.items():
+        if "kernels" in runs:
+            groups.setdefault(runs["kernels"]["detail"] or "none", []).append(name)
+    return [f"- {kernels}: {', '.join(names)}" for kernels, names in sorted(groups.items())]
 
 
 def _reason(detail: str) -> str:
@@ -180,14 +246,17 @@ def checked(model_type: str, only: list[str], seconds: float) -> dict[str, dict[
         seconds: What each may take.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.models", "tunekit.training.build_trainer", "trl", "peft"])
-    answers = context.Queue()
-    process = context.Process(target=_check, args=(model_type, only, answers))
+    context.set_forkserver_preload(["benchmarks.models", "tunekit.api.verbs", *PRELOADED])
+    answers, trained = context.Queue(), context.Queue()
+    process = context.Process(target=_check, args=(model_type, only, answers, trained))
     process.start()
     results: dict[str, dict[str, Any]] = {}
     for run in only:
         try:
             verdict, detail = answers.get(timeout=seconds)
+            if verdict == IN_TWO:
+                trained.put(_trained_in_two(detail))
+                verdict, detail = answers.get(timeout=seconds)
         except queue.Empty:
             verdict, detail = ("timeout", "") if process.is_alive() else ("crash", f"exit {process.exitcode}")
         results[run] = {"verdict": verdict, "detail": detail}
@@ -198,8 +267,32 @@ def checked(model_type: str, only: list[str], seconds: float) -> dict[str, dict[
     return results
 
 
-def _check(model_type: str, only: list[str], answers: Any) -> None:
-    """Check a type and put a verdict for each run."""
+def _trained_in_two(run: str) -> str | None:
+    """Train a run in two processes, which have the libraries of this one, and return how they failed."""
+    try:
+        in_processes(2, _worked, Path(run))
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _check(model_type: str, only: list[str], answers: Any, trained: Any) -> None:
+    """Check a type and put a verdict for each run, and before that what is to be trained in two processes.
+
+    Args:
+        model_type: The type.
+        only: Names of `RUNS`.
+        answers: Queue of what is put.
+        trained: Queue of how the two processes failed, or None.
+    """
+    global _train_in_two
+
+    def asked(run: Path) -> None:
+        answers.put((IN_TWO, str(run)))
+        failure = trained.get()
+        assert failure is None, failure
+
+    _train_in_two = asked
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -410,6 +503,11 @@ def _dpo_loss(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+def _train_in_two(run: Path) -> None:
+    """Train a run in two processes."""
+    in_processes(2, _worked, run)
+
+
 def _in_two(strategy: str) -> Callable[[], str]:
     def run() -> str:
         from tunekit.api import verbs
@@ -418,7 +516,7 @@ def _in_two(strategy: str) -> Callable[[], str]:
         if not (Path("lora") / "model").exists():
             raise Other("not compared", "the run in one process did not train")
         prepared = verbs.make_run(recipe(strategy, adapter=LORA, parallel={"num_processes": 2, "strategy": strategy}))
-        in_processes(2, _worked, prepared.path.resolve())
+        _train_in_two(prepared.path.resolve())
         one, two = (_tensors(Path(name) / "model") for name in ("lora", strategy))
         gradients = {name: -value / RATE for name, value in one.items() if _is_b(name)}
         moved = {name: -two[name] / RATE for name in gradients}
@@ -446,6 +544,9 @@ RUNS: dict[str, Callable[[], str]] = {
     "export": _export,
     "kernels": _kernels,
 }
+
+SHOWN = [run for run in RUNS if run != "kernels"]
+"""Columns of the page."""
 
 
 def _model(folder: Path = Path("model")) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, tables, train, webui
+from benchmarks import kernels, models, tables, train, webui
 from tests.kernels.interpreter import interpreted
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +68,27 @@ def test_the_web_ui_reads_the_events_of_a_run_once(capsys):
 
 def test_the_readme_has_the_tables_that_the_results_make():
     assert tables.block() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_models_is_made_of_the_results():
+    saved = json.loads(models.RESULTS.read_text(encoding="utf-8"))
+    assert models.PAGE.read_text(encoding="utf-8") == models.page(saved)
+
+
+def test_the_page_of_models_tells_what_failed():
+    same = {"verdict": "same", "detail": "loss 1, 0e+00"}
+    why = "PlanError: TYPE is refused; use ddp (checks.py:84)"
+    types = {
+        "bert": {"lora": same, "fsdp2": {"verdict": "refused", "detail": why.replace("TYPE", "bert")}},
+        "ernie": {"lora": same, "fsdp2": {"verdict": "refused", "detail": why.replace("TYPE", "ernie")}},
+        "llama": {"lora": same, "fsdp2": {"verdict": "crash", "detail": "KeyError: 'x' (train.py:1)"}},
+        "blt": {"lora": {"verdict": "not built", "detail": "AttributeError: (x.py:1)"}},
+    }
+    page = models.page({"date": "2026-01-02", "machine": {"device": "X"}, "versions": {"torch": "2"}, "types": types})
+    assert "Of 3 causal types, 3 train LoRA" in page and "fsdp2 0 of 3" in page
+    assert "| llama | yes |  |  |  |  |  |  | crash |  |" in page
+    assert "- TYPE is refused; use ddp: bert, ernie (fsdp2)" in page
+    assert "these 1 types at the sizes tried: blt." in page
 
 
 def test_without_results_nothing_is_claimed(tmp_path):

@@ -130,7 +130,8 @@ def test_too_long_rows_are_refused_with_the_factor_that_takes_them(name, hint):
 
 def test_a_model_without_rotary_embeddings_cannot_have_them_scaled():
     learned = known_model("meta-llama/Llama-3.2-1B").model_copy(update={"rope": None, "path": "gpt2"})
-    with pytest.raises(PlanError, match=r"model\.rope_scaling: gpt2 has no rotary embeddings; unset it"):
+    words = "gpt2 has no rotary embeddings where a layer sees all tokens; unset it"
+    with pytest.raises(PlanError, match=rf"model\.rope_scaling: {words}"):
         resolve(recipe(model={"path": "m", "rope_scaling": {"factor": 2.0}}), LAPTOP, learned, ROWS)
 
 

@@ -199,7 +199,7 @@ def test_weights_that_a_checkpoint_lacks_are_not_random(kind, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=4)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["axk2", "big_bird", "deepseek_v32", "qwen4_exp", "llama"])
+@pytest.mark.parametrize("kind", ["axk2", "big_bird", "deepseek_v32", "phi4_multimodal", "qwen4_exp", "trocr", "llama"])
 def test_all_that_is_trained_has_a_gradient_and_is_planned(kind, adapter, tmp_path):
     """DDP waits for the gradient of each; without one it exchanges none of its bucket."""
     tiny_model(kind).save_pretrained(tmp_path)

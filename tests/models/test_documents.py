@@ -1,4 +1,4 @@
-"""Layers that carry a state along a row: each document of a row has the logits that it has alone."""
+"""Each document of a row has the logits that it has alone, whatever a layer or an attention sees."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from benchmarks.tiny_models import tiny_model
 from tests.estimates.shapes import H100, LLAMA_1B
 from tests.planner.golden import ROWS, recipe
 from tunekit.models.attention import register_packed_attention
-from tunekit.models.documents import layers_with_state, run_by_document
-from tunekit.models.load import attach_adapter
+from tunekit.models.documents import layers_with_state, run_by_document, run_decoder_by_document
+from tunekit.models.load import attach_adapter, keep_positions
 from tunekit.planner.decisions.backends import families
 from tunekit.planner.plan import VARLEN
 from tunekit.planner.resolve import resolve
@@ -52,6 +52,33 @@ def test_each_document_has_the_logits_that_it_has_alone(family):
         together = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         expected = torch.cat([torch.cat(alone, dim=1), torch.cat(alone[::-1], dim=1)])
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    "family", ["bert", "bloom", "deepseek_v32", "deepseek_v4", "glm4v", "prophetnet", "roberta", "rwkv", "xlm", "xlnet"]
+)
+def test_a_decoder_gives_each_document_the_logits_that_it_has_alone(family):
+    model = tiny_model(family).eval()
+    alone = [model(input_ids=part, use_cache=False).logits for part in documents()]
+    run_decoder_by_document(model)
+    ids, positions = in_one_row()
+    together = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert torch.equal(together, torch.cat([torch.cat(alone, dim=1), torch.cat(alone[::-1], dim=1)]))
+    first = torch.arange(9)[None]
+    assert torch.equal(model(input_ids=documents()[0], position_ids=first, use_cache=False).logits, alone[0])
+
+
+def test_a_decoder_by_document_gives_the_scores_of_all_routers():
+    model = tiny_model("mixtral").eval()
+    alone = [model(input_ids=part, use_cache=False, output_router_logits=True) for part in documents()]
+    run_decoder_by_document(model)
+    ids, positions = in_one_row()
+    row = {"input_ids": ids[:1], "position_ids": positions[:1], **boundaries()}
+    together = model(**row, use_cache=False, output_router_logits=True)
+    assert together.past_key_values is None
+    for layer, scores in enumerate(together.router_logits):
+        assert torch.equal(scores, torch.cat([output.router_logits[layer] for output in alone]))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -101,3 +128,18 @@ def test_a_plan_says_that_layers_run_once_for_each_document():
     assert not resolve(recipe(**asked), H100, model, ROWS).by_document
     attends = model.model_copy(update={"layer_types": ("full_attention",) * 16})
     assert not resolve(recipe(data={"packing": True}, **asked), H100, attends, ROWS).by_document
+
+
+@pytest.mark.parametrize("family", ["roberta", "xglm"])
+def test_positions_are_counted_from_the_padding_token_that_they_were_made_with(family):
+    model = tiny_model(family)
+    own, model.config.pad_token_id = model.config.pad_token_id, 99
+    keep_positions(model, model.config)
+    assert model.config.pad_token_id == own == 1
+
+
+def test_a_llama_has_the_padding_token_of_its_tokenizer():
+    model = tiny_model("llama", pad_token_id=7)
+    model.config.pad_token_id = 99
+    keep_positions(model, model.config)
+    assert model.config.pad_token_id == 99

@@ -1,10 +1,12 @@
-"""The models that the plan will not pack are those that were measured, and the measurement can be made again."""
+"""The models whose documents are computed one by one are those that were measured, and can be measured again."""
 
 import json
 
 import pytest
+import torch
 
 from benchmarks.isolation import RESULTS, measure
+from benchmarks.tiny_models import tiny_model
 from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts
@@ -29,10 +31,20 @@ def test_the_plan_knows_what_was_measured():
         for attention, verdict in verdicts.items()
         if verdict not in ("unsupported", "not measured") and attention != "varlen"
     }
-    measured = {key: VERDICTS[key[0]][key[1]] == "isolates" for key in claimed}
+    counts = families()["own_positions"]
+    measured = {key: VERDICTS[key[0]][key[1]] == "isolates" and key[0] not in counts for key in claimed}
     assert claimed == measured
     assert sum(measured.values()) > 250
     assert len({model_type for model_type, _ in measured}) > 150
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model_type", [*sorted(families()["own_positions"]), "bert", "opt", "roc_bert"])
+def test_positions_that_begin_at_0_are_another_models_own(model_type):
+    known, ids = tiny_model(model_type).eval(), torch.arange(5, 25)[None]
+    own = known(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    from_0 = known(input_ids=ids, position_ids=torch.arange(20)[None]).logits
+    assert torch.allclose(own, from_0) == (model_type not in families()["own_positions"])
 
 
 def test_own_attention_is_for_models_that_were_seen_to_be_right_with_it():
@@ -106,46 +118,69 @@ def recipe(attention="auto", **data):
     return Recipe.model_validate({"model": section, "data": {"train": "chats.jsonl", "max_length": 256, **data}})
 
 
-REFUSED = {
-    "state": (
-        recipe(packing=True),
-        model("rwkv"),
-        "data.packing: documents in one row would attend to each other in m: rwkv layers carry state "
-        "from one document to the next; set data.packing=false",
-    ),
+BY_DOCUMENT = {
+    "state": (recipe(packing=True), model("rwkv"), "rwkv layers carry state from one document to the next"),
     "layer-types": (
         recipe(padding_free=True),
         model("new", "full_attention", "mamba"),
-        "data.padding_free: documents in one row would attend to each other in m: its mamba layers do not "
-        "separate documents; set data.padding_free=false",
+        "its mamba layers do not separate documents",
     ),
-    "code": (
-        recipe(packing=True),
-        model("bloom"),
-        "data.packing: documents in one row would attend to each other in m: the code of bloom does not "
-        "separate documents; set data.packing=false",
-    ),
+    "code": (recipe(packing=True), model("bloom"), "the code of bloom does not separate documents"),
     "mask": (
         recipe("eager", packing=True),
         model("gpt_oss", "full_attention", "sliding_attention"),
-        "data.packing: documents in one row would attend to each other in m: the code of gpt_oss does not "
-        "separate documents with eager; set data.packing=false, or use flash_attention_2 on a device that supports it",
+        "the code of gpt_oss does not separate documents with eager",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_plan_refuses_one_row_for_documents_that_would_see_each_other(name):
-    asked, facts, message = REFUSED[name]
+@pytest.mark.parametrize("name", BY_DOCUMENT)
+def test_the_decoder_runs_once_for_each_of_documents_that_would_see_each_other(name):
+    asked, facts, why = BY_DOCUMENT[name]
+    plan = resolve(asked, LAPTOP, facts, ROWS)
+    (reason,) = (reason for reason in plan.reasons if reason.topic == "documents")
+    assert plan.decoder_by_document and not plan.by_document
+    assert reason.choice == "the decoder runs once for each"
+    assert reason.why.startswith(f"{why}; no faster than without packing")
+    assert reason.why.endswith("but for flash_attention_2 where it is supported") == (name == "mask")
+    plain = resolve(recipe(asked.model.attn_implementation), LAPTOP, facts, ROWS)
+    assert not plain.decoder_by_document and not plain.padding_free
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_sharded_weights_are_not_gathered_once_for_each_document(strategy):
+    bloom = model("bloom")
+    two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
+    asked = recipe(packing=True).model_dump() | {"parallel": {"strategy": strategy}}
+    with pytest.raises(PlanError, match=r"in bloom, once for each document, .*; use ddp, or set data\.packing=false$"):
+        resolve(Recipe.model_validate(asked), two, bloom, ROWS)
+
+
+def test_adapters_of_a_layer_at_several_places_are_not_sharded():
+    two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
+    asked = recipe().model_dump() | {"parallel": {"strategy": "fsdp2"}, "adapter": {"type": "lora"}}
+    with pytest.raises(PlanError, match=r"Accelerate loses adapters of the layer that zamba has .*; use ddp$"):
+        resolve(Recipe.model_validate(asked), two, model("zamba"), ROWS)
+    resolve(Recipe.model_validate(asked | {"adapter": {"type": "full"}}), two, model("zamba"), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "repeated"), [(model("bloom"), "the decoder"), (model("lfm2", "conv"), "a layer with a state")]
+)
+def test_what_runs_once_for_each_document_is_not_compiled(facts, repeated):
+    words = f"{repeated} runs once for each document, and every new length would recompile"
+    asked = recipe(packing=True).model_dump()
     with pytest.raises(PlanError) as caught:
-        resolve(asked, LAPTOP, facts, ROWS)
-    assert str(caught.value) == message
-    resolve(recipe(asked.model.attn_implementation), LAPTOP, facts, ROWS)
+        resolve(Recipe.model_validate(asked | {"train": {"torch_compile": True}}), H100, facts, ROWS)
+    assert str(caught.value) == f"train.torch_compile: {words}; unset it, or set data.packing=false"
+    plan = resolve(Recipe.model_validate(asked | {"train": {"torch_compile": "auto"}}), H100, facts, ROWS)
+    (reason,) = (reason for reason in plan.reasons if reason.topic == "compile")
+    assert (plan.torch_compile, reason.why) == (False, words)
 
 
 def test_what_only_flash_attention_isolates_is_packed_with_it():
     equipped = H100.model_copy(update={"flash_attn": True})
     assert resolve(recipe(packing=True), equipped, model("gpt_oss"), ROWS).padding_free
-    with pytest.raises(PlanError, match="the code of gpt_neo does not separate documents with flash_attention_2"):
-        resolve(recipe(packing=True), equipped, model("gpt_neo"), ROWS)
-    assert resolve(recipe("eager", packing=True), equipped, model("gpt_neo"), ROWS).padding_free
+    assert resolve(recipe(packing=True), equipped, model("gpt_neo"), ROWS).decoder_by_document
+    eager = resolve(recipe("eager", packing=True), equipped, model("gpt_neo"), ROWS)
+    assert eager.padding_free and not eager.decoder_by_document

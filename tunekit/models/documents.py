@@ -1,4 +1,4 @@
-"""Layers that carry a state along a row, run once for each of its documents.
+"""Layers that carry a state along a row, or a whole decoder, run once for each document of a row.
 
 State-space layers, linear attention and short convolutions read a row from its beginning to its end, whatever the masks
 of attention are. Their fast kernels take boundaries of documents; transformers' own code does not. Where rows hold
@@ -7,9 +7,13 @@ single tokens, but for attention, which keeps documents apart by itself.
 
 Such layers are known by a causal convolution of their own, which all of these families have before their recurrence
 (Mamba, gated delta rule, RG-LRU, LFM2's short convolution).
+
+Other models attend across documents: their masks take no notice of positions (BERT, BLOOM), or they choose tokens from
+the whole row (the indexers of DeepSeek-V3.2). Their decoder is given one document after the other, as a row without
+padding, with positions of its own making.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MethodType
@@ -17,9 +21,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keywords that tell of the whole row, and that a layer is not given with one document."""
+
+CACHES = ("past_key_values", "cache_params", "mems", "state")
+"""Fields of outputs that continue a row."""
 
 
 @dataclass
@@ -53,16 +61,48 @@ def run_by_document(model: nn.Module) -> int:
     Args:
         model: The model, with or without adapters, neither divided nor compiled.
     """
+    decoder, documents = _noting(model, hides=False)
+    layers = list(layers_with_state(decoder))
+    for layer in layers:
+        vars(layer)["documents"], vars(layer)["forward_of_one"] = documents, layer.forward
+        vars(layer)["forward"] = MethodType(_forward, layer)
+    return len(layers)
+
+
+def run_decoder_by_document(model: nn.Module) -> None:
+    """Have the decoder of a model run once for each document.
+
+    Args:
+        model: As for `run_by_document`.
+    """
+    decoder, documents = _noting(model, hides=True)
+    vars(decoder)["documents"], vars(decoder)["forward_of_one"] = documents, decoder.forward
+    vars(decoder)["forward"] = MethodType(_decoder_forward, decoder)
+
+
+def _noting(model: nn.Module, *, hides: bool) -> tuple[nn.Module, Documents]:
+    """Return the decoder of a model, and the documents that each forward pass will note.
+
+    Args:
+        model: The model.
+        hides: Whether the model sees rows without padding instead of positions and boundaries.
+    """
     from transformers import PreTrainedModel
 
     base = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     decoder, documents = base.get_decoder(), Documents()
 
-    def note(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # A head of its own may call the decoder past the model around it.
         if module is base or not documents.noted:
-            documents.note(kwargs.get("position_ids"))
+            positions = kwargs.get("position_ids")
+            documents.note(positions)
+            # Also where rows are one document each: RoBERTa's own positions do not begin at 0.
+            if hides and positions is not None and kwargs.get("attention_mask") is None:
+                kwargs = {key: value for key, value in kwargs.items() if key not in ("position_ids", *BOUNDARIES)}
+                kwargs["attention_mask"] = torch.ones_like(positions)
         documents.noted = documents.noted or module is base
+        return args, kwargs
 
     def end(*_: Any) -> None:
         documents.noted = False
@@ -70,11 +110,7 @@ def run_by_document(model: nn.Module) -> int:
     for module in {base, decoder}:
         module.register_forward_pre_hook(note, with_kwargs=True)
     base.register_forward_hook(end, always_call=True)
-    layers = list(layers_with_state(decoder))
-    for layer in layers:
-        vars(layer)["documents"], vars(layer)["forward_of_one"] = documents, layer.forward
-        vars(layer)["forward"] = MethodType(_forward, layer)
-    return len(layers)
+    return decoder, documents
 
 
 def layers_with_state(decoder: nn.Module) -> Iterator[nn.Module]:
@@ -98,16 +134,68 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
     if spans is None:
         return self.forward_of_one(hidden_states, *args, **others)
 
+    results = _of_documents(self.forward_of_one, spans, size, (hidden_states, *args), others)
+    if isinstance(results[0][0], tuple):
+        firsts = [[cast(Tensor, result[0]) for result in row] for row in results]
+        return torch.cat([torch.cat(row, dim=1) for row in firsts]), *results[0][0][1:]
+    return torch.cat([torch.cat(row, dim=1) for row in results])
+
+
+def _decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the output of a decoder with the values of each document of each row.
+
+    Args:
+        self: The decoder.
+        args: Of these and the next, what has a value for each token is divided.
+        kwargs: See `args`.
+    """
+    spans = self.documents.spans
+    if spans is None:
+        return self.forward_of_one(*args, **kwargs)
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    size = torch.Size((len(spans), spans[0][-1][1]))
+    results = _of_documents(self.forward_of_one, spans, size, args, kwargs)
+    lengths = [[end - begin for begin, end in row] for row in spans]
+    rows = [_joined(row, of_row) for row, of_row in zip(results, lengths, strict=True)]
+    return _joined(rows, None)
+
+
+def _of_documents(
+    forward: Callable[..., Any],
+    spans: list[list[tuple[int, int]]],
+    size: torch.Size,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[list[Any]]:
+    """Return the results of a forward pass of each document of each row; `size` is that of values of tokens."""
+
     def of(row: int, begin: int, end: int) -> Any:
         def part(value: Any) -> Any:
             has_tokens = isinstance(value, Tensor) and value.shape[:2] == size
             return value[row : row + 1, begin:end] if has_tokens else value
 
-        given = {name: part(value) for name, value in others.items()}
-        return self.forward_of_one(part(hidden_states), *map(part, args), **given)
+        return forward(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
 
-    results = [[of(row, begin, end) for begin, end in parts] for row, parts in enumerate(spans)]
-    if isinstance(results[0][0], tuple):
-        firsts = [[cast(Tensor, result[0]) for result in row] for row in results]
-        return torch.cat([torch.cat(row, dim=1) for row in firsts]), *results[0][0][1:]
-    return torch.cat([torch.cat(row, dim=1) for row in results])
+    return [[of(row, begin, end) for begin, end in parts] for row, parts in enumerate(spans)]
+
+
+def _joined(parts: list[Any], lengths: list[int] | None) -> Any:
+    """Join outputs: states, (rows, streams times tokens, width), and scores of routers, (tokens, experts).
+
+    Args:
+        parts: The outputs. Those of ProphetNet have a stream for each token ahead that it predicts; others have one.
+        lengths: Tokens of each, where they are of documents of a row; None where they are of rows.
+    """
+    first = parts[0]
+    if isinstance(first, ModelOutput):
+        fields = {name: [part[name] for part in parts] for name in first if name not in CACHES}
+        return type(first)(**{name: _joined(values, lengths) for name, values in fields.items()})
+    if isinstance(first, tuple):
+        return tuple(_joined(list(values), lengths) for values in zip(*parts, strict=True))
+    if not isinstance(first, Tensor):
+        return first
+    if lengths is None or first.dim() != 3:
+        return torch.cat(parts)
+    streams = [part.unflatten(1, (-1, length)) for part, length in zip(parts, lengths, strict=True)]
+    return torch.cat(streams, dim=2).flatten(1, 2)

@@ -226,6 +226,17 @@ def complete_outputs(model: "PreTrainedModel") -> None:
         model.get_submodule("language_model").register_forward_hook(_without_pictures)
 
 
+def keep_positions(model: "Module", config: "PretrainedConfig") -> None:
+    """Give a configuration back the padding token that positions of its model are counted from, as RoBERTa's are.
+
+    Transformers replaces it by the tokenizer's when training begins, and the saved model would count otherwise.
+    """
+    for name, module in model.named_modules():
+        counted_from = vars(module).get("padding_idx") if "position" in name.rpartition(".")[2] else None
+        if counted_from is not None:
+            config.get_text_config().pad_token_id = counted_from
+
+
 def tell_documents_apart(model: "PreTrainedModel") -> None:
     """Give text decoders of vision models the positions that they tell packed documents apart by.
 

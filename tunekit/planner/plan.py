@@ -125,6 +125,8 @@ class Plan(Facts):
     """True if the rows of a micro-batch are concatenated, kept apart by their positions; always when packed."""
     by_document: bool = False
     """True if layers that carry a state along a row are run once for each document in it."""
+    decoder_by_document: bool = False
+    """True if the whole decoder is, since its attention would not keep documents apart."""
     gradient_checkpointing: bool
     activation_offloading: bool = False
     """True if the inputs of recomputed layers are in host memory until the backward pass."""

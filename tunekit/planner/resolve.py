@@ -59,6 +59,7 @@ def resolve(
         kernels,
         layout,
         saves_activations=fitting.activation_offloading or fitting.mlp_tile_tokens is not None,
+        repeated=backends.repeats(recipe.data, model, setting.attention_in(layout)),
     )
     check_retry(recipe, fitting.micro_batch_size)
     padding = backends.padding_of(
@@ -66,7 +67,8 @@ def resolve(
     )
     if backends.of_rows(attention, model, lie_apart=padding.is_free) != attention:
         attention, why_attention = backends.dense_attention(model)
-    by_document = padding.is_free and backends.runs_by_document(model)
+    decoder_by_document = padding.is_free and backends.runs_decoder_by_document(model, attention)
+    by_document = padding.is_free and not decoder_by_document and backends.runs_by_document(model)
     schedule = reasons.schedule_of(recipe, data)
     reasons.check_stopping(recipe, schedule)
     step = step_of(
@@ -113,6 +115,7 @@ def resolve(
         new_tokens=model.new_tokens,
         padding_free=padding.is_free,
         by_document=by_document,
+        decoder_by_document=decoder_by_document,
         gradient_checkpointing=fitting.gradient_checkpointing,
         activation_offloading=fitting.activation_offloading,
         mlp_tile_tokens=fitting.mlp_tile_tokens,
@@ -160,7 +163,9 @@ def resolve(
             reasons.adapter_reason(recipe, model),
             *fitting.reasons(),
             padding.reason(),
-            *backends.documents_reasons(model, by_document=by_document),
+            *backends.documents_reasons(
+                model, attention, by_document=by_document, decoder_by_document=decoder_by_document
+            ),
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
             *reasons.learning_rates_reasons(recipe, model),

@@ -15,7 +15,7 @@ from tunekit.estimates.learning_rates import has_groups, plain_name, rate_of, un
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer, set_learning_rates
 from tunekit.models import load
-from tunekit.models.documents import run_by_document
+from tunekit.models.documents import run_by_document, run_decoder_by_document
 from tunekit.models.fusion.tiling import tile_mlps
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
 from tunekit.models.split_base import load_plain, save_plain
@@ -72,6 +72,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
 
     def look() -> None:
         wishes.check()
+        load.keep_positions(trainer.model, trainer.model.config)
         start.once_placed(trainer, plan)
         engine.after_wrapping(trainer, plan)
         # A few small passes are no shapes to compile for.
@@ -150,6 +151,8 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     engine.after_loading(model, plan)
     if plan.by_document:
         run_by_document(model)
+    if plan.decoder_by_document:
+        run_decoder_by_document(model)
     fused = build_trainer.fuse_as_planned(model, plan)
     if fused is not None:
         record.write("fused", message=fused.words(), **fused.to_dict())

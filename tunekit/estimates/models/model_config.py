@@ -54,8 +54,8 @@ class ModelTypes(BaseModel):
     """Of types whose code reads weights past their modules: last names of these, which get no adapter and no 4 bits."""
     without_gradient: frozenset[str]
     """Last names of modules that give the loss no gradient."""
-    shares_head_bias: frozenset[str]
-    """Types whose head shares its bias with another module."""
+    shares_layers: frozenset[str]
+    """Types with a layer that stands at several places."""
     rope_types: dict[str, str]
     """Of types whose configuration takes a single kind of RoPE scaling: that kind."""
     without_adapters: dict[str, str]

@@ -90,6 +90,8 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
         return f"its {' and '.join(layer_types)} layers do not separate documents"
     if model.model_type in model_types().carry_state and not model.layer_types and not runs_by_document(model):
         return f"{model.model_type} layers carry state from one document to the next"
+    if _is_among("own_positions", model):
+        return f"the positions of {model.model_type} do not begin at 0"
     if _is_among("never_isolates", model):
         return f"the code of {model.model_type} does not separate documents"
     if attn_implementation == VARLEN:
@@ -107,11 +109,32 @@ def runs_by_document(model: ModelFacts) -> bool:
     return _is_among("by_document", model) and not attends_only
 
 
-def documents_reasons(model: ModelFacts, *, by_document: bool) -> Iterator[Reason]:
-    """Yield the reason for running layers once for each document."""
+def runs_decoder_by_document(model: ModelFacts, attn_implementation: str) -> bool:
+    """Return whether a whole decoder is run once for each document of a row."""
+    return why_not_isolated(model, attn_implementation) is not None
+
+
+def repeats(data: DataSection, model: ModelFacts, attn_implementation: str) -> str | None:
+    """Return what runs once for each document of a row; None if nothing does."""
+    if not lies_in_one_row(data):
+        return None
+    if runs_decoder_by_document(model, attn_implementation):
+        return "the decoder"
+    return "a layer with a state" if runs_by_document(model) else None
+
+
+def documents_reasons(
+    model: ModelFacts, attn_implementation: str, *, by_document: bool, decoder_by_document: bool
+) -> Iterator[Reason]:
+    """Yield the reason for running layers or the decoder once for each document."""
     if by_document:
         why = f"the state of {model.model_type} layers would pass from one document to the next"
         yield Reason(topic="documents", choice="layers with a state run once for each", why=why)
+    if decoder_by_document:
+        why = f"{why_not_isolated(model, attn_implementation)}; no faster than without packing"
+        if why_not_isolated(model, "flash_attention_2") is None:
+            why += ", but for flash_attention_2 where it is supported"
+        yield Reason(topic="documents", choice="the decoder runs once for each", why=why)
 
 
 def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> tuple[str, str]:
@@ -259,9 +282,11 @@ def padding_of(
         return Padding(False, mask_length, f"TRL pads {passes.method} batches")
     whole = micro_batch_size * data.max_length
     apart = f"{attn_implementation} separates documents by a mask over the whole micro-batch" if masks else ""
+    requested = data.padding_free
+    if (data.packing or requested is True) and runs_decoder_by_document(model, attn_implementation):
+        return Padding(True, data.max_length if masks else None, "packed" if data.packing else "set by the recipe")
     if data.packing:
         return Padding(True, whole if masks else None, f"packed; {apart}" if masks else "packed")
-    requested = data.padding_free
     if requested is True:
         masked = masks and not is_single
         return Padding(
@@ -291,17 +316,6 @@ def needs_mask(attn_implementation: str) -> bool:
     return not (attn_implementation.startswith("flash_attention") or attn_implementation in (VARLEN, "flex_attention"))
 
 
-def isolation_faults(data: DataSection, model: ModelFacts, attn_implementation: str) -> Iterator[tuple[str, str]]:
-    """Refuse packing and padding-free batches where documents in one row would see each other."""
-    why = why_not_isolated(model, attn_implementation) if lies_in_one_row(data) else None
-    if why is not None:
-        key = "data.packing" if data.packing else "data.padding_free"
-        hint = f"set {key}=false"
-        if _is_among("isolates_with_flash_only", model) and why_not_isolated(model, "flash_attention_2") is None:
-            hint += ", or use flash_attention_2 on a device that supports it"
-        yield f"{key}: documents in one row would attend to each other in {model.path}: {why}", hint
-
-
 FLOAT8_CAPABILITY = (9, 0)
 """Oldest CUDA compute capability that is trained on in float8."""
 
@@ -309,10 +323,16 @@ FLOAT8_MULTIPLE = 16
 """Divisor of both sizes of a matrix."""
 
 
-def compile_faults(recipe: Recipe, hardware: Hardware) -> Iterator[tuple[str, str]]:
+def compile_faults(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str
+) -> Iterator[tuple[str, str]]:
     """Refuse to compile what cannot be compiled."""
     if recipe.train.torch_compile is not True:
         return
+    repeated = repeats(recipe.data, model, attn_implementation)
+    if repeated is not None:
+        key = "data.packing" if recipe.data.packing else "data.padding_free"
+        yield f"train.torch_compile: {_why_recompiled(repeated)}", f"unset it, or set {key}=false"
     if hardware.device.kind == "cpu" and hardware.cxx is False:
         yield "train.torch_compile: torch compiles CPU code with g++, which is not installed", "install g++"
     if isinstance(recipe.adapter, QloraAdapter):
@@ -367,9 +387,15 @@ def why_not_compiled_in(layout: Layout) -> str | None:
 
 
 def choose_compile(
-    recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout, *, saves_activations: bool
+    recipe: Recipe,
+    hardware: Hardware,
+    kernels: Kernels,
+    layout: Layout,
+    *,
+    saves_activations: bool,
+    repeated: str | None,
 ) -> tuple[bool, str]:
-    """Return whether layers are compiled, and the reason."""
+    """Return whether layers are compiled, and the reason; `repeated` is what runs once for each document."""
     requested = recipe.train.torch_compile
     if requested != "auto":
         return requested, "set by the recipe"
@@ -385,6 +411,8 @@ def choose_compile(
     why_not = why_not_compiled_in(layout)
     if why_not is not None:
         return False, why_not
+    if repeated is not None:
+        return False, _why_recompiled(repeated)
     if not recipe.data.packing:
         return False, "unpacked rows differ in length, and every new length would recompile"
     if recipe.train.fp8:
@@ -392,6 +420,10 @@ def choose_compile(
     if kernels != "torch":
         return False, f"no gain beyond {kernels}'s kernels"
     return True, "packed rows have similar lengths, and no other kernels are used"
+
+
+def _why_recompiled(repeated: str) -> str:
+    return f"{repeated} runs once for each document, and every new length would recompile"
 
 
 def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Iterator[tuple[str, str]]:

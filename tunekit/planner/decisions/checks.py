@@ -89,9 +89,8 @@ def _faults(
 ) -> Iterator[tuple[str, str | None]]:
     """Yield what is wrong with a recipe on this device with this model, each with its remedy."""
     device, train = hardware.device, recipe.train
-    yield from backends.isolation_faults(recipe.data, model, attention)
     yield from backends.kernels_faults(recipe, hardware, model)
-    yield from backends.compile_faults(recipe, hardware)
+    yield from backends.compile_faults(recipe, hardware, model, attention)
     yield from _position_faults(recipe, model)
     yield from _changed_faults(recipe)
     yield from _token_faults(recipe, model)
@@ -133,7 +132,8 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
     """Refuse a scaling that the model cannot have, and more tokens than it has positions."""
     section, rope = model.loaded_for(recipe.model).rope_scaling, model.rotary
     if section is not None and rope is None:
-        yield f"model.rope_scaling: {model.path} has no rotary embeddings", "unset it"
+        # Those of other layers (Beam's, with sliding windows) do not depend on the length of a row.
+        yield f"model.rope_scaling: {model.path} has no rotary embeddings where a layer sees all tokens", "unset it"
         return
     if section is not None and rope is not None:
         for name, what, hint in rope_faults(rope, section, model.model_type):
@@ -287,20 +287,17 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     if isinstance(recipe.adapter, QloraAdapter):
         yield from _qlora_refusals(recipe.adapter, setting.model, layout)
-    if (
-        layout.strategy == "zero3"
-        and backends.lies_in_one_row(recipe.data)
-        and backends.runs_by_document(setting.model)
-    ):
+    repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))
+    if repeated is not None and (layout.strategy == "zero3" or (is_fsdp2 and repeated == "the decoder")):
+        name, key = "FSDP2" if is_fsdp2 else "ZeRO-3", "data.packing" if recipe.data.packing else "data.padding_free"
         why = (
-            f"ZeRO-3 gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
+            f"{name} gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
         )
-        yield f"{why}, of which processes have different numbers", "use fsdp2, or set data.packing=false"
-    if is_fsdp2 and setting.model.model_type in model_types().shares_head_bias:
-        yield (
-            f"FSDP2 does not shard the head of {setting.model.model_type}, whose bias another module shares",
-            "use ddp",
-        )
+        other = "ddp" if repeated == "the decoder" else "fsdp2"
+        yield f"{why}, of which processes have different numbers", f"use {other}, or set {key}=false"
+    if is_fsdp2 and not is_full and setting.model.model_type in model_types().shares_layers:
+        why = f"Accelerate loses adapters of the layer that {setting.model.model_type} has at several places"
+        yield why, "use ddp"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
         yield f"{optim} does not support sharded tensors", f"use train.optim={closest}"
@@ -392,7 +389,7 @@ def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]
         return
     if layout.strategy not in ("single", "ddp"):
         why = f"PEFT reads the rows of new tokens out of whole tables, which {layout.strategy} does not keep"
-        yield why, "use ddp, or adapter.type=full"
+        yield why, "use ddp"
     if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
         why = "PEFT does not hold two adapters that train the rows of the same new tokens"
         yield why, "use adapter.type=full, or start from the adapter's export, merged"

@@ -127,6 +127,7 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
         fsdp2.name_layers(trainer)
         fsdp2.set_buffers_aside(trainer)
         fsdp2.untie_head(trainer)
+        fsdp2.hide_shared_head(trainer)
     if plan.layout.strategy == "ddp" and isinstance(plan.recipe.adapter, QloraAdapter):
         leave_stacks_alone(trainer)
 
@@ -142,6 +143,7 @@ def leave_stacks_alone(trainer: Trainer) -> None:
 def after_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine after it has wrapped the model, in every process, before the first step."""
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
+        fsdp2.show_shared_head(trainer)
         fsdp2.return_buffers(trainer)
         fsdp2.gather_head(trainer)
         if isinstance(plan.recipe.adapter, QloraAdapter):

@@ -7,6 +7,7 @@ that the main process alone has read; the others have its shapes. So nothing may
 
 import math
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, ModuleList, Parameter
+from torch.nn.modules.batchnorm import _NormBase
 from transformers import PreTrainedModel, Trainer
 from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -123,8 +125,11 @@ def set_buffers_aside(trainer: "RunTrainer") -> None:
     """Keep buffers that checkpoints hold out of what Accelerate divides, with the same values in all processes.
 
     Experts' score corrections (DeepSeek-V3, GLM-4.5) and Gemma 4's scales are such. Accelerate takes all of a state for
-    divided parameters, and fails (1.15, `fsdp2_load_full_state_dict`); buffers that no checkpoint holds it keeps.
+    divided parameters, and fails (1.15, `fsdp2_load_full_state_dict`); buffers that no checkpoint holds it keeps. The
+    state has no versions there, and without one batch norms (Emu3's) would add a buffer to it.
     """
+    for norm in _batch_norms(trainer.model):
+        vars(norm)["_load_from_state_dict"] = MethodType(Module._load_from_state_dict, norm)
     stored = trainer.model.state_dict().keys()
     trainer.stored_buffers = [name for name, _ in trainer.model.named_buffers() if name in stored]
     for name in trainer.stored_buffers:
@@ -139,6 +144,12 @@ def return_buffers(trainer: "RunTrainer") -> None:
     """Have checkpoints hold the buffers again that were set aside, once the model is wrapped."""
     for name in trainer.stored_buffers:
         _register(trainer.model, name, trainer.model.get_buffer(name), persistent=True)
+    for norm in _batch_norms(trainer.model):
+        del vars(norm)["_load_from_state_dict"]
+
+
+def _batch_norms(model: Module) -> list[Module]:
+    return [module for module in model.modules() if isinstance(module, _NormBase)]
 
 
 def _register(model: Module, name: str, value: Tensor, *, persistent: bool) -> None:
@@ -169,6 +180,28 @@ def untie_head(trainer: Trainer) -> None:
         config = getattr(module, "config", None)
         if config is not None:
             config.tie_word_embeddings = False
+
+
+def hide_shared_head(trainer: Trainer) -> None:
+    """Keep a head in the unit of the whole model where its bias is a parameter of another module too (BERT).
+
+    Accelerate makes units of the embedding and of the head that the model names (1.15, `fsdp2_prepare_model`), and
+    torch takes no parameter that is in two units. The embedding, whose table the head may share, stays with it.
+    """
+    model = trainer.model
+    bias = None if (head := model.get_output_embeddings()) is None else head.bias
+    owners = [module for module in model.modules() if any(own is bias for own in module.parameters(recurse=False))]
+    if len(owners) > 1:
+        vars(model).update(dict.fromkeys(_NAMED, lambda: None))
+
+
+def show_shared_head(trainer: Trainer) -> None:
+    """Have a model name its embedding and head again, once it is wrapped."""
+    for name in _NAMED & vars(trainer.model).keys():
+        del vars(trainer.model)[name]
+
+
+_NAMED = {"get_input_embeddings", "get_output_embeddings"}
 
 
 def gather_head(trainer: Trainer) -> None:
