@@ -181,6 +181,25 @@ REFUSED = {
         "FSDP2, full shard, CPU offload: tunekit_adamw is a kernel for accelerators: on the CPU, where offloading puts "
         "it, its step takes minutes; unset parallel.offload_param_device, or unset train.pure_bf16",
     ),
+    "Muon in flat copies": (
+        {"adapter": "full", "train": {"optim": "muon"}, "parallel": {"strategy": "zero2"}},
+        "ZeRO-2: Muon updates whole matrices, and DeepSpeed divides flat copies of all weights; "
+        "use fsdp2, or use train.optim=adamw_torch_fused",
+    ),
+    "Muon on split layers": (
+        {"adapter": "full", "train": {"optim": "muon"}, "parallel": {"tp_size": 2}},
+        "FSDP2, full shard, tensor parallel 2: Muon on tensor parallel layers: unsupported; "
+        "use fsdp2 without tp_size, or use train.optim=adamw_torch_fused",
+    ),
+    "Muon on the CPU": (
+        {
+            "adapter": "full",
+            "train": {"optim": "muon"},
+            "parallel": {"strategy": "fsdp2", "offload_param_device": "cpu"},
+        },
+        "FSDP2, full shard, CPU offload: Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, "
+        "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
+    ),
     "adapters with tensor parallel": (
         {"parallel": {"tp_size": 2}},
         "FSDP2, full shard, tensor parallel 2: PEFT adapters do not support tensor parallel layers; "

@@ -163,6 +163,7 @@ def resolve(
             *backends.documents_reasons(model, by_document=by_document),
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
+            *reasons.states_reasons(recipe, model),
             *reasons.learning_rates_reasons(recipe, model),
             *reasons.deepspeed_reasons(layout, recipe.train.optimizer),
             *environment.environment_reasons(variables, hardware, chosen.candidate.num_nodes),
