@@ -446,6 +446,15 @@ BROKEN = {
             "recipe.yaml:2:25: data.eval[0].path: must not be empty"
         ),
     ),
+    "a_schedule_beside_averages": (
+        GOOD + "train:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n  pure_bf16: true\n",
+        (
+            "recipe.yaml:5:3: train.lr_scheduler_type: linear does not go with schedule_free_adamw, which averages "
+            "weights instead; set it to constant; warmup_steps still count\n"
+            "recipe.yaml:6:3: train.pure_bf16: bfloat16 rounds off weights each time that schedule_free_adamw takes "
+            "the average and goes back; unset it, or use another optim"
+        ),
+    ),
     "epochs_and_steps": (
         GOOD + ("train:\n  num_epochs: 1\n  max_steps: 10\n"),
         "recipe.yaml:5:3: train.max_steps: mutually exclusive with train.num_epochs; keep one of them",

@@ -173,7 +173,10 @@ def estimate(
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = products.trained_bytes * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
-    if optim == "muon":
+    if optim == "schedule_free_adamw":
+        # It takes all parameters at once on a CPU too.
+        copied = products.trained_bytes * trained
+    elif optim == "muon":
         copied = states.muon_cost_of(shard, adapter, trained_dtype, layout.num_shards).step_bytes
     # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)

@@ -54,7 +54,7 @@ MIN_8BIT_VALUES = 4096
 """Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
 
 
-_NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, "lion": 1}
+_NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, "lion": 1, "schedule": 2}
 """Values that an optimizer keeps of each trained one, by the first word of its name behind `paged_`: those of torch and
 bitsandbytes, as transformers makes them, SGD without momentum. Adafactor is a case of its own."""
 
@@ -280,7 +280,7 @@ def states_bytes(trained: Mapping[str, Shape], optim: Optim, trained_dtype: Dtyp
             for name, shape in trained.items()
         )
     num_states, is_8bit = _NUM_STATES[_family(optim)], optim.endswith("_8bit")
-    each = BYTES[trained_dtype] if optim in _WITH_STEP else 4
+    each = BYTES[trained_dtype] if optim in _WITH_STEP or optim == "schedule_free_adamw" else 4
     total, quantised = 0, False
     for name, shape in trained.items():
         size = math.prod(shape)

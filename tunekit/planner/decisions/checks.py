@@ -109,6 +109,8 @@ def _faults(
         problem = f"train.optim: {optim} pages its states between an accelerator and host memory; "
         hint = f"use {twins.get(optim, optim.removeprefix('paged_'))}"
         yield f"{problem}{device.name} has only host memory", hint
+    if optim == "schedule_free_adamw" and hardware.schedulefree is False:
+        yield "train.optim: schedulefree is not installed", "pip install 'tunekit[optim]'"
     batch, size = train.global_batch_size, train.micro_batch_size
     if size is not None and batch % size:
         problem = f"train.micro_batch_size: {size} does not divide train.global_batch_size {batch}"
@@ -301,6 +303,12 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             f"FSDP2 does not shard the head of {setting.model.model_type}, whose bias another module shares",
             "use ddp",
         )
+    if optim == "schedule_free_adamw" and is_zero:
+        why = f"DeepSpeed updates flat float32 copies of the weights, which do not switch to the average of {optim}"
+        yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"
+    elif optim == "schedule_free_adamw" and is_fsdp2:
+        why = f"{optim} does not resume exactly from checkpoints of divided weights"
+        yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
         yield f"{optim} does not support sharded tensors", f"use train.optim={closest}"

@@ -207,6 +207,10 @@ def optimizer_reason(recipe: Recipe) -> Reason:
 def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """Yield the reason for the states of an optimizer that keeps others than AdamW."""
     train = recipe.train
+    if train.optimizer == "schedule_free_adamw":
+        _, num_bytes = trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
+        why = "the average of the weights in place of a schedule: evaluations, checkpoints and the result are of it"
+        yield Reason(topic="optimizer states", choice=gib(num_bytes), why=f"{why}; the optimizer warms up itself")
     if train.optimizer != "muon":
         return
     cost, num = muon_cost_of(model, recipe.adapter, train.trained_dtype), num_trainable_params(model, recipe.adapter)
