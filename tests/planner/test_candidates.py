@@ -279,6 +279,14 @@ def test_what_cannot_be_run_correctly_is_refused_by_name(name):
     assert str(caught.value) == message
 
 
+def test_an_optimizer_whose_package_is_missing_is_refused_with_the_command():
+    hardware = find_machine("h100").hardware().model_copy(update={"schedulefree": False})
+    asked = recipe(train={"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"})
+    with pytest.raises(PlanError) as caught:
+        resolve(asked, hardware, LLAMA_8B, ROWS)
+    assert str(caught.value) == "train.optim: schedulefree is not installed; pip install 'tunekit[optim]'"
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1"])
 def test_what_needs_several_devices_is_refused_on_one(strategy):
     with pytest.raises(PlanError, match=rf"parallel\.strategy: {strategy} needs several accelerators; this is H100"):
