@@ -297,7 +297,7 @@ BROKEN = {
     "an_unknown_optimizer": (
         GOOD + "train: {optim: AdamW}\n",
         (
-            "recipe.yaml:3:16: train.optim: must be one of 23 names (`tunekit explain train.optim` lists "
+            "recipe.yaml:3:16: train.optim: must be one of 25 names (`tunekit explain train.optim` lists "
             "them), got 'AdamW'; did you mean 'adamw_torch'?"
         ),
     ),
