@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
 from tunekit.kernels.adamw import AdamW
+from tunekit.kernels.muon import Muon
 
 
 def works(optim: str, folder: str) -> bool:
@@ -28,7 +29,8 @@ def works(optim: str, folder: str) -> bool:
     kind, options = optimizer_class(optim, folder)
     inputs = torch.randn(16, 128)
     for model in (whole, divided):
-        optimizer = kind(model.parameters(), **options)
+        matrices, vectors = [[one for one in model.parameters() if one.dim() == dim] for dim in (2, 1)]
+        optimizer = kind([{"params": matrices, "use_muon": True}, {"params": vectors}], **options)
         for _ in range(5):
             model(inputs).square().mean().backward()
             optimizer.step()
@@ -44,6 +46,8 @@ def optimizer_class(optim: str, folder: str) -> tuple[Any, dict[str, Any]]:
     """Class and options of an optimizer: transformers' for a name of its own, else ours."""
     if optim == "tunekit_adamw":
         return AdamW, {"lr": 1e-2, "states": "float32"}
+    if optim == "muon":
+        return Muon, {"lr": 1e-2}
     arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=True, report_to="none", learning_rate=1e-2)
     return Trainer.get_optimizer_cls_and_kwargs(arguments)
 

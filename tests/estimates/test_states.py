@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
+from tests.estimates.oracle import LiveBytes
 from tests.estimates.shapes import LAPTOP, LLAMA_8B
 from tests.estimates.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
@@ -16,11 +17,14 @@ from tunekit.estimates.memory.activations import activation_bytes_per_layer, cas
 from tunekit.estimates.memory.states import (
     adapters_bytes,
     dequantised_bytes,
+    muon_cost,
+    muon_cost_of,
     num_trainable_params,
     states_bytes,
     trained_tensors,
     weights_bytes,
 )
+from tunekit.kernels.muon import Muon
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import attach_adapter, keep_trained, load_model
@@ -266,6 +270,43 @@ def test_8_bit_adamw_on_8b_keeps_the_embedding_in_32_bits():
     rest = all_values - embedding
     by_hand = 8 * embedding + 2 * rest + 2 * 4 * rest // 256 + 2048
     assert states_bytes(trained_tensors(LLAMA_8B, FullAdapter()), "adamw_8bit") == by_hand
+
+
+def test_muon_on_8b_keeps_one_value_of_each_matrix_and_two_of_all_else():
+    """Worked by hand: embedding and head of 128,256 x 4,096, two norms in each of 32 layers and one behind them."""
+    tables, norms = 2 * 128256 * 4096, 65 * 4096
+    matrices = 8_030_261_248 - tables - norms
+    trained = trained_tensors(LLAMA_8B, FullAdapter())
+    assert states_bytes(trained, "muon") == 4 * matrices + 8 * (tables + norms) + 4 * (2 + 65)
+    assert states_bytes(trained, "muon", "bfloat16") == 2 * matrices + 4 * (tables + norms) + 4 * (2 + 65)
+    cost = muon_cost_of(LLAMA_8B, FullAdapter(), "float32")
+    assert cost.num_params == matrices
+    # Products of a layer's matrices, 2 operations for each multiplication: three of five iterations.
+    q, kv, mlp = (4096, 4096), (1024, 4096), (4096, 14336)
+    layer = [q, q, kv, kv, mlp, mlp, mlp]
+    products = sum(2 * (less * less * more + less * less * less + less * less * more) for less, more in layer)
+    assert cost.flops == 32 * 5 * products
+
+
+def test_divided_muon_keeps_the_states_of_its_rows_on_each_device():
+    whole, part = (muon_cost_of(LLAMA_8B, FullAdapter(), "float32", num) for num in (1, 8))
+    # All rows are divisible by eight. Each device counts the steps of all tensors.
+    assert 8 * (part.states_bytes - 4 * 67) == whole.states_bytes - 4 * 67
+    assert 8 * part.flops == whole.flops
+    assert (whole.gathered_bytes, part.gathered_bytes) == (0, 2 * whole.num_params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (96, 96), (4, 32, 96)])
+def test_a_step_of_muon_takes_the_planned_bytes_for_a_time(shape, dtype):
+    weight = torch.nn.Parameter(torch.randn(shape).to(getattr(torch, dtype)))
+    weight.grad = torch.randn_like(weight)
+    optimizer = Muon([{"params": [weight], "use_muon": True}])
+    optimizer.step()
+    with LiveBytes([weight, weight.grad, *optimizer.state[weight].values()]) as tracker:
+        optimizer.step()
+    planned = muon_cost((("layers.0.experts.up_proj", shape),), dtype)
+    assert planned.step_bytes == tracker.peaks["forward"]
 
 
 def test_a_4_bit_weight_is_in_the_compute_type_while_it_is_used():

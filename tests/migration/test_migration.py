@@ -139,7 +139,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "llamafactory-reward.yaml": {"method.type": "reward", "adapter.type": "lora", "train.learning_rate": 1e-4},
     "llamafactory-pretrain.yaml": {
         "method.type": "sft", "data.format": "text", "data.packing": True, "data.max_length": 512,
-        "train.global_batch_size": 16, "train.warmup_steps": 0.03,
+        "train.global_batch_size": 16, "train.warmup_steps": 0.03, "train.optim": "muon",
     },
     "llamafactory-mixed.yaml": {
         "data.stopping_strategy": "all_exhausted", "train.max_steps": 300, "output.name": "phi-mixture",
@@ -556,6 +556,14 @@ def test_a_plain_configuration_is_carried_over_whole() -> None:
         "  weight_decay: 0.01\n"
         "  logging_steps: 5\n"
     )
+
+
+def test_axolotls_muon_comes_along_with_a_word_on_the_size_of_its_updates(tmp_path) -> None:
+    asked = (CONFIGS / "axolotl-alpaca-lora.yaml").read_text().replace("optimizer: adamw_torch", "optimizer: muon")
+    (tmp_path / "axolotl.yaml").write_text(asked)
+    made = migrate(tmp_path / "axolotl.yaml")
+    assert made.recipe.train.optim == "muon"
+    assert any("set train.learning_rate as for AdamW" in one.words for one in made.suspicious)
 
 
 def test_devices_multiply_the_batch_of_a_step() -> None:

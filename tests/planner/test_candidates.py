@@ -181,6 +181,43 @@ REFUSED = {
         "FSDP2, full shard, CPU offload: tunekit_adamw is a kernel for accelerators: on the CPU, where offloading puts "
         "it, its step takes minutes; unset parallel.offload_param_device, or unset train.pure_bf16",
     ),
+    "Muon in flat copies": (
+        {"adapter": "full", "train": {"optim": "muon"}, "parallel": {"strategy": "zero2"}},
+        "ZeRO-2: Muon updates whole matrices, and DeepSpeed divides flat copies of all weights; "
+        "use fsdp2, or use train.optim=adamw_torch_fused",
+    ),
+    "Muon on split layers": (
+        {"adapter": "full", "train": {"optim": "muon"}, "parallel": {"tp_size": 2}},
+        "FSDP2, full shard, tensor parallel 2: Muon on tensor parallel layers: unsupported; "
+        "use fsdp2 without tp_size, or use train.optim=adamw_torch_fused",
+    ),
+    "Muon on the CPU": (
+        {
+            "adapter": "full",
+            "train": {"optim": "muon"},
+            "parallel": {"strategy": "fsdp2", "offload_param_device": "cpu"},
+        },
+        "FSDP2, full shard, CPU offload: Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, "
+        "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
+    ),
+    "averages of flat copies": (
+        {
+            "adapter": "full",
+            "train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+            "parallel": {"strategy": "zero2"},
+        },
+        "ZeRO-2: DeepSpeed updates flat float32 copies of the weights, which do not switch to the average of "
+        "schedule_free_adamw; use ddp, or train.optim=adamw_torch_fused",
+    ),
+    "averages of divided weights": (
+        {
+            "adapter": "full",
+            "train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+            "parallel": {"strategy": "fsdp2"},
+        },
+        "FSDP2, full shard, no reshard: schedule_free_adamw does not resume exactly from checkpoints of divided "
+        "weights; use ddp, or train.optim=adamw_torch_fused",
+    ),
     "adapters with tensor parallel": (
         {"parallel": {"tp_size": 2}},
         "FSDP2, full shard, tensor parallel 2: PEFT adapters do not support tensor parallel layers; "
@@ -242,6 +279,14 @@ def test_what_cannot_be_run_correctly_is_refused_by_name(name):
     assert str(caught.value) == message
 
 
+def test_an_optimizer_whose_package_is_missing_is_refused_with_the_command():
+    hardware = find_machine("h100").hardware().model_copy(update={"schedulefree": False})
+    asked = recipe(train={"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"})
+    with pytest.raises(PlanError) as caught:
+        resolve(asked, hardware, LLAMA_8B, ROWS)
+    assert str(caught.value) == "train.optim: schedulefree is not installed; pip install 'tunekit[optim]'"
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1"])
 def test_what_needs_several_devices_is_refused_on_one(strategy):
     with pytest.raises(PlanError, match=rf"parallel\.strategy: {strategy} needs several accelerators; this is H100"):
@@ -269,9 +314,11 @@ def test_main_memory_that_is_known_is_counted():
 def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided.
 
-    `tunekit_adamw_8bit` steps on them too: it is refused for what a sharded checkpoint would not hold.
+    `tunekit_adamw_8bit` and `schedule_free_adamw` step on them too: they are refused for what a sharded checkpoint
+    would not hold, or not restore.
     """
-    on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_") and name != "tunekit_adamw_8bit"]
+    others = ("tunekit_adamw_8bit", "schedule_free_adamw")
+    on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_") and name not in others]
     program = Path(__file__).parents[1] / "estimates" / "sharded_optimizers.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
     done = subprocess.run(

@@ -302,7 +302,7 @@ BROKEN = {
     "an_unknown_optimizer": (
         GOOD + "train: {optim: AdamW}\n",
         (
-            "recipe.yaml:3:16: train.optim: must be one of 23 names (`tunekit explain train.optim` lists "
+            "recipe.yaml:3:16: train.optim: must be one of 25 names (`tunekit explain train.optim` lists "
             "them), got 'AdamW'; did you mean 'adamw_torch'?"
         ),
     ),
@@ -449,6 +449,15 @@ BROKEN = {
             "recipe.yaml:2:15: data.train: must be a section (with path, name, split, revision, ...) or a list of "
             "sections, got 3\n"
             "recipe.yaml:2:25: data.eval[0].path: must not be empty"
+        ),
+    ),
+    "a_schedule_beside_averages": (
+        GOOD + "train:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n  pure_bf16: true\n",
+        (
+            "recipe.yaml:5:3: train.lr_scheduler_type: linear does not go with schedule_free_adamw, which averages "
+            "weights instead; set it to constant; warmup_steps still count\n"
+            "recipe.yaml:6:3: train.pure_bf16: bfloat16 rounds off weights each time that schedule_free_adamw takes "
+            "the average and goes back; unset it, or use another optim"
         ),
     ),
     "epochs_and_steps": (

@@ -242,6 +242,8 @@ class Hardware(Facts):
     """The same of liger-kernel."""
     torchao: bool | None = None
     """The same of torchao."""
+    schedulefree: bool | None = None
+    """The same of schedulefree."""
     cxx: bool | None = None
     """True if there is a C++ compiler, which torch.compile needs for a CPU."""
     deepspeed: bool | None = None

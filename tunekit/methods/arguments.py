@@ -82,7 +82,7 @@ class Parts:
         """
         from transformers import PrinterCallback
 
-        from tunekit.methods.run_trainer import fill_last_step, give_optimizer, run_trainer
+        from tunekit.methods.run_trainer import fill_last_step, give_optimizer, run_trainer, save_averages
 
         trainer: RunTrainer = run_trainer(base)(
             **given,
@@ -94,6 +94,8 @@ class Parts:
         )
         if self.train.optimizer in OUR_OPTIMS:
             give_optimizer(trainer, self.train)
+        if self.train.optimizer == "schedule_free_adamw":
+            save_averages(trainer)
         if fills_last_step:
             fill_last_step(trainer, self.train.global_batch_size, shuffle=self.data.shuffle, seed=self.train.seed)
         trainer.remove_callback(PrinterCallback)

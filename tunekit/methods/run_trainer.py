@@ -24,6 +24,9 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from tunekit.estimates.learning_rates import plain_name
+from tunekit.estimates.memory.states import uses_muon
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import Trainer as Base
@@ -219,13 +222,26 @@ def run_trainer(trainer: type) -> Any:
 def set_learning_rates(trainer: "RunTrainer", rate_of: Callable[[str, torch.nn.Parameter], float], base: float) -> None:
     """Give the parameters of a trainer learning rates of their own, in groups of the optimizer.
 
-    Each group is divided by rate and keeps its weight decay. The groups with the recipe's own rate come first, which is
-    what the trainer logs.
+    The groups with the recipe's own rate come first, which is what the trainer logs.
 
     Args:
         trainer: The trainer, before its model is wrapped.
         rate_of: Gives the rate of a parameter, by its name and itself.
         base: The recipe's rate.
+    """
+    _divide_groups(trainer, "lr", rate_of, base)
+
+
+def _divide_groups(
+    trainer: "RunTrainer", key: str, value_of: Callable[[str, torch.nn.Parameter], Any], first: Any
+) -> None:
+    """Divide each group of the optimizer by a value of its parameters, and keep all else of it.
+
+    Args:
+        trainer: The trainer, before its model is wrapped.
+        key: Name of the value in the groups.
+        value_of: Gives the value of a parameter, by its name and itself.
+        first: The value of the groups that come first.
     """
 
     def create(create_optimizer: Callable[..., Any], *args: Any) -> Any:
@@ -233,11 +249,11 @@ def set_learning_rates(trainer: "RunTrainer", rate_of: Callable[[str, torch.nn.P
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            by_rate: dict[float, list[torch.nn.Parameter]] = {}
+            by_value: dict[Any, list[torch.nn.Parameter]] = {}
             for parameter in group["params"]:
-                by_rate.setdefault(rate_of(names[id(parameter)], parameter), []).append(parameter)
-            groups += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
-        optimizer.param_groups[:] = sorted(groups, key=lambda group: group["lr"] != base)
+                by_value.setdefault(value_of(names[id(parameter)], parameter), []).append(parameter)
+            groups += [{**group, "params": parameters, key: value} for value, parameters in by_value.items()]
+        optimizer.param_groups[:] = sorted(groups, key=lambda group: group[key] != first)
         return optimizer
 
     trainer.wrap("create_optimizer", create)
@@ -285,13 +301,34 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
 
 
 def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
-    """Have a trainer make tunekit's AdamW of its parameter groups, with the arguments that torch's would have."""
+    """Have a trainer make an optimizer of tunekit of its parameter groups, with the arguments that torch's AdamW would
+    have.
+    """
     from tunekit.kernels.adamw import AdamW, States
+    from tunekit.kernels.muon import Muon
 
-    states: States = "8bit" if train.optimizer.endswith("8bit") else train.trained_dtype
     args = trainer.args
     kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if train.optimizer == "muon":
+        trainer.optimizer_cls_and_kwargs = (Muon, kwargs)
+        _divide_groups(trainer, "use_muon", lambda name, weight: uses_muon(plain_name(name), weight.shape), True)
+        return
+    states: States = "8bit" if train.optimizer.endswith("8bit") else train.trained_dtype
     trainer.optimizer_cls_and_kwargs = (AdamW, {**kwargs, "states": states, "seed": train.seed})
+
+
+def save_averages(trainer: "RunTrainer") -> None:
+    """Have a trainer's checkpoints hold the averaged weights of its optimizer.
+
+    transformers switches to them to evaluate, and back at the next training step (5.24), which restores the weights
+    that are trained from the average and the states. A resumed run does the same, with the same bits.
+    """
+
+    def save(save_checkpoint: Callable[..., None], *args: Any) -> None:
+        trainer.optimizer.eval()
+        save_checkpoint(*args)
+
+    trainer.wrap("save_checkpoint", save)
 
 
 def keep_order(trainer: "RunTrainer", order: Order) -> None:

@@ -105,6 +105,14 @@ def lr_scheduler(draft: Draft, entry: Entry) -> Fate:
     return draft.carry(entry, "train.lr_scheduler_type", name.lower())
 
 
+def optimizer(draft: Draft, entry: Entry) -> Fate:
+    """An optimizer by its name; Axolotl's Muon (Dion's, `spectral_norm`) gives updates another size."""
+    if str(entry.value).lower() == "muon":
+        own = "Axolotl scales Muon's updates by sqrt(rows / columns), tunekit to the size of AdamW's"
+        draft.suspect(entry.key, f"{own}: set train.learning_rate as for AdamW")
+    return hf.optimizer(draft, entry)
+
+
 def min_lr(draft: Draft, entry: Entry) -> Fate:
     """The share of the learning rate that a cosine ends at."""
     if draft.get("lr_scheduler", "cosine") != "cosine":

@@ -168,6 +168,7 @@ def resolve(
             ),
             reasons.workers_reason(recipe, speed),
             reasons.optimizer_reason(recipe),
+            *reasons.states_reasons(recipe, model),
             *reasons.learning_rates_reasons(recipe, model),
             *reasons.deepspeed_reasons(layout, recipe.train.optimizer),
             *environment.environment_reasons(variables, hardware, chosen.candidate.num_nodes),

@@ -74,6 +74,7 @@ def probe_node() -> Hardware:
         triton=find_spec("triton") is not None,
         liger_kernel=find_spec("liger_kernel") is not None,
         torchao=find_spec("torchao") is not None,
+        schedulefree=find_spec("schedulefree") is not None,
         cxx=which(os.environ.get("CXX", "g++")) is not None,
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,

@@ -108,6 +108,9 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             trainer.evaluate()
     except EvaluationLeft:
         return True
+    if recipe.train.optimizer == "schedule_free_adamw":
+        # The result is the average, as in checkpoints.
+        trainer.optimizer.eval()
     watch.enter("saving")
     draft = run.path / ".saving-model"
     with result_saved(record, draft):

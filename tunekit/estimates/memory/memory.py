@@ -173,6 +173,11 @@ def estimate(
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = products.trained_bytes * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
+    if optim == "schedule_free_adamw":
+        # It takes all parameters at once on a CPU too.
+        copied = products.trained_bytes * trained
+    elif optim == "muon":
+        copied = states.muon_cost_of(shard, adapter, trained_dtype, layout.num_shards).step_bytes
     # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
     beside_head = max(0, dequantised - head.kept - head.forward)
@@ -264,7 +269,10 @@ def _engine(
         return Kept(weights, adapters, optimizer=of_optimizer), needs, trained
     if layout.strategy == "fsdp2":
         units = units_of(model, adapter, layout.num_shards)
-        kept_state = fsdp2_kept(units, dtype, layout, optimizer_bytes, devices_per_node, w)
+        of_optimizer = int(optimizer_bytes * units.all.trained)
+        if optim == "muon":
+            of_optimizer = states.muon_cost_of(model, adapter, trained_dtype, layout.num_shards).states_bytes
+        kept_state = fsdp2_kept(units, dtype, layout, of_optimizer, devices_per_node, w)
         needs = fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates, w=w)
         return kept_state, needs, units.all.trained
     kept_state = zero_kept(

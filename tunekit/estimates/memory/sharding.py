@@ -181,7 +181,7 @@ def _size(tensors: Count) -> int:
 
 
 def fsdp2_kept(
-    units: Units, dtype: Dtype, layout: Layout, optimizer_bytes: float, devices_per_node: int, w: int = 4
+    units: Units, dtype: Dtype, layout: Layout, of_optimizer: int, devices_per_node: int, w: int = 4
 ) -> Kept:
     """Return the bytes kept from step to step. With CPU offload all of it is in host memory, and gradients with it.
 
@@ -192,13 +192,12 @@ def fsdp2_kept(
         units: The model, divided.
         dtype: Type of frozen weights.
         layout: How the run is spread.
-        optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
+        of_optimizer: Bytes of the optimizer's states on a device.
         devices_per_node: Devices that share a host memory.
         w: Bytes of a trained weight, and of its gradient.
     """
     mine, full = units.all, units.full
     trained, frozen = w * mine.trained, BYTES[dtype] * mine.frozen + mine.packed
-    of_optimizer = int(optimizer_bytes * mine.trained)
     loading = units.num_shards * ((trained if full else 0) + frozen)
     if layout.offload_param_device == "cpu":
         host = devices_per_node * (trained + frozen + of_optimizer + trained)

@@ -62,7 +62,7 @@ MIN_8BIT_VALUES = 4096
 """Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
 
 
-_NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, "lion": 1}
+_NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, "lion": 1, "schedule": 2}
 """Values that an optimizer keeps of each trained one, by the first word of its name behind `paged_`: those of torch and
 bitsandbytes, as transformers makes them, SGD without momentum. Adafactor is a case of its own."""
 
@@ -283,15 +283,22 @@ def states_bytes(trained: Mapping[str, Shape], optim: Optim, trained_dtype: Dtyp
 
     8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861). Those of bitsandbytes share a table
     for signed and one for unsigned values; embeddings keep float32 states (transformers asks for it), and so does what
-    is small. Those of tunekit have no table, and are of all tensors.
+    is small. Those of tunekit have no table, and are of all tensors. Muon keeps one value of each in the type of the
+    weight, and what AdamW updates beside it has two and a step.
     """
     if optim == "tunekit_adamw_8bit":
         sizes = [math.prod(shape) for shape in trained.values()]
         return sum(2 * (size + 4 * math.ceil(size / BLOCK_8BIT)) + 4 for size in sizes)
     if optim == "adafactor":
         return sum(_factored_bytes(shape) for shape in trained.values())
+    if optim == "muon":
+        e = BYTES[trained_dtype]
+        return sum(
+            (e if uses_muon(name, shape) else 2 * e) * math.prod(shape) + 4 * (not uses_muon(name, shape))
+            for name, shape in trained.items()
+        )
     num_states, is_8bit = _NUM_STATES[_family(optim)], optim.endswith("_8bit")
-    each = BYTES[trained_dtype] if optim in _WITH_STEP else 4
+    each = BYTES[trained_dtype] if optim in _WITH_STEP or optim == "schedule_free_adamw" else 4
     total, quantised = 0, False
     for name, shape in trained.items():
         size = math.prod(shape)
@@ -315,7 +322,61 @@ def _factored_bytes(shape: Shape) -> int:
     return 4 * math.prod(leading) * (rows + columns) + 4
 
 
-_LARGE = {"": (4096, 4096)}
+def uses_muon(name: str, shape: Shape) -> bool:
+    """Return whether `muon` updates a trained tensor by Muon, and not by AdamW.
+
+    These are matrices of layers and of adapters, and stacks of them, one for each expert: no embedding, head or score.
+    """
+    if name.endswith("bias") or ".token_adapter." in name or name == SCORE or is_embedding(name) or is_head(name):
+        return False
+    return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
+
+
+@dataclass(frozen=True)
+class MuonCost:
+    """Bytes and operations of `muon` on a device."""
+
+    states_bytes: int
+    step_bytes: int
+    """Bytes of the largest matrix while its update is computed."""
+    gathered_bytes: int
+    """Bytes of the matrices that devices divide, whole."""
+    flops: int
+    num_params: int
+    """Parameters that Muon updates, on all devices."""
+
+
+@cache
+def muon_cost(trained: tuple[tuple[str, Shape], ...], trained_dtype: Dtype, num_shards: int = 1) -> MuonCost:
+    """Return what `muon` costs a device that holds one of `num_shards` shards, cut along the first dimension.
+
+    An update is in bfloat16: the momentum, normalized, after an iteration and before it, and two products of it with
+    itself, of the lesser side squared. Of shards there are those of as many matrices as devices beside a whole one. An
+    iteration takes three products (`tunekit.kernels.muon`).
+    """
+    shards = {name: (-(-rows // num_shards), *others) for name, shape in trained for rows, *others in [shape or (1,)]}
+    step_bytes = gathered_bytes = flops = num_params = 0
+    for name, shape in trained:
+        if not uses_muon(name, shape):
+            continue
+        is_cut = num_shards > 1 and len(shape) == 2
+        *_, rows, columns = shape
+        num = math.prod(shards[name][:-2])
+        less, more = min(rows, columns), max(rows, columns)
+        copies = 2 * num * ((4 if is_cut else 3) * less * more + 2 * less * less)
+        step_bytes = max(step_bytes, copies)
+        gathered_bytes += 2 * less * more * is_cut
+        flops += 5 * num * (4 * less * less * more + 2 * less**3) // (num_shards if is_cut else 1)
+        num_params += math.prod(shape)
+    return MuonCost(states_bytes(shards, "muon", trained_dtype), step_bytes, gathered_bytes, flops, num_params)
+
+
+def muon_cost_of(model: ModelFacts, adapter: Adapter, trained_dtype: Dtype, num_shards: int = 1) -> MuonCost:
+    """Return what `muon` costs a device for a model."""
+    return muon_cost(tuple(trained_tensors(model, adapter).items()), trained_dtype, num_shards)
+
+
+_LARGE = {"layer": (4096, 4096)}
 
 
 @cache

@@ -26,6 +26,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
+    muon_cost_of,
     num_trainable_params,
     optimizer_bytes_per_param,
     trained_tables,
@@ -369,6 +370,7 @@ def step_of(
     trained = num_trainable_params(model, recipe.adapter)
     optim, trained_dtype = recipe.train.optimizer, recipe.train.trained_dtype
     kept_bytes = BYTES[trained_dtype] + optimizer_bytes_per_param(optim, trained_dtype)
+    muon = muon_cost_of(model, recipe.adapter, trained_dtype, layout.num_shards) if optim == "muon" else None
     head_again = 2 * steps.head_params(model) * head_share * computes_again
     return Step(
         model_type=model.model_type,
@@ -388,6 +390,7 @@ def step_of(
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
         num_trained=trained,
         optimizer_bytes=optimizer_bytes(trained, optim, trained_dtype) / (layout.num_shards * layout.tp_size),
+        optimizer_flops=0 if muon is None else muon.flops,
         checkpoint_bytes=trained * kept_bytes,
         transfers=steps.transfers_of(
             model,
@@ -400,6 +403,7 @@ def step_of(
             passes=passes,
             trained_dtype=trained_dtype,
             offloaded_bytes=offloaded_bytes,
+            update_bytes=0 if muon is None else muon.gathered_bytes,
         ),
         num_forwards=num_forwards,
         generating=generation,

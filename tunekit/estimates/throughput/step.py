@@ -202,6 +202,7 @@ def transfers_of(
     passes: Passes = SFT,
     trained_dtype: Dtype = "float32",
     offloaded_bytes: int = 0,
+    update_bytes: int = 0,
 ) -> tuple[Transfer, ...]:
     """All that a device sends in a step.
 
@@ -216,6 +217,7 @@ def transfers_of(
         passes: What the method does in a step.
         trained_dtype: Type of trained weights and of their gradients.
         offloaded_bytes: Activations that go to host memory in a micro-batch, and come back.
+        update_bytes: Updates that an optimizer gathers from the devices that divide them.
     """
     sender = _Sender(model, adapter, dtype, layout, passes, layout.num_processes // num_nodes, trained_dtype)
     everything = [
@@ -224,6 +226,7 @@ def transfers_of(
         *sender.of_activations(num_tokens, again=gradient_checkpointing),
         *sender.of_offloading(),
         Transfer("offloading activations", 2 * offloaded_bytes, "host", "compute"),
+        sender.ring(layout.num_shards, layout.tp_size, "gathering updates", update_bytes, "nothing", per_step=True),
     ]
     return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
 
@@ -491,6 +494,7 @@ class Step:
         num_micro_batches: Micro-batches that a device computes one after another.
         num_trained: Trained parameters.
         optimizer_bytes: Memory that the optimizer reads and writes on each device.
+        optimizer_flops: Operations of the optimizer on each device, where they take longer than its memory.
         checkpoint_bytes: Size of a checkpoint with the optimizer's states.
         transfers: What each device sends.
         is_sparse: Whether tokens go through experts.
@@ -517,6 +521,7 @@ class Step:
     optimizer_bytes: float
     checkpoint_bytes: float
     transfers: tuple[Transfer, ...] = ()
+    optimizer_flops: float = 0.0
     is_sparse: bool = False
     method: str = "sft"
     num_forwards: float = 0.0
@@ -587,7 +592,7 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
     """Return the seconds of a step, where devices compute at `rate`; None where a link or the memory's speed is not
     known.
     """
-    update, generation = _updating(step, figures), generating(step, rate, figures)
+    update, generation = _updating(step, rate, figures), generating(step, rate, figures)
     if update is None or generation is None or unknown_link(step, figures) is not None:
         return None
     computing = step.computing(rate)
@@ -727,8 +732,8 @@ def _in_gb(size_bytes: float) -> str:
     return f"{size:,.0f} GB" if size >= 100 else f"{size:,.3g} GB"
 
 
-def _updating(step: Step, figures: Figures) -> Range | None:
-    """Seconds of the optimizer: on the device it goes through memory, on CPUs at what they were seen to do."""
+def _updating(step: Step, rate: Range, figures: Figures) -> Range | None:
+    """Seconds of the optimizer: on a device through memory and computing, on CPUs at what they were seen to do."""
     layout = step.layout
     # FSDP2 has one switch for all that is offloaded.
     if layout.offload_optimizer_device != "none" or (layout.strategy, layout.offload_param_device) == ("fsdp2", "cpu"):
@@ -736,7 +741,8 @@ def _updating(step: Step, figures: Figures) -> Range | None:
     bandwidth = figures.memory_bytes_per_second
     if bandwidth is None:
         return None
-    return Range(low=step.optimizer_bytes / bandwidth, high=step.optimizer_bytes / bandwidth)
+    moving = step.optimizer_bytes / bandwidth
+    return Range(low=moving, high=moving).plus(rate.seconds_of(step.optimizer_flops))
 
 
 def _rounded(tokens: float) -> str:

@@ -18,7 +18,7 @@ from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
-from tunekit.recipe.sections.section import OUR_OPTIMS, LrSchedulerType, Optim
+from tunekit.recipe.sections.section import STOCHASTIC_OPTIMS, LrSchedulerType, Optim
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
     "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
@@ -28,7 +28,7 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
 """Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset(
-    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw"}
+    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw", "muon"}
 )
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
 and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each). The scales of
@@ -108,6 +108,8 @@ def _faults(
         problem = f"train.optim: {optim} pages its states between an accelerator and host memory; "
         hint = f"use {twins.get(optim, optim.removeprefix('paged_'))}"
         yield f"{problem}{device.name} has only host memory", hint
+    if optim == "schedule_free_adamw" and hardware.schedulefree is False:
+        yield "train.optim: schedulefree is not installed", "pip install 'tunekit[optim]'"
     batch, size = train.global_batch_size, train.micro_batch_size
     if size is not None and batch % size:
         problem = f"train.micro_batch_size: {size} does not divide train.global_batch_size {batch}"
@@ -298,10 +300,18 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     if is_fsdp2 and not is_full and setting.model.model_type in model_types().shares_layers:
         why = f"Accelerate loses adapters of the layer that {setting.model.model_type} has at several places"
         yield why, "use ddp"
+    if optim == "schedule_free_adamw" and is_zero:
+        why = f"DeepSpeed updates flat float32 copies of the weights, which do not switch to the average of {optim}"
+        yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"
+    elif optim == "schedule_free_adamw" and is_fsdp2:
+        why = f"{optim} does not resume exactly from checkpoints of divided weights"
+        yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
         yield f"{optim} does not support sharded tensors", f"use train.optim={closest}"
     yield from _bf16_refusals(recipe, layout)
+    if optim == "muon":
+        yield from _muon_refusals(layout)
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         yield f"DeepSpeed cannot run {optim} on the CPU", f"use train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
@@ -396,20 +406,32 @@ def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]
 
 
 def _bf16_refusals(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield layouts that have no use for weights in bfloat16, or for our optimizers, or do not run them right."""
+    """Yield layouts that have no use for weights in bfloat16, or for stochastic rounding, or do not run them right."""
     optim, is_pure = recipe.train.optimizer, recipe.train.pure_bf16
     other = "unset train.pure_bf16" if is_pure else f"use train.optim={CLOSEST_OPTIM}"
     if layout.strategy.startswith("zero"):
         if is_pure:
             yield "DeepSpeed updates float32 copies of the weights in any case", f"use fsdp2 or ddp, or {other}"
-        elif optim in OUR_OPTIMS:
+        elif optim in STOCHASTIC_OPTIMS:
             why = f"DeepSpeed updates flat float32 copies of the weights, for which {optim} has no use"
             yield why, other
-    if layout.tp_size > 1 and (is_pure or optim in OUR_OPTIMS):
+    if layout.tp_size > 1 and (is_pure or optim in STOCHASTIC_OPTIMS):
         what = "weights in bfloat16" if is_pure else optim
         yield f"{what} in tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
-    if layout.offload_param_device != "none" and optim in OUR_OPTIMS:
+    if layout.offload_param_device != "none" and optim in STOCHASTIC_OPTIMS:
         why = f"{optim} is a kernel for accelerators: on the CPU, where offloading puts it, its step takes minutes"
+        yield why, f"unset parallel.offload_param_device, or {other}"
+
+
+def _muon_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield layouts in which no process has whole matrices, or not where they can be multiplied in time."""
+    other = f"use train.optim={CLOSEST_OPTIM}"
+    if layout.strategy.startswith("zero"):
+        yield "Muon updates whole matrices, and DeepSpeed divides flat copies of all weights", f"use fsdp2, or {other}"
+    if layout.tp_size > 1:
+        yield "Muon on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.offload_param_device != "none":
+        why = "Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, its step takes minutes"
         yield why, f"unset parallel.offload_param_device, or {other}"
 
 

@@ -18,11 +18,13 @@ from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files,
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
+    muon_cost_of,
     new_rows,
     num_live_layers,
     num_trainable_params,
     optimizer_bytes_per_param,
     reference_of,
+    trained_bytes,
 )
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, scaled
@@ -35,7 +37,7 @@ from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.section import OUR_OPTIMS, Optim, TrainSection
+from tunekit.recipe.sections.section import STOCHASTIC_OPTIMS, Optim, TrainSection
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -98,7 +100,7 @@ def _bf16_words(train: TrainSection) -> str:
     optim = train.optimizer
     each, instead = (2 * BYTES[dtype] + optimizer_bytes_per_param(optim, dtype) for dtype in ("bfloat16", "float32"))
     words = f": {each:.3g} bytes per parameter instead of {instead:.3g}, gradients accumulated in bfloat16"
-    if optim in OUR_OPTIMS:
+    if optim in STOCHASTIC_OPTIMS:
         return f"{words}; weights rounded stochastically, so that small updates count on average"
     lost = "updates below 1/512 to 1/256 of a weight are lost: unset train.optim to round stochastically"
     return f"{words}; {optim} rounds weights to the nearest, so that {lost}"
@@ -198,7 +200,7 @@ def optimizer_reason(recipe: Recipe) -> Reason:
         times = "" if isinstance(recipe.adapter, FullAdapter) else _times(recipe.adapter)
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     reason += f"; {recipe.train.lr_scheduler_type} schedule"
-    if recipe.train.optimizer in OUR_OPTIMS:
+    if recipe.train.optimizer in STOCHASTIC_OPTIMS:
         kept = "8 bits" if recipe.train.optimizer.endswith("8bit") else recipe.train.trained_dtype
         reason += f"; tunekit's AdamW, states in {kept}"
     return Reason(topic="optimizer", choice=choice, why=reason)
@@ -208,6 +210,24 @@ def _times(adapter: PeftAdapter) -> str:
     """Return how the default rate of an adapter follows from that of full fine-tuning."""
     times = adapter.times_rate_of_lora
     return f"{'' if times == 1 else f'{times} times that of LoRA, '}ten times the full fine-tuning rate of "
+
+
+def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reason for the states of an optimizer that keeps others than AdamW."""
+    train = recipe.train
+    if train.optimizer == "schedule_free_adamw":
+        _, num_bytes = trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
+        why = "the average of the weights in place of a schedule: evaluations, checkpoints and the result are of it"
+        yield Reason(topic="optimizer states", choice=gib(num_bytes), why=f"{why}; the optimizer warms up itself")
+    if train.optimizer != "muon":
+        return
+    cost, num = muon_cost_of(model, recipe.adapter, train.trained_dtype), num_trainable_params(model, recipe.adapter)
+    _, adamw_bytes = trained_bytes(model, recipe.adapter, "adamw_torch_fused", train.trained_dtype)
+    others = f", AdamW for the other {count(num - cost.num_params)}" if num > cost.num_params else ""
+    why = f"Muon for {count(cost.num_params)} parameters in matrices{others}; updates as large as AdamW's, "
+    why += f"at {cost.flops / 1e12:,.3g} TFLOP a step"
+    choice = f"{gib(cost.states_bytes)} instead of {gib(adamw_bytes)}"
+    yield Reason(topic="optimizer states", choice=choice, why=why)
 
 
 def learning_rates_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:

@@ -119,11 +119,15 @@ _BnbOptim = Literal["ademamix_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit
 _PagedAdam = Literal["paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"]
 _PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
-_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit"]
-Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _OurOptim]
+_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit", "muon"]
+_AverageOptim = Literal["schedule_free_adamw"]
+Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _AverageOptim, _OurOptim]
 
-OUR_OPTIMS: frozenset[Optim] = frozenset({"tunekit_adamw", "tunekit_adamw_8bit"})
+STOCHASTIC_OPTIMS: frozenset[Optim] = frozenset({"tunekit_adamw", "tunekit_adamw_8bit"})
 """Optimizers that round weights in bfloat16 stochastically (`tunekit.kernels.adamw`)."""
+
+OUR_OPTIMS: frozenset[Optim] = STOCHASTIC_OPTIMS | {"muon"}
+"""Optimizers that transformers does not have."""
 
 _Decay = Literal["linear", "cosine", "cosine_with_restarts", "polynomial"]
 _Constant = Literal["constant", "constant_with_warmup", "inverse_sqrt"]
@@ -171,8 +175,11 @@ class TrainSection(Section):
 
     optim: Optim | None = None
     """Optimizer by its transformers name, or `tunekit_adamw` and `tunekit_adamw_8bit`: AdamW that rounds bfloat16
-    weights stochastically, with states in the type of the weights or in 8 bits. Default: `adamw_torch_fused`, or
-    `tunekit_adamw` with `pure_bf16`."""
+    weights stochastically, with states in the type of the weights or in 8 bits; or `muon`: Muon for matrices of layers
+    and adapters, AdamW for embeddings, head and vectors, at AdamW's learning rate (arXiv 2502.16982).
+    `schedule_free_adamw` averages weights in place of a schedule (arXiv 2405.15682): evaluations, checkpoints and the
+    result are of the average; it needs `lr_scheduler_type: constant`, and warms up itself. Default:
+    `adamw_torch_fused`, or `tunekit_adamw` with `pure_bf16`."""
 
     pure_bf16: bool = False
     """Keep trained weights, gradients and optimizer states in bfloat16 instead of float32: half the memory. For full
@@ -259,6 +266,13 @@ class TrainSection(Section):
         for pattern in self.learning_rates or ():
             if (problem := regex_problem(pattern)) is not None:
                 yield Conflict(("learning_rates", pattern), problem, ESCAPE)
+        if self.optimizer == "schedule_free_adamw":
+            if self.lr_scheduler_type != "constant":
+                what = f"{self.lr_scheduler_type} does not go with schedule_free_adamw, which averages weights instead"
+                yield Conflict(("lr_scheduler_type",), what, "set it to constant; warmup_steps still count")
+            if self.pure_bf16:
+                what = "bfloat16 rounds off weights each time that schedule_free_adamw takes the average and goes back"
+                yield Conflict(("pure_bf16",), what, "unset it, or use another optim")
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             yield Conflict(
                 ("early_stopping_threshold",), "requires early_stopping_patience", "set that too, or unset it"
