@@ -53,7 +53,11 @@ def test_a_field_says_what_it_takes() -> None:
 def test_a_tag_is_explained_by_each_of_its_words() -> None:
     entry = entries(adapter="full")["adapter.type"]
     assert entry.is_tag
-    assert (entry.choices, entry.value, entry.default) == (("full", "lora", "qlora"), "full", "lora")
+    assert (entry.choices, entry.value, entry.default) == (
+        ("full", "lora", "qlora", "ia3", "vera", "oft"),
+        "full",
+        "lora",
+    )
     assert "full: Full fine-tuning. lora: Low-rank adaptation." in entry.description
 
 
