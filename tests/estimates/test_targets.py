@@ -34,6 +34,7 @@ OPTIONS = {
         "alpha_pattern": {"k_proj": 3.0, r"2\.mlp\..*": 5.0},
         "use_rslora": True,
     },
+    "biases": {"lora_bias": True, "rank_pattern": {"o_proj": 2}, "exclude_modules": ["k_proj"]},
     "ranks of dora": {"use_dora": True, "rank_pattern": {"o_proj": 2}, "exclude_modules": ["k_proj"]},
 }
 

@@ -85,6 +85,7 @@ ADAPTERS = {
     "lora": LoraAdapter(rank=4),
     "lora, embedding whole": LoraAdapter(rank=4, modules_to_save=["embed_tokens"]),
     "lora, both whole": LoraAdapter(rank=4, modules_to_save=["embed_tokens", "lm_head"]),
+    "lora, others too": LoraAdapter(rank=4, trainable_token_indices=[256, 260]),
 }
 
 
@@ -132,6 +133,33 @@ def test_gradients_of_new_rows_are_peft_s(tied, tmp_path):
         torch.testing.assert_close(ours[name].grad, theirs[name].grad)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_chosen_rows_are_peft_s(tied, tmp_path):
+    section = section_of(saved(tmp_path, tied=tied))
+    ids = torch.tensor([[5, 256, 7, 257, 258, 9]])
+    adapter = LoraAdapter(rank=4, trainable_token_indices=[256, 9])
+    trained = attach_adapter(load_model(section, dtype="float32", device="cpu"), adapter, seed=0)
+    trained(input_ids=ids, labels=ids).loss.backward()
+    rows = {"embed_tokens": [256, 9], **({} if tied else {"lm_head": [256, 9]})}
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", trainable_token_indices=rows)
+    truth = get_peft_model(load_model(section, dtype="float32", device="cpu"), config)
+    truth(input_ids=ids, labels=ids).loss.backward()
+    ours, theirs = dict(trained.named_parameters()), dict(truth.named_parameters())
+    names = [name for name in theirs if "trainable_tokens_delta" in name]
+    assert len(names) == (1 if tied else 2)
+    for name in names:
+        assert float(ours[name].grad.norm()) > 0
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad)
+
+
+def test_a_chosen_token_that_the_model_lacks_is_refused(tmp_path):
+    wanted = recipe(
+        model={"path": str(saved(tmp_path))}, adapter={"type": "lora", "trainable_token_indices": [256, 259]}
+    )
+    with pytest.raises(PlanError, match=r"adapter\.trainable_token_indices: 259 of 259 tokens; ids are 0 to 258"):
+        resolve(wanted, LAPTOP, probe_model(wanted.model), ROWS)
+
+
 def test_an_adapter_is_saved_without_the_tables(tmp_path):
     section = section_of(saved(tmp_path / "model"), **TOOLS)
     model = load_model(section, dtype="float32", device="cpu")
@@ -161,7 +189,7 @@ def test_rows_beside_an_adapter_are_not_divided(tmp_path):
 
     two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
     wanted = recipe(model={"path": str(saved(tmp_path)), **TOOLS}, parallel={"strategy": "fsdp2"})
-    with pytest.raises(PlanError, match="PEFT reads the rows of new tokens out of whole tables"):
+    with pytest.raises(PlanError, match="PEFT reads the rows of tokens out of whole tables"):
         resolve(wanted, two, probe_model(wanted.model), ROWS)
     full = recipe(model=dict(wanted.model), parallel={"strategy": "zero3"}, adapter="full")
     with pytest.raises(PlanError, match="rows for new tokens cannot be made in tables that are divided"):

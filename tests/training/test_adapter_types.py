@@ -1,4 +1,5 @@
-"""(IA)3, VeRA and OFT through the life of a run: resumed, in several processes, as references, exported, refused.
+"""(IA)3, VeRA, OFT, and LoRA with rows of tokens or biases, through the life of a run: resumed, in several processes,
+as references, exported, refused.
 
 Their losses are compared with layers written out in test_reference.py, their bytes with PEFT's in test_states.py.
 """
@@ -17,7 +18,7 @@ from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tests.training.test_learning_rates import recipe_for
 from tests.training.test_resume import cut_off
-from tunekit.errors import PlanError, RecipeError
+from tunekit.errors import PlanError, RecipeError, TunekitError
 from tunekit.estimates.memory.states import shared_matrices, trained_bytes
 from tunekit.models.load import attach_adapter, load_model
 from tunekit.probe.model import probe_model
@@ -29,6 +30,8 @@ ADAPTERS = {
     "ia3": {"type": "ia3", "feedforward_modules": ["down_proj"]},
     "vera": {"type": "vera", "rank": 8},
     "oft": {"type": "oft", "oft_block_size": 8},
+    "tokens": {"type": "lora", "rank": 4, "trainable_token_indices": [256, 257, 100]},
+    "biases": {"type": "lora", "rank": 4, "lora_bias": True},
 }
 FAST = {"learning_rate": 3e-2}
 
@@ -67,7 +70,7 @@ def test_a_run_that_was_cut_off_resumes_exactly(kind, folder, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind != "tokens"])
 def test_two_processes_take_the_steps_of_one(kind, strategy, folder, alone):
     run = Run(made(recipe_for(folder, ADAPTERS[kind], FAST, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
@@ -75,7 +78,7 @@ def test_two_processes_take_the_steps_of_one(kind, strategy, folder, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind != "biases"])
 def test_a_merged_export_answers_as_the_adapter_that_plain_peft_loads(kind, folder, alone, tmp_path):
     run = alone(kind)
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -87,6 +90,13 @@ def test_a_merged_export_answers_as_the_adapter_that_plain_peft_loads(kind, fold
     tunekit.export(run, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_biases_are_not_merged_into_layers_without(alone, tmp_path):
+    with pytest.raises(TunekitError, match=r"an adapter with lora_bias cannot be merged: .* has no bias"):
+        tunekit.export(alone("biases"), tmp_path / "merged")
+    tunekit.export(alone("biases"), tmp_path / "adapter", kind="adapter")
 
 
 @pytest.mark.slow
@@ -110,8 +120,9 @@ def test_a_finished_adapter_is_trained_further_and_another_kind_is_refused(kind,
     recipe["model"] = str(first.model_path)
     losses = tunekit.train(recipe).metrics()["loss"].tolist()
     assert losses[0] < first.metrics()["loss"].tolist()[0] - 0.05
-    with pytest.raises(RecipeError, match=f"adapter.type: .lora. here, but .{kind}. in the adapter of"):
-        tunekit.plan({**recipe, "adapter": "lora"})
+    if ADAPTERS[kind]["type"] != "lora":
+        with pytest.raises(RecipeError, match=f"adapter.type: .lora. here, but .{kind}. in the adapter of"):
+            tunekit.plan({**recipe, "adapter": "lora"})
 
 
 def save_pairs(file):
@@ -149,6 +160,11 @@ def test_the_random_matrices_of_vera_are_planned_once(folder):
             {"model": {"add_tokens": ["<tool>"]}},
             "adapter.type: vera does not train the rows of the tokens that the recipe adds; set adapter.type=lora",
         ),
+        (
+            {"type": "lora", "trainable_token_indices": [7]},
+            {"parallel": {"strategy": "fsdp2", "num_processes": 2}},
+            "PEFT reads the rows of tokens out of whole tables, which fsdp2 does not keep; use ddp",
+        ),
         ("vera", {"train": {"tiled_mlp": True}}, "tiled MLPs are untested with adapter.type=vera"),
     ],
 )
@@ -156,6 +172,7 @@ def test_what_does_not_go_together_is_refused(adapter, changes, words, folder):
     recipe = recipe_for(folder, adapter)
     recipe["model"] = {"path": recipe["model"], **changes.get("model", {})}
     recipe["train"] |= changes.get("train", {})
+    recipe["parallel"] |= changes.get("parallel", {})
     with pytest.raises(PlanError) as caught:
         tunekit.plan(recipe)
     assert words in f"{caught.value}; {caught.value.hint}"

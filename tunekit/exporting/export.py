@@ -299,9 +299,12 @@ def merged(found: Trained, dtype: Dtype) -> Any:
 
     An adapter that was trained over a 4-bit base is merged into the unquantised one.
     """
+    from tunekit.models.load import check_mergeable
+
     model: Any = load_trained(found, dtype=dtype, device="cpu", as_trained=False)
     if found.adapter is None:
         return model
+    check_mergeable(model, found.adapter)
     model = model.merge_and_unload()
     into, out = model.get_input_embeddings(), model.get_output_embeddings()
     if out is not None and out.weight.data_ptr() != into.weight.data_ptr():

@@ -79,8 +79,8 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
 
 def _is_beyond(adapter: LoraAdapter) -> bool:
     """Return whether vLLM refuses an adapter for its kind, or would scale all modules by one rank and alpha."""
-    is_plain = not (adapter.use_dora or adapter.modules_to_save or adapter.rank_pattern or adapter.alpha_pattern)
-    return not is_plain or adapter.rank > RANKS[-1]
+    others = (adapter.use_dora, adapter.lora_bias, adapter.modules_to_save, adapter.trainable_token_indices)
+    return any((*others, adapter.rank_pattern, adapter.alpha_pattern)) or adapter.rank > RANKS[-1]
 
 
 class VllmModel:

@@ -531,7 +531,7 @@ def attach_adapter(
     from peft.utils import TrainableTokensWrapper
 
     adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens))
-    if new_tokens:
+    if new_tokens or (isinstance(adapter, LoraAdapter) and adapter.trainable_token_indices):
         # PEFT would save both tables whole where they have grown.
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
         for module in adapted.modules():
@@ -621,7 +621,8 @@ def peft_config(
         stated = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         excluded, rows = stated.get("exclude_modules"), stated.get("trainable_token_indices")
     else:
-        excluded, rows = _excluded(adapter, model), _rows_of(new_tokens, adapter, model)
+        tokens = dict.fromkeys((*new_tokens, *(adapter.trainable_token_indices or ())))
+        excluded, rows = _excluded(adapter, model), _rows_of(list(tokens), adapter, model)
     targets: str | list[str] = adapter.target_modules
     by_name = adapter.target_regex is not None or (targets == ALL_LINEAR and adapter.layers_to_transform is not None)
     return LoraConfig(
@@ -636,6 +637,7 @@ def peft_config(
         init_lora_weights=adapter.init_lora_weights if trained is None else True,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
+        lora_bias=adapter.lora_bias,
         modules_to_save=adapter.modules_to_save,
         exclude_modules=excluded,
         trainable_token_indices=rows,
@@ -674,14 +676,14 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task)
             raise TypeError(f"no configuration of PEFT for {adapter.type}")
 
 
-def _rows_of(new_tokens: Sequence[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
-    """Return the rows of new tokens by table, as PEFT trains them: a tied head follows its embedding."""
+def _rows_of(tokens: list[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
+    """Return the rows of tokens by table, as PEFT trains them: a tied head follows its embedding."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     if tables[1] is not None and tables[1].weight is tables[0].weight:
         del tables[1]
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in tables]
     whole = tuple(adapter.modules_to_save or ())
-    return {name: list(new_tokens) for name in names if not name.endswith(whole or ("\0",))} if new_tokens else None
+    return {name: tokens for name in names if not name.endswith(whole or ("\0",))} if tokens else None
 
 
 def _targeted_linears(adapter: PeftAdapter, model: "PreTrainedModel") -> list[str]:
@@ -815,12 +817,31 @@ def merge_adapter(model: "PreTrainedModel", adapter: PeftAdapter, folder: Path) 
 
     adapted = get_peft_model(model, peft_config(adapter, model, trained=folder))
     read_adapter(adapted, folder)
+    check_mergeable(cast("PeftModel", adapted), adapter)
     for module in adapted.modules():
         if isinstance(module, BaseTunerLayer):
             # ZeRO-3 has divided them already; elsewhere they are whole.
             with gather_params_ctx(list(cast("torch.nn.Module", module).parameters())):
                 cast(Any, module).merge()
     return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
+
+
+def check_mergeable(model: "PeftModel", adapter: PeftAdapter) -> None:
+    """Check that each adapted layer has a bias, where the adapter has biases to merge.
+
+    Raises:
+        ModelError: One has none.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not isinstance(adapter, LoraAdapter) or not adapter.lora_bias:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and cast(Any, module).get_base_layer().bias is None:
+            raise ModelError(
+                f"an adapter with lora_bias cannot be merged: {name.removeprefix('base_model.model.')} has no bias",
+                hint="use the adapter itself: export it with --adapter",
+            )
 
 
 def keep_trained(model: "torch.nn.Module", dtype: Dtype = "float32") -> None:

@@ -112,6 +112,7 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
         exclude_modules=sorted(config.get("exclude_modules") or []) or None,
         layers_to_transform=[layers] if isinstance(layers, int) else layers or None,
         use_rslora=config.get("use_rslora") or False,
+        lora_bias=config.get("lora_bias") or False,
         use_dora=config.get("use_dora") or False,
         modules_to_save=sorted(config.get("modules_to_save") or []) or None,
     )

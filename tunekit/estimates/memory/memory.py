@@ -295,7 +295,7 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
     """
     if not is_traced(model):
         return "outside the model"
-    if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.new_rows(model, adapter):
+    if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.token_rows(model, adapter):
         return "closed form"
     if not isinstance(adapter, FullAdapter | LoraAdapter) or (isinstance(adapter, FullAdapter) and adapter.is_partial):
         return "closed form"

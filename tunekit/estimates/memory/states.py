@@ -96,7 +96,7 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
             rank = own_rank * math.prod(experts) * (2 if name.endswith("gate_up_proj") else 1)
             shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
         trained |= {f"{name}.{part}": shape for part, shape in shapes.items()}
-    return trained | new_rows(model, adapter)
+    return trained | token_rows(model, adapter)
 
 
 def shared_matrices(model: ModelFacts, adapter: Adapter) -> tuple[Shape, ...]:
@@ -108,22 +108,30 @@ def shared_matrices(model: ModelFacts, adapter: Adapter) -> tuple[Shape, ...]:
     return (adapter.rank, inputs), (outputs, adapter.rank)
 
 
-def new_rows(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
-    """Shape of the rows of new tokens that are trained beside an adapter, by table: a tied head has none of its own.
+def trained_tokens(model: ModelFacts, adapter: Adapter) -> tuple[int, ...]:
+    """Return the ids of tokens whose rows are trained beside an adapter: those that are added, and chosen ones."""
+    if not isinstance(adapter, LoraAdapter):
+        return ()
+    return tuple(dict.fromkeys((*model.new_tokens, *(adapter.trainable_token_indices or ()))))
+
+
+def token_rows(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
+    """Shape of the rows of tokens that are trained beside an adapter, by table: a tied head has none of its own.
 
     PEFT copies them out of the table (`trainable_token_indices`). A table that is trained wholly has them anyway.
     """
-    if not isinstance(adapter, LoraAdapter) or not model.new_tokens:
+    tokens = trained_tokens(model, adapter)
+    if isinstance(adapter, FullAdapter) or not tokens:
         return {}
     whole = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else {}
     tables = [name for name in model.vocabulary_tables if name not in whole]
-    shape = (len(model.new_tokens), model.hidden_size)
+    shape = (len(tokens), model.hidden_size)
     return {name.removesuffix(".weight") + ".token_adapter.trainable_tokens_delta": shape for name in tables}
 
 
 def row_copies_bytes(model: ModelFacts, adapter: Adapter) -> int:
-    """Bytes of a table with the trained rows of new tokens in it, which PEFT makes anew in each forward pass."""
-    return 4 * model.vocab_size * model.hidden_size if new_rows(model, adapter) else 0
+    """Bytes of a table with the trained rows of tokens in it, which PEFT makes anew in each forward pass."""
+    return 4 * model.vocab_size * model.hidden_size if token_rows(model, adapter) else 0
 
 
 def num_adapted_layers(model: ModelFacts, adapter: PeftAdapter) -> int:
@@ -194,8 +202,9 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
         return model.num_params - model.num_untrained_params
     if isinstance(adapter, LoraAdapter) and not trained_whole(model, adapter):
         adapters = model.adapted(adapter).adapters.items()
-        magnitudes = sum(outputs * times for (outputs, _, _), times in adapters) if adapter.use_dora else 0
-        magnitudes += sum(math.prod(shape) for shape in new_rows(model, adapter).values())
+        vectors = adapter.use_dora + adapter.lora_bias
+        magnitudes = vectors * sum(outputs * times for (outputs, _, _), times in adapters)
+        magnitudes += sum(math.prod(shape) for shape in token_rows(model, adapter).values())
         return magnitudes + sum(rank * (outputs + inputs) * times for (outputs, inputs, rank), times in adapters)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 

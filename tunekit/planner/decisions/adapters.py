@@ -38,6 +38,10 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     yield from _choice_faults(model, adapter)
     if isinstance(adapter, LoraAdapter):
         yield from _start_faults(model, adapter)
+        beyond = [token for token in adapter.trainable_token_indices or [] if token >= model.vocab_size]
+        if beyond:
+            problem = f"adapter.trainable_token_indices: {', '.join(map(str, beyond))} of {model.vocab_size:,} tokens"
+            yield problem, f"ids are 0 to {model.vocab_size - 1}"
     if isinstance(adapter, OftAdapter):
         yield from _block_faults(model, adapter)
     if model.new_tokens and not isinstance(adapter, LoraAdapter):
@@ -201,7 +205,8 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         return
     unfused = ", ".join(_unfused(model))
     hint = f"unset it, or limit adapter.target_modules to {unfused}"
-    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
+    settings = {"dropout": adapter.dropout > 0, "use_dora": adapter.use_dora, "lora_bias": adapter.lora_bias}
+    for setting, is_set in settings.items():
         if is_set:
             problem = f"adapter.{setting}: PEFT does not support it on the fused expert matrices and routers of "
             yield f"{problem}{model.path}", hint

@@ -7,7 +7,7 @@ from tunekit.errors import PlanError
 from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin, is_embedding
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.learning_rates import has_groups, unmatched
-from tunekit.estimates.memory.states import Dtype, new_rows, reference_of, trained_tensors, unties_head
+from tunekit.estimates.memory.states import Dtype, reference_of, token_rows, trained_tensors, unties_head
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
@@ -16,7 +16,7 @@ from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import STOCHASTIC_OPTIMS, LrSchedulerType, Optim
 
@@ -181,8 +181,9 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         yield problem, "add it in the run of the adapter, or start from its export, merged"
     if model.new_tokens and any("per_layer" in name for name in model.tensors if is_embedding(name)):
         yield f"model.add_tokens: {model.path} has an embedding for each layer, which do not grow", "remove the tokens"
-    if new_rows(model, recipe.adapter) and any(f"{head}.bias" in model.tensors for head in model_types().heads):
-        problem = f"model.add_tokens: the head of {model.path} has a bias, which PEFT leaves out beside trained rows"
+    if token_rows(model, recipe.adapter) and any(f"{head}.bias" in model.tensors for head in model_types().heads):
+        name = "model.add_tokens" if model.new_tokens else "adapter.trainable_token_indices"
+        problem = f"{name}: the head of {model.path} has a bias, which PEFT leaves out beside trained rows"
         yield problem, "set adapter.type=full"
 
 
@@ -222,6 +223,14 @@ def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
     origin = model.origin
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
         return
+    adapter = origin.adapter
+    if isinstance(adapter, LoraAdapter) and adapter.lora_bias:
+        without = [name for name in model.adapted(adapter).sizes if f"{name}.bias" not in model.tensors]
+        if without:
+            problem = (
+                f"adapter.type: the adapter of {origin.name} has biases, and {without[0]} has none to merge them into"
+            )
+            yield problem, "use adapter.type=lora, which trains that adapter further"
     if unties_head(model, origin.adapter):
         problem = f"adapter.type: the adapter of {origin.name} trained an embedding that the head of "
         problem += f"{origin.base.path} shares, so merging it would change the head"
@@ -391,17 +400,17 @@ def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]
 
 
 def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield why rows of new tokens cannot be made, or trained beside an adapter, in a layout."""
+    """Yield why rows of tokens cannot be made, or trained beside an adapter, in a layout."""
     model, recipe = setting.model, setting.recipe
     if model.num_new_rows and (layout.strategy == "zero3" or layout.tp_size > 1):
         yield "rows for new tokens cannot be made in tables that are divided as they are read", "use ddp or fsdp2"
-    if not new_rows(model, recipe.adapter):
+    if not token_rows(model, recipe.adapter):
         return
     if layout.strategy not in ("single", "ddp"):
-        why = f"PEFT reads the rows of new tokens out of whole tables, which {layout.strategy} does not keep"
+        why = f"PEFT reads the rows of tokens out of whole tables, which {layout.strategy} does not keep"
         yield why, "use ddp"
     if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
-        why = "PEFT does not hold two adapters that train the rows of the same new tokens"
+        why = "PEFT does not hold two adapters that train the rows of the same tokens"
         yield why, "use adapter.type=full, or start from the adapter's export, merged"
 
 

@@ -19,12 +19,13 @@ from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
     muon_cost_of,
-    new_rows,
     num_live_layers,
     num_trainable_params,
     optimizer_bytes_per_param,
     reference_of,
+    token_rows,
     trained_bytes,
+    trained_tokens,
 )
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, scaled
@@ -290,18 +291,21 @@ def _rope_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
 
 def _token_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """Yield the reason for tokens that are added, with the rows that they take."""
+    rows = token_rows(model, recipe.adapter)
+    alone = len(trained_tokens(model, recipe.adapter))
+    tables, size = len(model.vocabulary_tables), 4 * model.vocab_size * model.hidden_size
+    trained = f"PEFT trains them alone beside the adapter (trainable_token_indices, {4 * alone * model.hidden_size:,} "
+    trained += f"bytes a table): {tables} whole {'tables' if tables > 1 else 'table'} would take {gib(tables * size)}"
     num = len(model.new_tokens)
+    if rows and alone > num:
+        yield Reason(topic="trained tokens", choice=f"rows of {alone}", why=trained)
     if not num:
         return
     spare = num - model.num_new_rows
     where = [f"{model.num_new_rows} new rows near the mean of the others"] * bool(model.num_new_rows)
     where += [f"{spare} rows that the tokenizer had left unused"] * (spare > 0)
     why = f"in {' and '.join(where)}"
-    rows = new_rows(model, recipe.adapter)
-    if rows:
-        tables, size = len(model.vocabulary_tables), 4 * model.vocab_size * model.hidden_size
-        why += f"; PEFT trains them alone beside the adapter (trainable_token_indices, {4 * num * model.hidden_size:,} "
-        why += f"bytes a table): {tables} whole {'tables' if tables > 1 else 'table'} would take {gib(tables * size)}"
+    why += f"; {trained}" if rows and alone == num else ""
     yield Reason(topic="tokens", choice=f"{num} added, vocabulary {model.vocab_size:,}", why=why)
 
 

@@ -219,6 +219,13 @@ class LoraAdapter(PeftAdapter):
     use_dora: bool = False
     """Weight-decomposed adaptation, DoRA (arXiv 2402.09353)."""
 
+    lora_bias: bool = False
+    """Train a bias behind each matrix B. It is merged only into layers that have a bias."""
+
+    trainable_token_indices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Ids of tokens whose rows of embedding and head are trained beside the adapter, such as those of a chat template
+    that the model has never seen. Tokens that the recipe adds are trained in any case."""
+
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = None
     """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
     2402.12354). Default: the same rate for all."""
@@ -246,6 +253,16 @@ class LoraAdapter(PeftAdapter):
             update["alpha_pattern"] = {name: times * alpha for name, alpha in self.alpha_pattern.items()}
         return plain.model_copy(update=update)
 
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        yield from super()._conflicts_within()
+        if self.lora_bias and self.use_dora:
+            yield Conflict(("lora_bias",), "unsupported by PEFT with use_dora", "unset one of them")
+        if self.lora_bias and self.init_lora_weights not in (True, "gaussian"):
+            what = f"unsupported with init_lora_weights {self.init_lora_weights}, which begins with other updates"
+            yield Conflict(("lora_bias",), what, "unset one of them")
+        if len(set(self.trainable_token_indices or ())) < len(self.trainable_token_indices or ()):
+            yield Conflict(("trainable_token_indices",), "an id is there twice", "remove it")
+
     @property
     def chooses_by_name(self) -> bool:
         """True if modules are chosen or ranked by more than their last names."""
@@ -261,7 +278,8 @@ class LoraAdapter(PeftAdapter):
         """Return the shapes of the two matrices (section 4.1), and of DoRA's magnitudes (arXiv 2402.09353)."""
         rank = self.rank_of(name)
         shapes: dict[str, Shape] = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
-        return shapes | ({"lora_magnitude_vector": (outputs,)} if self.use_dora else {})
+        shapes |= {"lora_magnitude_vector": (outputs,)} if self.use_dora else {}
+        return shapes | ({"lora_B_bias": (outputs,)} if self.lora_bias else {})
 
     @property
     def words(self) -> str:
