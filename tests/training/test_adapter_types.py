@@ -130,6 +130,12 @@ def save_pairs(file):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+@pytest.mark.parametrize("kind", ["ia3", "vera", "oft"])
+def test_muon_is_refused_where_no_matrix_is_trained(kind, folder):
+    with pytest.raises(RecipeError, match=f"train.optim: updates matrices, of which adapter.type {kind} trains none"):
+        tunekit.plan(recipe_for(folder, ADAPTERS[kind], {"optim": "muon"}))
+
+
 def test_the_random_matrices_of_vera_are_planned_once(folder):
     section, adapter = ModelSection(path=str(folder / "model")), VeraAdapter(rank=8)
     facts = probe_model(section)

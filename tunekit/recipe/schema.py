@@ -93,7 +93,10 @@ class Recipe(Section):
             yield Conflict(("data", "streaming"), what, "set train.max_steps")
 
     def _conflicts_of_types(self) -> Iterator[Conflict]:
-        """Yield what does not go together with trained weights in bfloat16."""
+        """Yield what does not go together with trained weights in bfloat16, or with updates of matrices."""
+        if self.train.optim == "muon" and not isinstance(self.adapter, FullAdapter | LoraAdapter):
+            what = f"updates matrices, of which adapter.type {self.adapter.type} trains none"
+            yield Conflict(("train", "optim"), what, "use adamw_torch_fused")
         if not self.train.pure_bf16:
             return
         key = ("train", "pure_bf16")
