@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import tunekit
 from tests.processes import in_processes
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in
-from tests.training.test_resume import SAVED, cut_off, events, recipe_for, saved
+from tests.training.test_resume import SAVED, cut_off, events, recipe_for
 from tunekit.inference.inference_model import find_trained, load_trained
 from tunekit.runs.run import Run
 
@@ -43,7 +43,7 @@ def test_a_run_resumes_to_the_bit_and_all_that_is_made_of_it_answers_alike(start
     early = logits_of(load_trained(find_trained(cut, checkpoint=str(SAVED)), dtype="float32", device="cpu"))
     work_in(cut.path, 1)
     assert [event["step"] for event in events(cut, "resume")] == [SAVED]
-    first, second = saved(whole), saved(cut)
+    first, second = saved_weights(whole.model_path), saved_weights(cut.model_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert {min(tensor.shape) for tensor in first.values()} == {8}
     assert events(whole, "saved")[0]["logit_error"] < 1e-4
@@ -75,4 +75,4 @@ def test_several_processes_that_each_hold_all_weights_train_and_resume_as_one(fo
     in_processes(2, cut_off, run.path)
     work_in(run.path, 2)
     assert [event["step"] for event in events(run, "resume")] == [SAVED]
-    torch.testing.assert_close(saved(run), saved(alone), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(alone.model_path), rtol=0, atol=1e-5)

@@ -39,12 +39,15 @@ FITTING: dict[str, Any] = {
     "method.label_smoothing": 0.25, "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5,
     "train.metric_for_best_model": "eval_x", "train.retry_out_of_memory": True, "train.global_batch_size": 32,
     "train.learning_rates": {r"embed\.[a-z]": 1e-5, "b": 0.5}, "output.report_to": ["wandb", "mlflow"],
-    "adapter.layers_to_transform": [0, 2],
+    "adapter.layers_to_transform": [0, 2], "adapter.trainable_token_indices": [7, 9],
     "adapter.rank_pattern": {"q_proj": 8}, "adapter.alpha_pattern": {"q_proj": 8.5},
     "adapter.target_modules": ["q_proj", "v_proj"],
     "parallel.nvme_path": "/tmp", "output.name": "a.b-1", "output.sample_prompts": ["Hi", " a\n\"b\" ", "[]"],
 }  # fmt: skip
 """Values where any would not do, by keys without positions."""
+
+ADAPTERS = {"sft": "qlora", "dpo": "full", "orpo": "ia3", "cpo": "vera", "reward": "oft"}
+"""Kinds of adapter by method, so that all come up; LoRA for the others."""
 
 WEIGHTS = {"data.train": [{"path": "a", "weight": 1}, {"path": "c", "weight": 2}]}
 SERVER = {"method.generation.use_vllm": True, "method.generation.vllm_mode": "server"}
@@ -73,7 +76,7 @@ def texts() -> list[str]:
     """Recipes that together have every field of the schema."""
     found = []
     for method in METHODS:
-        adapter = {"sft": "qlora", "dpo": "full"}.get(method, "lora")
+        adapter = ADAPTERS.get(method, "lora")
         extra: dict[str, Any] = {"type": method}
         if METHODS[method].is_rewarded:
             extra["rewards"] = [{"type": one, **REWARDS.get(one, {})} for one in REWARD_TYPES]

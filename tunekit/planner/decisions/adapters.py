@@ -38,7 +38,8 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     yield from _choice_faults(model, adapter)
     if isinstance(adapter, LoraAdapter):
         yield from _start_faults(model, adapter)
-        beyond = [token for token in adapter.trainable_token_indices or [] if token >= model.vocab_size]
+        tokens = adapter.trainable_token_indices or []
+        beyond = [token for token in tokens if not 0 <= token < model.vocab_size]
         if beyond:
             problem = f"adapter.trainable_token_indices: {', '.join(map(str, beyond))} of {model.vocab_size:,} tokens"
             yield problem, f"ids are 0 to {model.vocab_size - 1}"

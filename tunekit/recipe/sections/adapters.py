@@ -222,7 +222,7 @@ class LoraAdapter(PeftAdapter):
     lora_bias: bool = False
     """Train a bias behind each matrix B. It is merged only into layers that have a bias."""
 
-    trainable_token_indices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    trainable_token_indices: Annotated[list[int], Field(min_length=1)] | None = None
     """Ids of tokens whose rows of embedding and head are trained beside the adapter, such as those of a chat template
     that the model has never seen. Tokens that the recipe adds are trained in any case."""
 
