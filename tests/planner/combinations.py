@@ -1,4 +1,4 @@
-"""What goes with what: pairs of levers of memory and learning, for Llama 8B on two devices with room for all.
+"""Combinations: pairs of levers of memory and learning, for Llama 8B on two devices with room for all.
 
     python -m tests.planner.combinations
 
@@ -7,6 +7,7 @@ writes `golden/combinations.txt` anew: a line for each pair that is refused, wit
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def facts(sections: dict[str, Any]) -> ModelFacts:
     return known
 
 
+@cache
 def machine() -> Hardware:
     """Return two H100s of five times the memory."""
     hardware = find_machine("2xh100").hardware()

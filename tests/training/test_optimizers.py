@@ -1,17 +1,15 @@
 """Optimizers that torch's AdamW does not stand for: real runs against published formulas, cut off, and divided."""
 
-import os
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tunekit
 from tests.processes import in_processes
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, saved_weights
+from tests.training import test_learning_rates
 from tests.training.engines import made, work_in, worked
-from tests.training.test_resume import SAVED, STEPS, cut_off
+from tests.training.test_resume import STEPS, cut_off
 from tunekit.data.prepare import read_dataset
 from tunekit.estimates.memory.states import states_bytes, trained_tensors
 from tunekit.methods.run_trainer import RunTrainer
@@ -32,22 +30,8 @@ def folder(tmp_path_factory):
 
 
 def recipe_for(folder, adapter="full", train=None, **parallel):
-    asked = {"max_steps": STEPS, "global_batch_size": 8, "learning_rate": 1e-3, "save_steps": SAVED, **(train or {})}
-    if asked["optim"] == "schedule_free_adamw":
-        asked["lr_scheduler_type"] = "constant"
-    return {
-        "model": str(folder / "model"),
-        "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
-        "adapter": adapter,
-        "train": asked,
-        "parallel": parallel,
-        "output": {"sample_prompts": [], "dir": str(folder / "runs" / os.urandom(4).hex())},
-    }
-
-
-def weights(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
+    schedule = {"lr_scheduler_type": "constant"} if train["optim"] == "schedule_free_adamw" else {}
+    return test_learning_rates.recipe_for(folder, adapter, {**train, **schedule}, **parallel)
 
 
 def losses(run):
@@ -74,8 +58,8 @@ def test_a_run_that_was_cut_off_goes_on_exactly(optim, adapter, folder):
     run = Run(made(recipe_for(folder, adapter, {"optim": optim})))
     in_processes(1, cut_off, run.path)
     worked(run.path)
-    expected = weights(alone.model_path)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run.model_path).items())
+    expected = saved_weights(alone.model_path)
+    assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
 @pytest.mark.parametrize("optim", ["muon"])
@@ -85,8 +69,8 @@ def test_processes_that_divide_a_run_and_were_cut_off_go_on_exactly(optim, folde
     work_in(alone.path, 2)
     in_processes(2, cut_off, run.path)
     work_in(run.path, 2)
-    expected = weights(alone.model_path)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run.model_path).items())
+    expected = saved_weights(alone.model_path)
+    assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
 @pytest.mark.parametrize(("optim", "strategy"), [("muon", "ddp"), ("muon", "fsdp2"), ("schedule_free_adamw", "ddp")])
@@ -97,8 +81,8 @@ def test_two_processes_take_the_steps_of_one(optim, strategy, adapter, folder):
     worked(alone.path)
     run = Run(made(recipe_for(folder, adapter, asked, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
-    expected = weights(alone.model_path)
-    for name, value in weights(run.model_path).items():
+    expected = saved_weights(alone.model_path)
+    for name, value in saved_weights(run.model_path).items():
         # Gradients are summed in another order, and Muon rounds what it multiplies to bfloat16.
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-3 * 0.02)
     assert losses(run) == pytest.approx(losses(alone), abs=1e-4)
@@ -124,8 +108,8 @@ def test_a_step_is_that_of_torchs_muon_in_layers_and_of_torchs_adamw_elsewhere(f
     (found,) = gradients
     by_muon = [name for name in found if "norm" not in name and "embed" not in name and "lm_head" not in name]
     assert len(by_muon) == 14
-    after = weights(run.model_path)
-    for name, value in weights(folder / "model").items():
+    after = saved_weights(run.model_path)
+    for name, value in saved_weights(folder / "model").items():
         weight = torch.nn.Parameter(value)
         weight.grad = found[name]
         decay = 0.0 if "norm" in name else 0.1
@@ -159,9 +143,9 @@ def test_checkpoints_evaluations_and_the_result_of_a_schedule_free_run_are_the_p
     recipe["data"]["eval"] = str(folder / "rows.jsonl")
     run = tunekit.train(recipe)
     assert len(gradients) == STEPS
-    before = weights(folder / "model")
+    before = saved_weights(folder / "model")
     for num, place in ((4, run.path / "checkpoints" / "checkpoint-4"), (STEPS, run.model_path)):
-        for name, value in weights(place).items():
+        for name, value in saved_weights(place).items():
             decay = 0.0 if "norm" in name else 0.1
             found = [each[name].double() for each in gradients[:num]]
             expected = averaged(before[name].double(), found, rate=1e-3, num_warmup=2, decay=decay)

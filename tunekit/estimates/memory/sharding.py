@@ -147,7 +147,7 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
 
 
 def _adapters(model: ModelFacts, adapter: AnyPeftAdapter, num_shards: int) -> Unit:
-    """What is trained of all adapters; beside the matrices of LoRA it is divided without a remainder."""
+    """Trained parameters of all adapters; those beside the matrices of LoRA are divided without a remainder."""
     if not isinstance(adapter, LoraAdapter):
         tensors = Counter(states.trained_tensors(model, adapter).values())
         return Unit(trained=_padded(tensors, num_shards), whole=_size(tensors))
