@@ -408,7 +408,7 @@ def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]
         return
     if layout.strategy not in ("single", "ddp"):
         why = f"PEFT reads the rows of tokens out of whole tables, which {layout.strategy} does not keep"
-        yield why, "use ddp"
+        yield why, "use ddp, or adapter.type=full"
     if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
         why = "PEFT does not hold two adapters that train the rows of the same tokens"
         yield why, "use adapter.type=full, or start from the adapter's export, merged"
