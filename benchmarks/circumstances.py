@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def commit() -> str:
-    """The commit that is checked out, in short."""
+    """The commit that is checked out, in short; of files without their history, `TUNEKIT_COMMIT`."""
+    if given := os.environ.get("TUNEKIT_COMMIT"):
+        return given
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -1,6 +1,6 @@
 """tunekit's kernels beside torch, torch.compile, liger-kernel, TRL, PEFT and bitsandbytes, on an accelerator.
 
-    python -m benchmarks.kernels [--only WORDS ...] [--save]
+    python -m benchmarks.kernels [--only WORDS ...] [--save [--goes-on]]
     python -m benchmarks.kernels --dry-run            every comparison once, at tiny shapes, also on a CPU
 
 Each form runs on fresh inputs: once for its error, its peak memory, and its time, which is the median of many runs by
@@ -92,11 +92,15 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+TIMED_MS = 500
+"""Milliseconds of runs whose median counts."""
+
+
 def milliseconds(run: Callable[[], Any]) -> float:
     """The median of as many runs as fit in half a second."""
     from triton.testing import do_bench
 
-    return float(do_bench(run, warmup=100, rep=500, return_mode="median"))
+    return float(do_bench(run, warmup=TIMED_MS // 5, rep=TIMED_MS, return_mode="median"))
 
 
 def ceilings() -> dict[str, float]:
@@ -174,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kernels-DEVICE.json")
     parser.add_argument("--dry-run", action="store_true", help="run everything once at tiny shapes")
     parser.add_argument("--without", nargs="+", default=[], help="rivals to leave out")
+    parser.add_argument("--goes-on", action="store_true", help="with --save: measure what is not saved yet")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
     args = parser.parse_args(arguments)
     wanted = [case for case in cases() if any(words in case.name for words in args.only)]
     if not torch.cuda.is_available() and not args.dry_run:
@@ -181,35 +187,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"  {case.name}: {', '.join(case.forms)}" for case in wanted), sep="\n")
         return 2
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    best = {} if args.dry_run else ceilings()
-    rows: list[dict[str, Any]] = []
-    for case in wanted:
-        for name, form in forms_of(case).items():
-            if name in args.without:
-                continue
-            if device == "cpu" and name in ONLY_TRITON and not backend.interprets:
-                print(f"{case.name:32} {name:16} needs an accelerator")
-                continue
-            if args.dry_run:
-                print(tried(case, name, form, device), flush=True)
-                continue
-            rows += measured(case, name, form, best)
-            print(*map(shown, rows[-1 - case.backward :]), sep="\n", flush=True)
-            torch.compiler.reset()
-    if args.dry_run:
+    if device == "cpu" or args.dry_run:
+        for case in wanted:
+            for name, form in forms_of(case).items():
+                if name in args.without:
+                    continue
+                if device == "cpu" and name in ONLY_TRITON and not backend.interprets:
+                    print(f"{case.name:32} {name:16} needs an accelerator")
+                else:
+                    print(tried(case, name, form, device), flush=True)
         return 0
     device_name = torch.cuda.get_device_name()
-    report = {**circumstances(()), "device": device_name, "versions": versions(), "ceilings": best, "rows": rows}
-    if args.save:
-        path = RESULTS / f"kernels-{device_name.lower().replace(' ', '-')}.json"
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    path = args.results / f"kernels-{device_name.lower().replace(' ', '-')}.json"
+    best = ceilings()
+    report = {**circumstances(()), "device": device_name, "versions": versions(), "ceilings": best, "rows": []}
+    if args.goes_on and path.exists():
+        report["rows"] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = report["rows"]
+    known = {(row["case"], row["form"]) for row in rows}
+    for case in wanted:
+        for name, form in forms_of(case).items():
+            if name in args.without or (case.name, name) in known:
+                continue
+            try:
+                new = measured(case, name, form, best)
+            except Exception as failure:  # noqa: BLE001  (what does not compile or run is a result)
+                new = [{"case": case.name, "form": name, "left_out": f"{type(failure).__name__}: {failure}"[:2000]}]
+            rows += new
+            print(*map(shown, new), sep="\n", flush=True)
+            if args.save:
+                path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            torch.compiler.reset()
+            if "left_out" in new[0] and not answers():
+                return 3
     print(f"\n{device_name}: copies {best['B'] / 1e12:.2f} TB/s, multiplies {best['FLOP'] / 1e12:.0f} TFLOP/s")
     print(*map(shown, rows), sep="\n")
     return 0
 
 
+def answers() -> bool:
+    """Whether the device still computes: after some errors, no more in this process."""
+    try:
+        torch.ones(2, device="cuda").sum().item()
+    except RuntimeError:
+        return False
+    return True
+
+
 def shown(row: dict[str, Any]) -> str:
     """A row as it is printed."""
+    if "left_out" in row:
+        return f"{row['case']:32} {row['form']:16} left out: {row['left_out'].strip().splitlines()[0]}"
     wrong = "" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
     return (
         f"{row['case']:32} {row['form']:16} {row['pass']:8} {row['milliseconds']:9.3f} ms "

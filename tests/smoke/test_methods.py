@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import tunekit
 from tests.photographs.losses import check_losses
-from tests.photographs.recorded import check_recorded
+from tests.photographs.recorded import FOLDER, LOSSES, check_recorded
 from tests.photographs.shapes import shape_of_run, written
 from tests.rows import save_rows
 from tests.smoke.methods import METHODS
@@ -30,9 +31,9 @@ def workspace(tmp_path_factory):
     return folder
 
 
-def train(workspace, method, adapter):
+def train(workspace, method, adapter, *overrides):
     """Return the run of a method with an adapter, trained by the first test that needs it."""
-    folder = workspace / f"{method}-{adapter}"
+    folder = workspace / "-".join([method, adapter, *overrides])
     if folder.exists():
         return tunekit.Run(folder)
     recipe = {
@@ -46,7 +47,7 @@ def train(workspace, method, adapter):
     recipe["data"]["max_length"] = 64
     if "teacher" in METHODS[method]:
         recipe["method"]["teacher"] = str(workspace / "teacher")
-    return tunekit.train(recipe)
+    return tunekit.train(recipe, overrides)
 
 
 def change(before, after):
@@ -127,3 +128,54 @@ def test_the_saved_model_has_the_loss_that_the_run_reported(adapter, workspace):
     expected = transformers_loss(model.eval(), tokenizer, [row_for("sft", number) for number in range(8)])
     assert reported[-1] == pytest.approx(expected, abs=1e-4)
     assert reported[-1] < reported[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_losses_of_a_cpu_on_an_accelerator(method, adapter, workspace):
+    """In float32, where kernels multiply in TF32; answers that are drawn are others there."""
+    run = train(workspace, method, adapter, "model.dtype=float32", "train.micro_batch_size=2")
+    assert run.plan.device.kind == "cuda"
+    logged = [event for event in run.events() if event["event"] == "log"]
+    assert all(math.isfinite(event["loss"]) and event["grad_norm"] > 0 for event in logged)
+    if "max_completion_length" not in METHODS[method]:
+        recorded = yaml.safe_load((FOLDER / LOSSES).read_text(encoding="utf-8"))[f"{method}-{adapter}"]
+        assert [event["loss"] for event in logged] == pytest.approx(recorded["loss"], rel=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_a_method_trains_in_4_bits_on_an_accelerator(method, workspace):
+    run = train(workspace, method, "qlora")
+    logged = [event for event in run.events() if event["event"] == "log"]
+    assert all(math.isfinite(event["loss"]) and event["grad_norm"] > 0 for event in logged)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("adapter", "override"),
+    [
+        ("full", "train.torch_compile=true"),
+        ("lora", "train.torch_compile=true"),
+        ("full", "train.pure_bf16=true"),
+        ("full", "train.optim=tunekit_adamw"),
+        ("full", "train.optim=tunekit_adamw_8bit"),
+        ("full", "train.optim=adamw_8bit"),
+        ("full", "train.optim=paged_adamw_8bit"),
+        ("full", "train.optim=muon"),
+        ("lora", "train.gradient_checkpointing=true"),
+        ("lora", "model.kernels=liger"),
+        ("lora", "model.kernels=torch"),
+        ("full", "train.fp8=true"),
+        ("lora", "data.packing=true"),
+        ("full", "data.packing=true"),
+    ],
+)
+def test_an_option_trains_on_an_accelerator(adapter, override, workspace):
+    run = train(workspace, "sft", adapter, override)
+    losses = [event["loss"] for event in run.events() if event["event"] == "log"]
+    recorded = yaml.safe_load((FOLDER / LOSSES).read_text(encoding="utf-8"))[f"sft-{adapter}"]
+    # In bfloat16, which rounds to 2^-9.
+    assert losses[0] == pytest.approx(recorded["loss"][0], rel=2e-2)
+    assert all(map(math.isfinite, losses))

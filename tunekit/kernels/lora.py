@@ -164,7 +164,7 @@ def _lora(x: Tensor, layers: Sequence[Linear], *, apart: bool) -> tuple[Tensor, 
     if any(isinstance(layer.weight, Tensor) and layer.weight.requires_grad for layer in layers):
         raise ValueError("a base weight requires a gradient; here base weights are frozen")
     device = x.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocasts = device != "meta" and torch.is_autocast_enabled(device)
     product_dtype = torch.get_autocast_dtype(device) if autocasts else x.dtype
     low_dtype = updates[0].a.dtype if updates and not autocasts else product_dtype
     flattened = [_flatten(layer) for layer in layers]
@@ -283,7 +283,9 @@ def _base_product(rows: Tensor, layer: Linear) -> Tensor:
     """The outputs of the base layer, rows W^T + bias, in the type of the rows."""
     dtype = _product_dtype(layer, rows.dtype)
     bias = None if layer.bias is None else layer.bias.to(dtype)
-    return torch.nn.functional.linear(rows.to(dtype), _dense(layer, dtype), bias).to(rows.dtype)
+    product = torch.nn.functional.linear(rows.to(dtype), _dense(layer, dtype), bias)
+    # Not cast to the type that it has: compiled, torch 2.11 loses the gradient of a result that has two names.
+    return product if product.dtype == rows.dtype else product.to(rows.dtype)
 
 
 def _add_base_gradient(total: Tensor | None, dy: Tensor, layer: Linear) -> Tensor:
@@ -294,6 +296,10 @@ def _add_base_gradient(total: Tensor | None, dy: Tensor, layer: Linear) -> Tenso
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     """Add scale left right to a sum where it lies, or begin a sum."""
+    if torch.compiler.is_compiling():
+        # Torch 2.11 loses the gradient of a result that a compiled autograd function wrote in place.
+        product = (left @ right) * scale
+        return product if total is None else total + (product if product.dtype == total.dtype else product.to(total))
     if total is None:
         return left @ right if scale == 1.0 else (left @ right).mul_(scale)
     if total.dtype == left.dtype:

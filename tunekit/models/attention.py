@@ -237,15 +237,17 @@ def _varlen(
 
 def _varlen_flash(cu_seq_lens: Tensor, max_length: int, scale: float | None, window_left: int) -> sinks.Flash:
     """Return the two passes of torch's varlen attention. Through its public function no gradient reaches `lse`."""
-    # Registers the operations (torch 2.13).
+    # Registers the operations (torch 2.11 to 2.13).
     import torch.nn.attention.varlen
 
+    # Before torch 2.12 fewer heads of keys and values are taken without a word.
+    takes_grouped = torch.__version__ >= "2.12"
     lengths, window = (cu_seq_lens, cu_seq_lens, max_length, max_length), [window_left, 0]
     ops, is_causal = torch.ops.torch_attn, window_left == -1
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        grouped = q.shape[1] != k.shape[1]
-        output, lse, _ = ops._varlen_attn(q, k, v, *lengths, is_causal, scale, window, grouped)
+        grouped = [q.shape[1] != k.shape[1]] if takes_grouped else []
+        output, lse, _ = ops._varlen_attn(q, k, v, *lengths, is_causal, scale, window, *grouped)
         return output, lse
 
     def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> Any:
