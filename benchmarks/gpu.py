@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +119,7 @@ def run_tests(report: Report, dry: bool, seconds: float) -> None:
 
 def run_cases(report: Report, dry: bool, left: Callable[[], float]) -> None:
     """Train the cases one after the other; while one runs, the next imports its libraries."""
-    done = {
-        Case(**{name: row[name] for name in asdict(DRY_CASES[0])} | _tuple(row)).name for row in report.content["rows"]
-    }
+    done = {train.case_of(row).name for row in report.content["rows"]}
     todo = [case for case in (DRY_CASES if dry else CASES) if case.name not in done]
     steps, warm = (3, 1) if dry else (NUM_STEPS, NUM_WARM)
     device, writing = threading.Lock(), threading.Lock()
@@ -147,10 +144,6 @@ def run_cases(report: Report, dry: bool, left: Callable[[], float]) -> None:
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(play, case) for case in todo]:
                 future.result()
-
-
-def _tuple(row: dict[str, Any]) -> dict[str, Any]:
-    return {"overrides": tuple(row["overrides"])}
 
 
 def run_kernels(report: Report, dry: bool, left: Callable[[], float]) -> None:
