@@ -92,12 +92,12 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-TIMED_MS = 500
+TIMED_MS = 200
 """Milliseconds of runs whose median counts."""
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """The median of as many runs as fit in half a second."""
+    """The median of as many runs as fit in that time."""
     from triton.testing import do_bench
 
     return float(do_bench(run, warmup=TIMED_MS // 5, rep=TIMED_MS, return_mode="median"))
