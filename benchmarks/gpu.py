@@ -43,6 +43,8 @@ CASES = (
     Case("1b", "full", 2048, "auto"),
     Case("1b", "lora", 2048, "torch"),
     Case("1b", "full", 2048, "liger"),
+    Case("1b", "lora", 2048, "auto", SMALL),
+    Case("1b", "lora", 2048, "torch", SMALL),
     Case("1b", "lora", 2048, "trl", ("train.micro_batch_size=4",)),
     Case("1b", "lora", 1024, "auto", SMALL, "dpo"),
     Case("1b", "lora", 8192, "auto", WHOLE + SMALL),
