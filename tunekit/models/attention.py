@@ -219,9 +219,14 @@ def _varlen(
     """The same by torch's varlen attention: `(tokens, heads, value_dim)`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    width = v.shape[-1]
-    if width < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - width))
+    width, head_dim = v.shape[-1], q.shape[-1]
+    # The kernels take heads of equal width, a multiple of 8.
+    padded = -(-head_dim // 8) * 8
+    if padded > head_dim:
+        scale = head_dim**-0.5 if scale is None else scale
+        q, k = F.pad(q, (0, padded - head_dim)), F.pad(k, (0, padded - head_dim))
+    if width < padded:
+        v = F.pad(v, (0, padded - width))
     # The kernels count the tokens to the left without the token itself; -1 stands for all.
     window_left = -1 if window is None else window - 1
     if s_aux is not None:
