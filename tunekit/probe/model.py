@@ -430,6 +430,11 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
     types = [dtype for _, dtype in tensors.values()]
     is_supported = is_known(config)
     text = text_config(complete(config) if is_supported else config)
+    if text.get("use_bidirectional_attention") in (True, "all"):
+        raise ModelError(
+            f"model.path: {path!r} is not a causal language model: its attention sees the tokens behind each one",
+            hint="use a model whose use_bidirectional_attention is not set",
+        )
     hidden = _number(text, path, "hidden_size", "n_embd", "d_model")
     if text.get("model_type") in model_types().without_heads:
         heads = 1  # of the full width

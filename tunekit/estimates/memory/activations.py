@@ -1,7 +1,8 @@
 """Bytes of activations in a training step on one device: those of the decoder layers, and of the head.
 
 Closed forms for Llama-like decoders. The counts are exact for Hugging Face's modules with SDPA: they equal the bytes
-that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
+that autograd saves, which the tests measure. Where an architecture differs they are an estimate. tunekit's kernels keep
+less: a norm its input as it is, adapters one input for all of them, a gated MLP no activation (`Products.fused`).
 
 Routed experts are counted as transformers 5 runs them on CUDA. The rows of all pairs of a token and an expert are
 gathered in the order of the experts, and go through the experts' fused matrices in one product each (`grouped_mm`, the
@@ -120,6 +121,7 @@ class Products:
         widens: Kind of an adapter that has values of an MLP in float32 for a time, where it adapts one; else None.
         quantised: Whether weights are kept in 4 bits, and made dense for each product.
         trained_bytes: Bytes of a trained weight, and of its gradient.
+        fused: Whether tunekit's kernels compute the layers.
     """
 
     model: ModelFacts
@@ -143,6 +145,7 @@ class Products:
     widens: str | None
     quantised: bool
     trained_bytes: int
+    fused: bool = False
 
     @property
     def stream_bytes(self) -> int:
@@ -172,8 +175,9 @@ def products_of(
     *,
     autocast: bool = True,
     trained_dtype: Dtype = "float32",
+    kernels: bool = False,
 ) -> Products:
-    """Return the products of a step, computed in `dtype`.
+    """Return the products of a step, computed in `dtype`, with `kernels` by tunekit's where these know the layers.
 
     `autocast` says whether each product casts trained weights that are float32: so on one device and under DDP. FSDP2
     and DeepSpeed hand a layer all its weights in the compute type. Weights that are trained in it are not cast.
@@ -187,6 +191,7 @@ def products_of(
     leaves = frozenset(name.rpartition(".")[2] for name in decoder if reads_inputs(adapter))
     e = BYTES[dtype]
     mlp, casted = leaves & _MLP, autocast and e == 2
+    fused = kernels and is_fused(model, adapter)
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
     mask = 1 if device == "cuda" else 4 if casted else e
     return Products(
@@ -197,8 +202,8 @@ def products_of(
         device=device,
         e=e,
         casted=casted,
-        casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
-        mask=mask if lora and lora.dropout else 0,
+        casts_inputs=casted and not (lora and (fused or (isinstance(adapter, QloraAdapter) and device == "cuda"))),
+        mask=mask if lora and lora.dropout and not fused else 0,
         # Of a part of a model as of all of it: an upper bound.
         tables=trained_tables(model, FullAdapter() if full else adapter),
         # Gemma multiplies by a norm's weight in float32; the others cast first.
@@ -206,7 +211,7 @@ def products_of(
         adapted=names,
         attention=leaves - mlp - ROUTERS,
         mlp=mlp,
-        cast_bytes=cast_weights_bytes(model, adapter, dtype) if casted else 0,
+        cast_bytes=cast_weights_bytes(model, adapter, dtype) if casted and not (fused and lora) else 0,
         dora=dora_of(model, lora, e, casted=casted, last=_FROM_MLP) if lora and lora.use_dora else None,
         beside=kept_beside(model, adapter, e, casted=casted),
         matrices=kept_matrices(model, adapter, e, casted=casted),
@@ -215,7 +220,15 @@ def products_of(
         else None,
         quantised=isinstance(adapter, QloraAdapter),
         trained_bytes=BYTES[trained_dtype],
+        fused=fused,
     )
+
+
+def is_fused(model: ModelFacts, adapter: Adapter) -> bool:
+    """Return whether tunekit's kernels compute all of a decoder layer, with what is trained of it."""
+    if isinstance(adapter, LoraAdapter) and (adapter.use_dora or adapter.lora_bias):
+        return False
+    return model.model_type in model_types().fused and isinstance(adapter, FullAdapter | LoraAdapter)
 
 
 def activation_bytes_per_layer(products: Products, mask_length: int | None, scores_length: int | None = None) -> int:
@@ -250,7 +263,8 @@ def _attention_bytes(products: Products, mask_length: int | None, scores_length:
     repeated = 2 * (q - kv) if model.num_kv_heads > 1 else 0
     mask = 0 if mask_length is None or scores_length is not None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
-    behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
+    kept_behind = e if products.fused else 8 if products.full else 4
+    behind = max(0, model.num_stream_norms - 2) * (4 + kept_behind * h)
     latents = model.latent_widths
     inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION, *latents}))
     for reader, width in latents.items():
@@ -267,13 +281,17 @@ def _attention_bytes(products: Products, mask_length: int | None, scores_length:
 def _mlp_bytes(products: Products, width: int) -> int:
     """Bytes per token of a dense MLP of a width and the norm before it."""
     inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.mlp_rank
-    return inputs + 3 * products.e * width + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
+    # Gate, up and, by torch's operations, the activation.
+    gated = (2 if products.fused else 3) * products.e * width
+    return inputs + gated + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
 
 
 def _input_bytes(products: Products, num_readers: int) -> int:
     """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it."""
     h = products.model.hidden_size
     norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
+    if products.fused:
+        norm = 4 + products.stream_bytes * h
     return norm + products.read_bytes(h, num_readers)
 
 
@@ -283,6 +301,8 @@ def _query_norm_bytes(products: Products) -> int:
     if not model.has_query_norms:
         return 0
     heads = model.num_heads + model.num_kv_heads
+    if products.fused:
+        return heads * (model.head_dim * products.e + 4)
     # Gemma multiplies by its weight in float32; the others cast first.
     normed = 0 if not products.full else 4 if model.model_type.startswith("gemma") else products.e
     return heads * (model.head_dim * (4 + normed) + 4)
@@ -384,7 +404,7 @@ def layers_of(
         return Layers(stream, kept_bytes, casts, first, first + working - less, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
     num_readers = len(products.attention - {_FROM_ATTENTION})
-    nothing = (4 + products.mask * num_readers) * model.hidden_size * num_tokens
+    nothing = ((e if products.fused else 4) + products.mask * num_readers) * model.hidden_size * num_tokens
     first = layer_bytes - (0 if products.tables.embedding else nothing)
     return Layers(stream, first + other_layers, 0, first, first + working - less, 0, mlps.passing, working, shared)
 
@@ -591,7 +611,7 @@ def _adapter_copy_bytes(products: Products, i: int) -> int:
     layer's code still has names for.
     """
     adapted = _FROM_MLP in products.mlp
-    if not products.casted and not (products.mask and adapted):
+    if products.fused or (not products.casted and not (products.mask and adapted)):
         return 0
     e, copies = products.e, (8 if products.mask else 4) * (products.casts_inputs and adapted)
     return (e + copies) * i + (5 if products.model.num_stream_norms > 2 else 4) * e * products.model.hidden_size
@@ -653,6 +673,8 @@ def _norm_bytes(products: Products, num_tokens: int) -> int:
     """Return the bytes that the final norm keeps: its float32 input, and the values that its trained weight was
     multiplied with.
     """
+    if products.fused:
+        return products.stream_bytes * products.model.hidden_size * num_tokens
     return (4 + products.stream_bytes * products.full) * products.model.hidden_size * num_tokens
 
 

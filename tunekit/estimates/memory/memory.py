@@ -112,6 +112,7 @@ def estimate(
     scores_length: int | None = None,
     activation_offloading: bool = False,
     mlp_tile_tokens: int | None = None,
+    kernels: bool = False,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -136,9 +137,13 @@ def estimate(
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
         activation_offloading: Whether the inputs of layers are in host memory until the backward pass.
         mlp_tile_tokens: Tokens that an MLP computes at a time; None for all.
+        kernels: Whether tunekit's kernels compute what they know, rather than torch's operations.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
-    products = products_of(shard, adapter, dtype, device, autocast=layout.autocasts, trained_dtype=trained_dtype)
+    autocast = layout.autocasts
+    products = products_of(
+        shard, adapter, dtype, device, autocast=autocast, trained_dtype=trained_dtype, kernels=kernels
+    )
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
         products,

@@ -23,7 +23,7 @@ from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
 from tunekit.planner.decisions import backends
-from tunekit.planner.plan import VARLEN, VLLM, Plan, Reason, gib
+from tunekit.planner.plan import VARLEN, VLLM, Kernels, Plan, Reason, gib
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.section import ParallelSection
@@ -97,9 +97,12 @@ class Setting:
 
     def passes_in(self, layout: Layout) -> Passes:
         """The same in a layout, which has a say in whose head scores tokens."""
-        kernels, _ = backends.choose_kernels(self.recipe, self.hardware, layout)
-        passes = self.passes
+        passes, kernels = self.passes, self.kernels_in(layout)
         return replace(passes, head=backends.head_kind(passes.head, self.recipe.method, kernels, layout))
+
+    def kernels_in(self, layout: Layout) -> Kernels:
+        """Return the kernels that are chosen for a layout."""
+        return backends.choose_kernels(self.recipe, self.hardware, layout)[0]
 
     def vllm(self, layout: Layout) -> VLLM | None:
         """Return how vLLM is used, where it generates answers."""
@@ -159,6 +162,8 @@ class Setting:
             scores_length=whole if of_rows == "eager" else None,
             activation_offloading=offloading,
             mlp_tile_tokens=self.model.hidden_size if tiled else None,
+            # On CPUs they were not measured.
+            kernels=self.device.kind == "cuda" and self.kernels_in(layout) == "tunekit",
         )
 
     def memory_as(self, chosen: "Fit | Plan", num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
