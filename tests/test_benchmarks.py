@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, models, tables, train, webui
+from benchmarks import gpu, kernels, models, tables, train, webui
 from tests.kernels.interpreter import interpreted
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ def _no_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("benchmark", [kernels, train])
+@pytest.mark.parametrize("benchmark", [kernels, train, gpu])
 def test_without_an_accelerator_it_says_what_it_would_measure(benchmark, capsys):
     assert benchmark.main([]) == 2
     printed = capsys.readouterr().out
@@ -47,11 +47,24 @@ def test_every_runner_trains(capsys):
     assert train.main(["--dry-run", "--only", "lora"]) == 0
     # DeepSpeed's logger writes to where results go.
     lines = [line for line in capsys.readouterr().out.splitlines() if "[WARNING]" not in line]
-    by_runner = {line.split()[3]: line for line in lines}
+    by_runner = {line.split()[4]: line for line in lines}
     assert by_runner.keys() == set(train.RUNNERS)
     for runner in ("auto", "torch", "trl"):
         assert "tokens/s" in by_runner[runner], by_runner[runner]
     assert "left out" in by_runner["liger"]  # it is for CUDA
+
+
+@pytest.mark.slow
+def test_all_that_is_measured_on_a_gpu_runs_tiny_on_a_cpu_and_goes_on(tmp_path, capfd):
+    assert gpu.main(["--cpu-dry-run", "--results", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    rows = json.loads((tmp_path / "train-dry-run.json").read_text(encoding="utf-8"))["rows"]
+    assert {train.case_of(row).name for row in rows} == {case.name for case in gpu.DRY_CASES}
+    assert all(row["tokens_per_second"] > 0 and row["planned"]["tensor_bytes"] > 0 for row in rows)
+    assert "nf4 dequantisation" in printed and "tests: " in printed
+    # What is measured is not measured again.
+    assert gpu.main(["--cpu-dry-run", "--results", str(tmp_path), "--only", "device", "tests", "train"]) == 0
+    assert "tokens/s" not in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def make_tokenizer():
     return tokenizer
 
 
-def save_tiny_model(folder: Path, *, hidden=48, intermediate=0, layers=2, seed=0) -> Path:
+def save_tiny_model(folder: Path, *, hidden=48, intermediate=0, layers=2, positions=256, seed=0) -> Path:
     """Save a Llama of random weights with its tokenizer, and return its folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +47,7 @@ def save_tiny_model(folder: Path, *, hidden=48, intermediate=0, layers=2, seed=0
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

@@ -227,7 +227,7 @@ def test_fsdp2_gathers_all_weights_for_each_token_unless_they_stay(reshards, tim
 
 def test_both_answers_of_a_pair_keep_a_device_busy():
     """2,048 tokens are enough, so that activations are kept: four rows of 512 tokens, or two pairs."""
-    hardware = with_gpu("40 GiB", 40, (8, 0))
+    hardware = with_gpu("36 GiB", 36, (8, 0))
     plans = [resolve(recipe(name, length=512), hardware, LLAMA_8B, ROWS) for name in ("sft", "dpo")]
     assert [(plan.micro_batch_size, plan.gradient_checkpointing) for plan in plans] == [(4, False), (2, False)]
 

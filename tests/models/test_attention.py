@@ -132,6 +132,24 @@ class Varlen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("sinks", [None, 6])
+def test_on_cuda_heads_are_padded_to_a_width_that_flash_attention_takes(sinks):
+    import torch.nn.attention.varlen
+
+    with Varlen() as varlen:
+        q, k, v = (
+            torch.empty(1, heads, 9, width, dtype=torch.bfloat16, device="meta")
+            for heads, width in ((4, 12), (2, 12), (2, 10))
+        )
+        bounds = torch.empty(2, dtype=torch.int32, device="meta")
+        s_aux = sinks and torch.empty(4, device="meta")
+        how = {"is_causal": True, "s_aux": s_aux, "cu_seq_lens_q": bounds, "max_length_q": 9}
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **how)
+    (call,) = varlen.calls
+    assert [call[name].shape[-1] for name in ("query", "key", "value")] == [16, 16, 16]
+    assert call["scale"] == 12**-0.5 and out.shape == (1, 9, 4, 10)
+
+
 @pytest.mark.parametrize(("window", "expected"), [(None, [-1, 0]), (4, [3, 0]), (9, [-1, 0])])
 @pytest.mark.parametrize("sinks", [None, 6])
 def test_on_cuda_it_is_torchs_varlen_attention(sinks, window, expected):

@@ -4,7 +4,7 @@ Where they name no adapter, the guides mean full fine-tuning in bfloat16 with Ad
 have 2,048 tokens where the row is not about their length. Where the planner takes something else, the case says why.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -168,7 +168,7 @@ def test_a_long_sequence_is_a_fifth_of_the_device():
 
 
 def test_gradients_are_summed_in_every_micro_batch_where_they_do_not_fit_undivided():
-    plan = SIZES["30B to 70B on 8 x 80 GB: FSDP2 with reshard"].plan()
+    plan = replace(SIZES["30B to 70B on 8 x 80 GB: FSDP2 with reshard"], batch=128).plan()
     assert plan.gradient_accumulation_steps > 1 and plan.layout.sync_each_batch
     (reason,) = (reason for reason in plan.reasons if reason.topic == "layout")
     assert "gradients reduced in every micro-batch, since they would not fit unsharded" in reason.why

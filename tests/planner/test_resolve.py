@@ -302,9 +302,11 @@ def test_a_type_that_was_never_traced_is_named_in_the_first_line_with_those_that
 def test_the_figures_of_memory_say_on_which_side_they_err():
     plan = resolve(recipe(model={"path": "m", "kernels": "torch"}), H100, LLAMA_1B, ROWS)
     assert plan.memory_basis == "formulas within 3% of traces of torch modules"
-    assert resolve(recipe(), H100, LLAMA_1B, ROWS).memory_basis == f"{plan.memory_basis}; upper bound, since " + (
-        "tunekit's kernels store less"
-    )
+    counted = resolve(recipe(), H100, LLAMA_1B, ROWS)
+    assert counted.memory_basis == f"{plan.memory_basis}, changed to what tunekit's kernels store"
+    assert counted.memory.is_fused and counted.memory.tensor_bytes < plan.memory.tensor_bytes
+    upper = resolve(recipe(), H100, LLAMA_1B.model_copy(update={"model_type": "olmo2"}), ROWS)
+    assert upper.memory_basis == f"{plan.memory_basis}; upper bound, since tunekit's kernels store less"
 
 
 @pytest.mark.parametrize(("name", "tower"), [("google/gemma-3-4b-it", "420 M"), ("google/gemma-3-1b-it", None)])

@@ -302,6 +302,7 @@ UNKNOWN = {
         "provide its safetensors files; supported without them: llama, ",
     ),
     "encoder": ({"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
+    "bidirectional": ({"use_bidirectional_attention": True}, "its attention sees the tokens behind each one"),
     "no-layers": (
         {"num_hidden_layers": None},
         "num_hidden_layers of a 'llama' model must be a positive integer, got None; fix config.json",

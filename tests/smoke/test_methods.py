@@ -134,12 +134,12 @@ def test_the_saved_model_has_the_loss_that_the_run_reported(adapter, workspace):
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_the_losses_of_a_cpu_on_an_accelerator(method, adapter, workspace):
-    """In float32, where kernels multiply in TF32; answers that are drawn are others there."""
+    """In float32; answers that are drawn, and a reward model's new score, are others there."""
     run = train(workspace, method, adapter, "model.dtype=float32", "train.micro_batch_size=2")
     assert run.plan.device.kind == "cuda"
     logged = [event for event in run.events() if event["event"] == "log"]
     assert all(math.isfinite(event["loss"]) and event["grad_norm"] > 0 for event in logged)
-    if "max_completion_length" not in METHODS[method]:
+    if "max_completion_length" not in METHODS[method] and method != "reward":
         recorded = yaml.safe_load((FOLDER / LOSSES).read_text(encoding="utf-8"))[f"{method}-{adapter}"]
         assert [event["loss"] for event in logged] == pytest.approx(recorded["loss"], rel=5e-3)
 

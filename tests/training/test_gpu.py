@@ -69,7 +69,7 @@ def test_the_peak_on_an_accelerator_is_what_was_planned(adapter, checkpointing, 
 
 
 def test_offloaded_activations_and_tiled_mlps_keep_losses_and_need_no_more_than_planned(tmp_path):
-    save_tiny_model(tmp_path / "model", hidden=1024, layers=16)
+    save_tiny_model(tmp_path / "model", hidden=1024, layers=16, positions=4096)
     rows = "\n\n\n".join("the sea is wide and the boat is small. " * 512 for _ in range(16))
     (tmp_path / "rows.txt").write_text(rows, encoding="utf-8")
     runs = []

@@ -245,6 +245,8 @@ class Plan(Facts):
     def memory_basis(self) -> str:
         """Basis of the memory figures: how they were checked, and on which side they err."""
         if self.device.kind == "cuda" and self.kernels != "torch":
+            if self.memory.is_fused:
+                return f"{_BASIS[self.memory.confidence]}, changed to what tunekit's kernels store"
             return f"{_BASIS[self.memory.confidence]}; upper bound, since {self.kernels}'s kernels store less"
         return _BASIS[self.memory.confidence]
 

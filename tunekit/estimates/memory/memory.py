@@ -74,6 +74,8 @@ class MemoryEstimate(Facts):
     offloaded_bytes: int = 0
     """Bytes of layer inputs that each device copies to host memory in a micro-batch, and back."""
     confidence: Confidence = "traced"
+    is_fused: bool = False
+    """True if layers are counted as tunekit's kernels compute them."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -227,6 +229,7 @@ def estimate(
         nvme_bytes=kept_state.nvme_bytes,
         offloaded_bytes=offloaded,
         confidence=_confidence(model, adapter, layout, passes, offloads=offloaded > 0),
+        is_fused=products.fused,
     )
 
 
