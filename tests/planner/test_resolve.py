@@ -309,6 +309,14 @@ def test_the_figures_of_memory_say_on_which_side_they_err():
     assert upper.memory_basis == f"{plan.memory_basis}; upper bound, since tunekit's kernels store less"
 
 
+@pytest.mark.parametrize("kind", ["rwkv", "zamba"])
+def test_types_that_are_not_quantized_are_refused_in_4_bits_alone(kind):
+    model = LLAMA_1B.model_copy(update={"model_type": kind})
+    resolve(recipe(adapter="lora"), H100, model, ROWS)
+    with pytest.raises(PlanError, match=f"{kind} models are not trained in 4 bits: .*; set adapter.type=lora or full"):
+        resolve(recipe(adapter="qlora"), H100, model, ROWS)
+
+
 @pytest.mark.parametrize(("name", "tower"), [("google/gemma-3-4b-it", "420 M"), ("google/gemma-3-1b-it", None)])
 def test_towers_are_frozen(name, tower):
     model = known_model(name)

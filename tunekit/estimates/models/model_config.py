@@ -62,6 +62,8 @@ class ModelTypes(BaseModel):
     """Of types whose configuration takes a single kind of RoPE scaling: that kind."""
     without_adapters: dict[str, str]
     """Types that no adapter is trained of, with the reason."""
+    not_quantized: dict[str, str]
+    """Types that are not trained in 4 bits, with the reason."""
     unquantized_experts: frozenset[str]
     """Types whose experts stay in 16 bits with QLoRA."""
     former_linears: dict[str, dict[str, str]]

@@ -32,6 +32,9 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
         return
     if reason := model_types().without_adapters.get(model.model_type):
         yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
+    if isinstance(adapter, QloraAdapter) and (reason := model_types().not_quantized.get(model.model_type)):
+        problem = f"adapter.type: {model.model_type} models are not trained in 4 bits: {reason}"
+        yield problem, "set adapter.type=lora or full"
     if isinstance(adapter, LoraAdapter):
         yield from expert_faults(model, adapter)
     yield from _target_faults(model, adapter)
