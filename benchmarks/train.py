@@ -269,6 +269,7 @@ def play(case: Case, folder: Path, num_steps: int) -> None:
             "attn_implementation": plan.attn_implementation,
             "optim": plan.recipe.train.optimizer,
             "kernels": plan.kernels,
+            "torch_compile": plan.torch_compile,
         }
         if case.runner == "trl":
             by_trl(case, folder, num_steps, of_plan, plan)

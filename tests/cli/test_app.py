@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ def command(*arguments):
 
 def tunekit(folder, *arguments):
     return run_command(*arguments, cwd=folder)
+
+
+def test_the_version_is_told(tmp_path):
+    answer = tunekit(tmp_path, "--version")
+    assert (answer.returncode, answer.stdout) == (0, f"tunekit {version('tunekit')}\n")
 
 
 def in_process(folder, *arguments, **environment):

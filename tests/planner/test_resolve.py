@@ -300,8 +300,11 @@ def test_a_type_that_was_never_traced_is_named_in_the_first_line_with_those_that
 
 
 def test_the_figures_of_memory_say_on_which_side_they_err():
-    plan = resolve(recipe(model={"path": "m", "kernels": "torch"}), H100, LLAMA_1B, ROWS)
+    torch = {"path": "m", "kernels": "torch"}
+    plan = resolve(recipe(model=torch), H100, LLAMA_1B, ROWS)
     assert plan.memory_basis == "formulas within 3% of traces of torch modules"
+    compiled = resolve(recipe(model=torch, train={"torch_compile": True}), H100, LLAMA_1B, ROWS)
+    assert compiled.memory_basis == f"{plan.memory_basis}; upper bound, since compiled layers store less"
     counted = resolve(recipe(), H100, LLAMA_1B, ROWS)
     assert counted.memory_basis == f"{plan.memory_basis}, changed to what tunekit's kernels store"
     assert counted.memory.is_fused and counted.memory.tensor_bytes < plan.memory.tensor_bytes

@@ -77,8 +77,20 @@ def main() -> None:
         sys.exit(2)
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from tunekit import __version__
+
+        print(f"tunekit {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _tunekit() -> None:
+def _tunekit(
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     pass
 
 

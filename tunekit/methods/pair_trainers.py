@@ -38,7 +38,8 @@ from tunekit.methods.arguments import Parts
 class _Tokenised:
     """Rows that are tokenised, and the tokens of those that were trained on, which the others of TRL's trainers log."""
 
-    _num_tokens = 0
+    _num_tokens: int | torch.Tensor = 0
+    """A tensor once training has begun, so that the host does not wait for the device."""
 
     def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
         """A row as it is."""
@@ -47,12 +48,12 @@ class _Tokenised:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of a micro-batch, whose tokens are counted."""
         own = inputs["chosen_attention_mask"].sum() + inputs["rejected_attention_mask"].sum()
-        self._num_tokens += int(self.accelerator.gather(own).sum())  # type: ignore[attr-defined]
+        self._num_tokens = self._num_tokens + self.accelerator.gather(own).sum()  # type: ignore[attr-defined]
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with the number of tokens, by the name that TRL's other trainers have for it."""
-        logs["num_tokens"] = self._num_tokens
+        logs["num_tokens"] = int(self._num_tokens)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -71,12 +71,17 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
     The trainer's own evaluation is a mean over micro-batches: it changes with their size, and a row repeated to fill
     the last one counts twice. So is its training on divided sequences, where it takes the labels, which come shifted,
     for none (transformers 5.23, `_get_num_items_in_batch` and `deepspeed_sp_compute_loss`).
+
+    What it logs of a micro-batch stays on the device until the optimizer step, so that in between the host does not
+    wait for the device, nor processes for each other.
     """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._nats = 0.0
         self._num_tokens = 0
+        self._noted: list[torch.Tensor] = []
+        """What is logged of micro-batches since the last optimizer step: `(counts,)` in float64, of this process."""
         sizes = self.accelerator.parallelism_config
         self._num_parts: int = 1 if sizes is None else sizes.sp_size
         self.learns_from_sums = False
@@ -133,22 +138,43 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         if self.aux_loss_enabled:
             steps = self.current_gradient_accumulation_steps if is_shared else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
-            aux_loss = self.accelerator.gather_for_metrics(outputs.aux_loss).mean().item()
-            self._metrics["train" if self.model.training else "eval"]["aux_loss"].append(aux_loss)
         return loss
 
     def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
         """Keep what TRL logs besides the loss."""
-        counted = (outputs.entropy.sum(), outputs.is_top1.sum(), outputs.label_mask.sum())
-        read = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].numel()
-        own = torch.tensor([[*map(float, counted), float(read)]], dtype=torch.float64, device=outputs.label_mask.device)
-        entropy, num_right, num_trained, num_read = self.accelerator.gather(own).sum(0).tolist()
-        is_training = self.model.training
-        self._total_train_tokens += int(num_read) if is_training else 0
-        noted = self._metrics["train" if is_training else "eval"]
-        noted["entropy"].append(entropy / max(1.0, num_trained))
-        noted["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
-        noted["num_tokens"] = [self._total_train_tokens]
+        device = outputs.label_mask.device
+        counts = [outputs.entropy.sum(), outputs.is_top1.sum(), outputs.label_mask.sum()]
+        if "attention_mask" in inputs:
+            counts.append(inputs["attention_mask"].sum())
+        else:
+            counts.append(torch.full((), inputs["position_ids"].numel(), device=device))
+        if self.learns_from_sums and self.aux_loss_enabled:
+            counts.append(outputs.aux_loss)
+        own = torch.stack([count.detach().to(device, torch.float64) for count in counts])
+        if self.model.training:
+            self._noted.append(own)
+        else:
+            self._tell([own], "eval")
+
+    def _tell(self, noted: list[torch.Tensor], mode: str) -> None:
+        """Give TRL what was kept of micro-batches, of all processes. Called by all together."""
+        # (processes, micro-batches, counts)
+        gathered = self.accelerator.gather(torch.stack(noted)[None])
+        metrics = self._metrics[mode]
+        for of_batch in gathered.unbind(1):
+            entropy, num_right, num_trained, num_read = of_batch[:, :4].sum(0).tolist()
+            self._total_train_tokens += int(num_read) if mode == "train" else 0
+            metrics["entropy"].append(entropy / max(1.0, num_trained))
+            metrics["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
+            metrics["num_tokens"] = [self._total_train_tokens]
+            if of_batch.shape[1] > 4:
+                metrics["aux_loss"].append(float(of_batch[:, 4].mean()))
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """The norm of the gradients, and the end of an optimizer step's micro-batches."""
+        noted, self._noted = self._noted, []
+        self._tell(noted, "train")
+        return super()._get_grad_norm(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one micro-batch, and count its loss by its tokens."""

@@ -248,6 +248,8 @@ class Plan(Facts):
             if self.memory.is_fused:
                 return f"{_BASIS[self.memory.confidence]}, changed to what tunekit's kernels store"
             return f"{_BASIS[self.memory.confidence]}; upper bound, since {self.kernels}'s kernels store less"
+        if self.torch_compile:
+            return f"{_BASIS[self.memory.confidence]}; upper bound, since compiled layers store less"
         return _BASIS[self.memory.confidence]
 
     @property
