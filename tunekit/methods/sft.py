@@ -172,8 +172,10 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """The norm of the gradients, and the end of an optimizer step's micro-batches."""
+        # With TRL's own loss nothing is kept.
         noted, self._noted = self._noted, []
-        self._tell(noted, "train")
+        if noted:
+            self._tell(noted, "train")
         return super()._get_grad_norm(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
