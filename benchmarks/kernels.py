@@ -186,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("There is no accelerator here. On one, this would be measured:")
         print(*(f"  {case.name}: {', '.join(case.forms)}" for case in wanted), sep="\n")
         return 2
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" or args.dry_run:
+    if args.dry_run:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         for case in wanted:
             for name, form in forms_of(case).items():
                 if name in args.without:
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def answers() -> bool:
-    """Whether the device still computes: after some errors, no more in this process."""
+    """Return whether the device still computes: after some errors, no more in this process."""
     try:
         torch.ones(2, device="cuda").sum().item()
     except RuntimeError:

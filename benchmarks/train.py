@@ -113,12 +113,9 @@ def save_documents(file: Path, num_tokens: int, case: Case) -> None:
             if case.method == "sft":
                 row = {"input_ids": [chance.randrange(256) for _ in range(length)]}
             elif case.method == "dpo":
-                row, length = (
-                    {"prompt": letters(0.4), "chosen": letters(0.5), "rejected": letters(0.5)},
-                    case.max_length,
-                )
+                row = {"prompt": letters(0.4), "chosen": letters(0.5), "rejected": letters(0.5)}
             else:
-                row, length = {"prompt": letters(0.4)}, case.max_length
+                row = {"prompt": letters(0.4)}
             lines.write(json.dumps(row) + "\n")
             num_tokens -= length if case.method == "sft" else case.max_length
 
@@ -260,7 +257,7 @@ def play(case: Case, folder: Path, num_steps: int) -> None:
                 "tensor_bytes": memory.tensor_bytes,
                 "parts": dict(memory.parts),
                 "phase": memory.phase,
-                "tokens_per_second": speed and speed.tokens_per_second and list(speed.tokens_per_second),
+                "tokens_per_second": speed and speed.tokens_per_second and speed.tokens_per_second.model_dump(),
             },
             "flops_per_token": speed and speed.model_flops_per_token,
             "peak_flops_per_second": speed and speed.peak_flops_per_second,
@@ -287,7 +284,7 @@ def measured(
     turn: AbstractContextManager[Any] | None = None,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """What a process of its own found of a case.
+    """Return a case's row, as a process of its own measured it.
 
     Args:
         case: The case.

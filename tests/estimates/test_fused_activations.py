@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass where tunekit's kernels compute them, counted in real models."""
+"""Bytes that layers keep for the backward pass where tunekit's kernels compute them, counted in real models."""
 
 import pytest
 import torch
@@ -48,17 +48,18 @@ def kept_bytes(step):
     """Bytes besides the weights that autograd keeps of the decoder's forward pass."""
     model, decoder = built(step)
     report = fuse(model, dtype=torch.bfloat16)
-    kept = {}
+    saved_tensors = {}
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+        saved_tensors[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     ids = torch.arange(TOKENS)[None]
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         decoder(input_ids=ids, use_cache=False)
-    return sum(one.untyped_storage().nbytes() for place, one in kept.items() if place not in own), report
+    num_bytes = sum(saved.untyped_storage().nbytes() for place, saved in saved_tensors.items() if place not in own)
+    return num_bytes, report
 
 
 @pytest.mark.sample(10)

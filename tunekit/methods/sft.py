@@ -81,7 +81,7 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         self._nats = 0.0
         self._num_tokens = 0
         self._noted: list[torch.Tensor] = []
-        """What is logged of micro-batches since the last optimizer step: `(counts,)` in float64, of this process."""
+        """Counts of micro-batches since the last optimizer step, of this process: each `(counts,)` in float64."""
         sizes = self.accelerator.parallelism_config
         self._num_parts: int = 1 if sizes is None else sizes.sp_size
         self.learns_from_sums = False

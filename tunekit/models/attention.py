@@ -26,6 +26,9 @@ from torch import Tensor
 from tunekit.models import sinks
 from tunekit.planner.plan import VARLEN, FlashAttention
 
+TAKES_GROUPED = torch.__version__ >= "2.12"
+"""True if torch's varlen attention asks whether there are fewer heads of keys and values; before, it takes them."""
+
 QUERIES_AT_ONCE = 256
 """Queries that share a mask where a window slides on a CPU; at least as many as the window is wide."""
 
@@ -231,8 +234,7 @@ def _varlen(
     window_left = -1 if window is None else window - 1
     if s_aux is not None:
         return sinks.attend(_varlen_flash(cu_seq_lens, max_length, scale, window_left), q, k, v, s_aux)[..., :width]
-    # Before torch 2.12 fewer heads of keys and values are taken without a word.
-    grouped: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPED else {}
     out = varlen_attn(
         q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=(window_left, 0), **grouped
     )
@@ -245,13 +247,11 @@ def _varlen_flash(cu_seq_lens: Tensor, max_length: int, scale: float | None, win
     # Registers the operations (torch 2.11 to 2.13).
     import torch.nn.attention.varlen
 
-    # Before torch 2.12 fewer heads of keys and values are taken without a word.
-    takes_grouped = torch.__version__ >= "2.12"
     lengths, window = (cu_seq_lens, cu_seq_lens, max_length, max_length), [window_left, 0]
     ops, is_causal = torch.ops.torch_attn, window_left == -1
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        grouped = [q.shape[1] != k.shape[1]] if takes_grouped else []
+        grouped = [q.shape[1] != k.shape[1]] if TAKES_GROUPED else []
         output, lse, _ = ops._varlen_attn(q, k, v, *lengths, is_causal, scale, window, *grouped)
         return output, lse
 
