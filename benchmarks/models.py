@@ -121,17 +121,37 @@ def main() -> None:
     print(in_words(PACKAGES))
 
 
-def _keep(name: str, results: dict[str, dict[str, Any]]) -> None:
-    """Write the results of a type beside those of other types and runs, unless these are of other versions."""
+def _keep(name: str, results: Runs) -> None:
+    """Write the results of a type beside those of other types and runs, unless these are of other versions.
+
+    A type that cannot be built with the table's torch may be added with another one, which its results name.
+    """
     now = circumstances(PACKAGES)
-    saved = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    same = saved.get("versions") == now["versions"]
-    types = saved["types"] if same else {}
-    of_type = {} if "not built" in {result["verdict"] for result in results.values()} else types.get(name, {})
-    types[name] = of_type | {run: {**result, "commit": now["commit"]} for run, result in results.items()}
-    of_all = {key: now[key] for key in ("date", "machine", "python", "versions")}
-    text = json.dumps({**of_all, "types": dict(sorted(types.items()))}, indent=1, ensure_ascii=False)
+    saved = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else now | {"types": {}}
+    before: Runs = saved["types"].get(name, {})
+    is_built = all(result["verdict"] != "not built" for result in results.values())
+    of_other_torch = any("torch" in result for result in before.values())
+    extra = {}
+    if now["versions"] != saved["versions"]:
+        torch = {"torch": saved["versions"]["torch"]}
+        if now["versions"] | torch == saved["versions"] and (of_other_torch or "not built" in _verdicts(before)):
+            extra = {"torch": now["versions"]["torch"]}
+        else:
+            saved, before = now | {"types": {}}, {}
+    elif of_other_torch and not is_built:
+        return
+    if not is_built or "not built" in _verdicts(before):
+        before = {}
+    saved["types"][name] = before | {
+        run: {**result, "commit": now["commit"], **extra} for run, result in results.items()
+    }
+    of_all = {key: (saved if extra else now)[key] for key in ("date", "machine", "python", "versions")}
+    text = json.dumps({**of_all, "types": dict(sorted(saved["types"].items()))}, indent=1, ensure_ascii=False)
     RESULTS.write_text(text + "\n", encoding="utf-8")
+
+
+def _verdicts(results: Runs) -> set[str]:
+    return {result["verdict"] for result in results.values()}
 
 
 def page(saved: Mapping[str, Any]) -> str:
@@ -158,6 +178,7 @@ def page(saved: Mapping[str, Any]) -> str:
         f"pass the other runs, where they were run: {_shares(causal)}",
         "",
         "`yes`: the same (GRPO: it ran). `refused`: with the reason below. An empty cell was not run.",
+        *_other_torch(built),
         "",
         *_rows(causal),
         "",
@@ -203,6 +224,14 @@ def _rows(types: Mapping[str, Runs]) -> list[str]:
         cells = [runs[run]["verdict"] if run in runs else "" for run in SHOWN]
         lines.append(f"| {name} | {' | '.join(words.get(cell, cell) for cell in cells)} |")
     return lines
+
+
+def _other_torch(types: Mapping[str, Runs]) -> list[str]:
+    """Return a line for the types that were run with another torch than the table's; none where there are none."""
+    torch = {name: result["torch"] for name, runs in types.items() for result in runs.values() if "torch" in result}
+    return [f"Run with another torch: {', '.join(f'{name} ({version})' for name, version in torch.items())}."] * bool(
+        torch
+    )
 
 
 def _refusals(types: Mapping[str, Runs]) -> list[str]:

@@ -1,17 +1,26 @@
 """The table of well-known models: their published counts, and some of their facts."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.estimates.test_architectures import built, facts_of, shapes
+from tunekit.errors import ModelError
 from tunekit.estimates.models.architectures import tensors_of
 from tunekit.estimates.models.model_config import is_known, known_models
 
 BUILT_QUICKLY = {"Qwen/Qwen3.5-0.8B", "google/gemma-4-E2B-it"}
-NAMES = [
-    pytest.param(name, marks=() if is_known(known.config) or name in BUILT_QUICKLY else pytest.mark.slow)
-    for name, known in known_models().items()
-]
-"""Those that transformers has to build take seconds each."""
+
+
+def _marks(name, config):
+    """Those that transformers has to build take seconds each; some of them are built with another package."""
+    marks = () if is_known(config) or name in BUILT_QUICKLY else (pytest.mark.slow,)
+    if config["model_type"] == "gemma3n":
+        marks += (pytest.mark.skipif(find_spec("timm") is None, reason="Gemma 3n's vision tower is of timm"),)
+    return marks
+
+
+NAMES = [pytest.param(name, marks=_marks(name, known.config)) for name, known in known_models().items()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -19,6 +28,14 @@ def test_the_tensors_add_up_to_the_published_number(name):
     known = known_models()[name]
     assert facts_of(known.config).num_params == known.num_params
     assert known.source
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_a_missing_package_of_a_model_is_named_with_the_command_that_installs_it():
+    with pytest.raises(ModelError) as caught:
+        facts_of(known_models()["google/gemma-3n-E2B"].config)
+    assert "TimmWrapperModel requires the timm library" in caught.value.problem
+    assert caught.value.hint == "pip install timm"
 
 
 BUILT = [

@@ -237,9 +237,15 @@ def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | No
 
         with torch.device("meta"):
             model = auto_class(settings).from_config(settings)
+    except ImportError as error:
+        command = re.search(r"pip install [\w.-]+", str(error))
+        raise ModelError(
+            f"transformers builds a {config.get('model_type')!r} model with a package that is not installed: "
+            + str(error).partition(". ")[0].strip(),
+            hint=command[0] if command else "install the package",
+        ) from error
     except (
         AttributeError,
-        ImportError,
         LookupError,
         RuntimeError,
         TypeError,

@@ -301,11 +301,10 @@ def _found_mesh(trainer: Trainer) -> dict[str, int]:
 def _reshards(model: Module) -> bool:
     """Return whether decoder layers reshard their weights after the forward pass."""
     names = layer_types(model)
-    layers = {
-        group._reshard_after_forward
+    groups = (
+        module._get_fsdp_state()._fsdp_param_group
         for module in model.modules()
         if isinstance(module, FSDPModule) and _class_name(module) in names
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    }
-    (reshards,) = layers
+    )
+    (reshards,) = {group._reshard_after_forward for group in groups if group is not None}
     return reshards
