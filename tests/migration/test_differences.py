@@ -157,7 +157,7 @@ MEDIA = [
     (
         SWIFT,
         {"model": "Qwen/Qwen3-TTS-12Hz-1.7B-Base"},
-        "processes images, video or audio, but tunekit trains on text",
+        "processes images, video or audio, which is not migrated",
     ),
     (
         SWIFT,
@@ -183,9 +183,7 @@ def test_a_data_set_with_images_is_refused() -> None:
     info = {"cats": {"file_name": "cats.json", "columns": {"messages": "messages", "images": "images"}}}
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(
-        RecipeError, match=r"the dataset cats\.json has images, but tunekit trains on text only; set text"
-    ):
+    with pytest.raises(RecipeError, match=r"the dataset cats\.json has images, which is not migrated; write a recipe"):
         made(LLAMA_FACTORY, dataset="cats")
 
 

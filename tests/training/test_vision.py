@@ -1,50 +1,209 @@
-"""A model with a vision tower, that transformers loads as a causal language model, is trained on text."""
+"""Rows with pictures are trained on as plain Transformers and the model's own processor do."""
+
+import json
 
 import pytest
+import torch
+import yaml
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model_with_vision
-from tests.training.engines import made, work_in
+from tests.tiny import saved_weights
+from tests.training.engines import made, work_in, worked
+from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
+from tunekit.errors import DataError, ModelError, PlanError, RunError
 from tunekit.runs.run import Run
 
-pytestmark = pytest.mark.slow
+RATE = 0.01
+RANK = 4
 
 
-@pytest.mark.parametrize("adapter", ["lora", "full"])
-def test_a_model_that_sees_learns_text(adapter, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_tiny_model_with_vision(tmp_path / "model")
-    save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n} it is") for n in range(32)))
-    run = tunekit.train(
-        {
-            "model": "model",
-            "data": {"train": "rows.jsonl", "max_length": 64},
-            "adapter": {"type": adapter},
-            "train": {"max_steps": 12, "global_batch_size": 8, "learning_rate": 1e-2},
-            "output": {"sample_prompts": []},
+QUICK = {"llava"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+)
+def saved(request, tmp_path_factory):
+    """A folder with the model of a family and rows of pictures."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny_vision_model(folder / "model", request.param)
+    # Llama 3.2 Vision reads texts otherwise beside pictures.
+    save_rows(folder / "data", without=None if request.param == "mllama" else 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava")
+    save_tiny_vision_model(folder / "model", "llava")
+    save_rows(folder / "data")
+    return folder
+
+
+def recipe(saved, folder, **sections):
+    """One step of gradient descent over all rows, in micro-batches of two."""
+    train = {"max_steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "optim": "sgd", "learning_rate": RATE}
+    train |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e9}
+    return {
+        "model": str(saved / "model"),
+        "data": {"train": str(saved / "data" / "rows.jsonl"), "max_length": 512},
+        "train": train | sections.pop("train", {}),
+        "output": {"dir": str(folder / "run"), "sample_prompts": []},
+        **sections,
+    }
+
+
+def loss_of(model, processor, saved):
+    """The mean over the answers' tokens, by the processor's own conversion of each row."""
+    from PIL import Image
+
+    losses = []
+    for line in (saved / "data" / "rows.jsonl").read_text().splitlines():
+        asked, answered = json.loads(line)["messages"]
+        parts = asked["content"] if isinstance(asked["content"], list) else [{"type": "text", "text": asked["content"]}]
+        images = [Image.open(saved / "data" / part["image"]).convert("RGB") for part in parts if "image" in part]
+        turns = [{"role": "user", "content": parts}]
+        answer = [{"role": "assistant", "content": [{"type": "text", "text": answered["content"]}]}]
+        start = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        text = processor.apply_chat_template(turns + answer, tokenize=False)
+        assert text.startswith(start)
+        given = {"images": [images] if images else None, "return_tensors": "pt", "add_special_tokens": False}
+        inputs = processor(text=[text], **given)
+        # The answer with the token that ends it; the line break behind it is the template's.
+        ids = inputs["input_ids"][0]
+        labels = torch.full_like(ids, -100)
+        num = len(processor.tokenizer(answered["content"] + "<|im_end|>", add_special_tokens=False)["input_ids"])
+        labels[-1 - num : -1] = ids[-1 - num : -1]
+        logits = model(**inputs).logits[0, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="none"))
+    kept = torch.cat(losses)
+    return kept[kept != 0].mean()
+
+
+@pytest.mark.parametrize("adapter", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+def test_the_first_loss_and_all_gradients_are_those_of_plain_transformers(adapter, saved, tmp_path):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    sections = {"adapter": {"type": "lora", "rank": RANK, "alpha": RANK} if adapter == "lora" else "full"}
+    run = tunekit.train(recipe(saved, tmp_path, **sections))
+    model = AutoModelForImageTextToText.from_pretrained(saved / "model", dtype=torch.float32)
+    if adapter == "lora":
+        model = PeftModel.from_pretrained(model, run.model_path, is_trainable=True)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.zero_()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    model.train()
+    loss = loss_of(model, AutoProcessor.from_pretrained(saved / "model"), saved)
+    loss.backward()
+    assert run.metrics()["loss"].iloc[0] == pytest.approx(loss.item(), rel=1e-5)
+    if adapter == "lora":
+        after = load_file(run.model_path / "adapter_model.safetensors")
+        grads = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if "lora_B" in name}
+        pairs = {name: (-after[name] / RATE, grad) for name, grad in grads.items() if grad is not None}
+        assert not any("vision" in name for name in pairs)
+    else:
+        trained = dict(AutoModelForImageTextToText.from_pretrained(run.model_path).named_parameters())
+        pairs = {
+            name: ((before[name] - trained[name]).detach() / RATE, parameter.grad)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and not is_of_tower(name)
         }
-    )
-    losses = run.metrics()["loss"].tolist()
-    assert losses[-1] < losses[0]
+        for name in before:
+            if is_of_tower(name):
+                assert torch.equal(before[name], trained[name]), name
+    assert pairs
+    largest = max(float(grad.abs().max()) for _, grad in pairs.values())
+    for name, (ours, theirs) in pairs.items():
+        assert float((ours - theirs).abs().max()) <= 1e-3 * largest, name
 
 
-@pytest.mark.parametrize("adapter", ["lora", "full"])
+def is_of_tower(name):
+    return any(part in name for part in ("vision", "visual", "multi_modal_projector", "connector"))
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_texts_otherwise_beside_pictures_is_refused(tmp_path):
+    save_tiny_vision_model(tmp_path / "model", "mllama")
+    save_rows(tmp_path / "data")
+    with pytest.raises(RunError, match="reads a row without pictures otherwise") as caught:
+        tunekit.train(recipe(tmp_path, tmp_path))
+    assert caught.value.hint == "set train.micro_batch_size=1, or give all rows pictures or none"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_it_learns_the_same_in_two_processes(strategy, adapter, tmp_path):
-    save_tiny_model_with_vision(tmp_path / "model")
-    save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n} it is") for n in range(16)))
+def test_two_processes_train_as_one(strategy, llava, tmp_path):
+    train = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-2}
+    one = made(recipe(llava, tmp_path / "one", train=train))
+    worked(one)
+    two = made(recipe(llava, tmp_path / "two", train=train, parallel={"strategy": strategy, "num_processes": 2}))
+    work_in(two, 2)
+    losses = [[event["loss"] for event in Run(path).events() if event["event"] == "log"] for path in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    torch.testing.assert_close(
+        saved_weights(Run(two).model_path), saved_weights(Run(one).model_path), atol=1e-4, rtol=0
+    )
 
-    def recipe(**parallel):
-        return {
-            "model": str(tmp_path / "model"),
-            "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
-            "adapter": {"type": adapter},
-            "train": {"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 1, "learning_rate": 1e-3},
-            "parallel": parallel,
-            "output": {"sample_prompts": [], "dir": str(tmp_path / (strategy if parallel else "alone"))},
-        }
 
-    folder = made(recipe(num_processes=2, strategy=strategy))
-    work_in(folder, 2)
-    alone = tunekit.train(recipe()).metrics()["loss"].tolist()
-    assert Run(folder).metrics()["loss"].tolist() == pytest.approx(alone, abs=1e-4)
+@pytest.mark.slow
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(llava, tmp_path):
+    train = {"optim": "adamw_torch", "learning_rate": 1e-2}
+    whole = tunekit.train(recipe(llava, tmp_path / "whole", train=train | {"max_steps": 4}))
+    part = tunekit.train(recipe(llava, tmp_path / "part", train=train | {"max_steps": 2}))
+    resumed = tunekit.resume(part, ["train.max_steps=4"])
+    after, before = saved_weights(resumed.model_path), saved_weights(whole.model_path)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_the_result_is_a_model_with_its_processor_that_transformers_loads(llava, tmp_path):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    run = tunekit.train(recipe(llava, tmp_path, adapter="lora"))
+    tunekit.export(run, tmp_path / "merged", kind="merged")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    processor, own = (AutoProcessor.from_pretrained(path) for path in (tmp_path / "merged", llava / "model"))
+    assert processor.image_processor.to_dict() == own.image_processor.to_dict()
+    assert torch.isfinite(loss_of(model, processor, llava))
+
+
+@pytest.mark.slow
+def test_a_picture_that_changed_since_the_rows_were_prepared_ends_the_run(tmp_path):
+    save_tiny_vision_model(tmp_path / "model", "llava")
+    save_rows(tmp_path / "data")
+    path = made(recipe(tmp_path, tmp_path, adapter="lora"))
+    (tmp_path / "data" / "1.png").write_bytes((tmp_path / "data" / "0.png").read_bytes())
+    with pytest.raises(DataError, match=r"1\.png: the picture changed since the rows were prepared"):
+        worked(path)
+
+
+@pytest.mark.slow
+def test_settings_of_the_image_processor_count_and_are_saved(llava, tmp_path):
+    from transformers import AutoProcessor
+
+
+    larger = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+    wanted = recipe(llava, tmp_path, adapter="lora")
+    path = made({**wanted, "model": {"path": str(llava / "model"), "image_processor": larger}})
+    data = yaml.safe_load((path / "plan.yaml").read_text())["data"]
+    assert data["num_picture_tokens"] == 16 * data["num_pictures"]
+    wanted = recipe(llava, tmp_path / "next", adapter="lora")
+    with pytest.raises(ModelError, match=r"image_processor\.max_pixels: CLIPImageProcessorPil has no such setting"):
+        made({**wanted, "model": {"path": str(llava / "model"), "image_processor": {"max_pixels": 5}}})
+    mean = {"image_mean": [0.25, 0.5, 0.75]}
+    run = tunekit.train({**wanted, "model": {"path": str(llava / "model"), "image_processor": mean}})
+    assert AutoProcessor.from_pretrained(run.model_path).image_processor.image_mean == mean["image_mean"]
+
+
+def test_pictures_are_refused_where_they_cannot_be_read_as_asked(llava, tmp_path):
+    with pytest.raises(PlanError, match=r"data\.packing: unsupported for rows with pictures"):
+        tunekit.plan({**recipe(llava, tmp_path), "data": {**recipe(llava, tmp_path)["data"], "packing": True}})
+    with pytest.raises(PlanError, match="rows have pictures, but pico reads text alone"):
+        tunekit.plan({**recipe(llava, tmp_path), "model": "pico"})
+    settings = {"path": str(llava / "model"), "image_processor": {"do_resize": False}}
+    with pytest.raises(PlanError, match=r"model\.image_processor: no effect"):
+        tunekit.plan({**recipe(llava, tmp_path), "model": settings, "data": {"train": "example:tales.txt"}})

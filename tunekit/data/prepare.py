@@ -32,9 +32,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import platformdirs
 
+from tunekit.data.images.collate import PICTURES, TEXT
+from tunekit.data.images.expand import ImageTokens
 from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, Sequences, best_fit, mix
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows, cache_folder, clear_folder
+from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import CompleteSource, DataSection
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 ACCOUNT = "tunekit.json"
 """File of an entry that says what is in it; written last."""
 
-LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transformers", "trl")
+LIBRARIES = ("datasets", "jinja2", "numpy", "pillow", "pyarrow", "tokenizers", "transformers", "trl")
 """Packages whose version can change how rows become tokens."""
 
 Kind = Literal["tokens", "sequences", "log-probabilities"]
@@ -224,7 +227,8 @@ class Prepared:
     """Prepared rows for a trainer, and their provenance.
 
     Attributes:
-        path: The Arrow file: columns `input_ids` and `labels`, and `seq_lengths` where packed.
+        path: The Arrow file: columns `input_ids` and `labels`, `seq_lengths` where packed; and where rows have pictures
+            `picture_text` and `pictures`, of which a processor makes the same tokens, and pixels.
         reports: What became of the rows of each source.
         shares: What was taken of each source.
         num_sequences: Sequences to train on, packed where the recipe asks for it.
@@ -308,9 +312,21 @@ class Split:
 
 
 def prepare_data(
-    section: DataSection, data: LoadedData, tokenizer: "PreTrainedTokenizerBase", on_progress: Progress | None = None
+    section: DataSection,
+    data: LoadedData,
+    tokenizer: "PreTrainedTokenizerBase",
+    on_progress: Progress | None = None,
+    *,
+    images: ImageTokens | None = None,
 ) -> tuple[Split, ...]:
     """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache.
+
+    Args:
+        section: The data section.
+        data: The rows.
+        tokenizer: Tokenizer of the model.
+        on_progress: Told how far the rows of a source are.
+        images: The tokens of pictures, where rows have some.
 
     Returns:
         `train`, and `eval` if the recipe has one.
@@ -321,9 +337,14 @@ def prepare_data(
     splits = []
     for name, sources, mixing in splits_of(section, data):
         tokens = tuple(
-            tokens_of(rows, tokenizer, max_length=section.max_length, on_progress=on_progress) for rows in sources
+            tokens_of(rows, tokenizer, max_length=section.max_length, images=images, on_progress=on_progress)
+            for rows in sources
         )
-        prepared = prepare_rows(tokens, mixing, max_length=section.max_length, packing=section.packing)
+        inputs = None
+        if images is not None:
+            inputs = [PictureInputs(rows, tokenizer, images) for rows in sources]
+        packing = section.packing
+        prepared = prepare_rows(tokens, mixing, max_length=section.max_length, packing=packing, inputs=inputs)
         splits.append(Split(name, sources, tokens, mixing.weights or (None,) * len(sources), prepared))
     return tuple(splits)
 
@@ -344,7 +365,12 @@ def mixing_of(section: DataSection) -> Mixing:
 
 
 def tokens_of(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, on_progress: Progress | None = None
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int,
+    images: ImageTokens | None = None,
+    on_progress: Progress | None = None,
 ) -> SourceTokens:
     """The tokens of one source: found in the cache, or made.
 
@@ -354,7 +380,8 @@ def tokens_of(
 
     def make(folder: Path) -> dict[str, Any]:
         report_progress = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
-        return asdict(tokenize(rows, tokenizer, folder, max_length=max_length, on_progress=report_progress))
+        report = tokenize(rows, tokenizer, folder, max_length=max_length, images=images, on_progress=report_progress)
+        return asdict(report)
 
     made_of = {
         "source": rows.source,
@@ -363,6 +390,7 @@ def tokens_of(
         "tokenizer": digest_of(tokenizer),
         "max_length": max_length,
         "loss_on": rows.loss_on,
+        "processor": images.digest if images is not None and rows.has_pictures else None,
     }
     key = key_of("tokens", made_of)
     entry = cached(key, "tokens", rows.source, make)
@@ -370,7 +398,34 @@ def tokens_of(
     return SourceTokens(rows.source, Sequences(entry.path), report, key)
 
 
-def prepare_rows(sources: Sequence[SourceTokens], mixing: Mixing, *, max_length: int, packing: bool) -> Prepared:
+class PictureInputs:
+    """Inputs of a processor for the rows of a source: texts and pictures.
+
+    Args:
+        rows: The rows.
+        tokenizer: Tokenizer of the model.
+        images: The tokens of pictures.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens) -> None:
+        self._rows, self._encoder = rows, Encoder(rows, tokenizer, images)
+
+    def of_row(self, index: int) -> tuple[str | None, list[str]]:
+        """Return the text of a row, None where it is tokens, and its pictures as JSON."""
+        row = self._rows.rows[index]
+        if not self._rows.has_pictures:
+            return None, []
+        return self._encoder.text_of(row, self._rows.place(index)), [json.dumps(one) for one in row.get("images", ())]
+
+
+def prepare_rows(
+    sources: Sequence[SourceTokens],
+    mixing: Mixing,
+    *,
+    max_length: int,
+    packing: bool,
+    inputs: Sequence[PictureInputs] | None = None,
+) -> Prepared:
     """Prepare rows for a trainer: read from the cache, or mixed and packed.
 
     Args:
@@ -378,16 +433,18 @@ def prepare_rows(sources: Sequence[SourceTokens], mixing: Mixing, *, max_length:
         mixing: How much of each, and in which order.
         max_length: Longest sequence, in tokens.
         packing: Put several sequences into one of `max_length` tokens.
+        inputs: For each source the texts and pictures of its rows, where some have pictures.
     """
 
     def make(folder: Path) -> dict[str, Any]:
-        return _write(folder / ROWS, sources, mixing, max_length=max_length if packing else None)
+        return _write(folder / ROWS, sources, mixing, max_length=max_length if packing else None, inputs=inputs)
 
     made_of = {
         "tokens": [source.key for source in sources],
         "mixing": asdict(mixing),
         "seed": MIXING_SEED,
         "packed": max_length if packing else None,
+        "pictures": inputs is not None,
     }
     name = " + ".join(source.source for source in sources)
     entry: Entry = cached(key_of("sequences", made_of), "sequences", name, make)
@@ -402,7 +459,14 @@ def prepare_rows(sources: Sequence[SourceTokens], mixing: Mixing, *, max_length:
     )
 
 
-def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_length: int | None) -> dict[str, Any]:
+def _write(
+    path: Path,
+    sources: Sequence[SourceTokens],
+    mixing: Mixing,
+    *,
+    max_length: int | None,
+    inputs: Sequence[PictureInputs] | None,
+) -> dict[str, Any]:
     """Write the Arrow file, packed if a length of packs is given; return its account."""
     import numpy as np
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -425,6 +489,8 @@ def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_l
     np.save(path.with_name(ORIGINS), np.stack([chosen.source, chosen.index]).astype(np.int32))
     columns = ("input_ids", "labels", "seq_lengths")[: 2 if sizes is None else 3]
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
+    if inputs is not None:
+        schema = schema.append(pa.field(TEXT, pa.string())).append(pa.field(PICTURES, pa.list_(pa.string())))
     num_trainable = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for start, stop, packs in _batches(lengths, sizes):
@@ -436,6 +502,11 @@ def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_l
             else:
                 totals = np.add.reduceat(batch.lengths, np.cumsum(packs) - packs)
                 arrays = [*(_lists(column, totals) for column in id_arrays), _lists(batch.lengths, packs)]
+            if inputs is not None:
+                chosen_rows = zip(chosen.source[start:stop], chosen.index[start:stop], strict=True)
+                pairs = [inputs[s].of_row(int(sources[s].sequences.rows[i])) for s, i in chosen_rows]
+                arrays += [pa.array([text for text, _ in pairs], pa.string())]
+                arrays += [pa.array([pictures for _, pictures in pairs], pa.list_(pa.string()))]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     return {
         "shares": shares,

@@ -727,6 +727,11 @@ class DataFacts(Facts):
     num_truncated: int | None = None
     num_split: int | None = None
     num_dropped: int | None = None
+    has_pictures: bool = False
+    """True if rows have pictures."""
+    num_pictures: int | None = None
+    num_picture_tokens: int | None = None
+    """Tokens of all pictures."""
     num_good: int | None = None
     """Rows to train on whose answer is good, where rows say so."""
 

@@ -274,6 +274,8 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
     """
     from safetensors import SafetensorError
 
+    from tunekit.models.load import copy_processor
+
     model = None
     if kind == "merged":
         model = merged(found, dtype)
@@ -289,6 +291,7 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
                 if found.base.rope_scaling is not None:
                     config_of(found).save_pretrained(draft)
             tokenizer_of(found).save_pretrained(draft)
+            copy_processor(found.folder, found.base.revision, draft)
     except (OSError, SafetensorError) as error:
         problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"
         raise RunError(problem, hint="free some space there, or pass a folder on another disk") from error

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.data.formats.row_formats import Learner
+from tunekit.data.images.expand import ImageTokens
 from tunekit.data.reports import preview
 from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
 from tunekit.data.sources.rows import Rows, shown
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError, TunekitError
 from tunekit.methods.rewards.load import check_rows, columns_read
-from tunekit.models.load import load_tokenizer
+from tunekit.models.load import load_processor, load_tokenizer
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.schema import Recipe
@@ -103,7 +104,8 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
         if not preview.is_encoded(rows.format):
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
             return _Tokens(preview.answered_sequences(rows, tokenizer, room_of(recipe)), notes)
-        show, encoder = preview.trained_sequences(rows, tokenizer, recipe.data.max_length)
+        images = ImageTokens(load_processor(recipe.model, tokenizer)) if rows.has_pictures else None
+        show, encoder = preview.trained_sequences(rows, tokenizer, recipe.data.max_length, images)
     except TunekitError as error:
         return _Tokens(problem=preview.Problem(error.problem, error.hint))
     return _Tokens(show, tuple(encoder.notes))

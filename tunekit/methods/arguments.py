@@ -21,7 +21,7 @@ from tunekit.recipe.sections.section import OUR_OPTIMS, TrainSection
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from torch.nn import Module
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
     from tunekit.methods.run_trainer import RunTrainer
 
@@ -37,6 +37,7 @@ class Parts:
         schedule: Steps.
         model: The model with its adapter.
         tokenizer: For the rows, and saved with each checkpoint.
+        processor: For rows with pictures; None where there are none.
         train_dataset: Rows, with the columns that the method wants.
         eval_dataset: The same for evaluation.
         checkpoints: Folder of the checkpoints.
@@ -59,6 +60,7 @@ class Parts:
     engine: dict[str, Any]
     load_reference: "Callable[[], PreTrainedModel]"
     load_teacher: "Callable[[ModelSection], PreTrainedModel]"
+    processor: "ProcessorMixin | None" = None
 
     @property
     def head(self) -> HeadKind:

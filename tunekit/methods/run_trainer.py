@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from tunekit.data.images.collate import PICTURES, TEXT
 from tunekit.estimates.learning_rates import plain_name
 from tunekit.estimates.memory.states import uses_muon
 
@@ -423,7 +424,8 @@ def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> 
     return rows.map(fill, batched=True, batch_size=multiple, features=rows.features)
 
 
-def _empty(columns: list[str], pad_token_id: int) -> dict[str, list[int]]:
+def _empty(columns: list[str], pad_token_id: int) -> dict[str, Any]:
     """A row of one token that is not trained on."""
-    row = {"input_ids": [pad_token_id], "labels": [-100], "seq_lengths": [1]}
+    row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": [-100], "seq_lengths": [1]}
+    row |= {TEXT: None, PICTURES: []}
     return {name: row[name] for name in columns}

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
+from tunekit.data.images.collate import PictureCollator
 from tunekit.methods.arguments import Parts
 from tunekit.methods.run_trainer import Order, RunTrainer, filled, filled_stream, keep_order, num_missing
 from tunekit.recipe.methods.sft import SFTMethod
@@ -42,8 +43,12 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
         train_dataset = filled_stream(train_dataset, parts.train.global_batch_size, pad)
     if eval_dataset is not None:
         eval_dataset = filled(eval_dataset, at_once, pad)
+    given: dict[str, Any] = {}
+    if parts.processor is not None:
+        given = {"data_collator": PictureCollator(parts.processor, scores_positions=parts.head != "tiles")}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
         TokenMeanSFTTrainer,
+        **given,
         args=SFTConfig(
             **parts.arguments(),
             packing=parts.data.packing,
@@ -51,6 +56,8 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
             # The rows are tokenised, truncated and packed already.
             max_length=None,
             dataset_kwargs={"skip_prepare_dataset": True},
+            # The columns that pictures come by are no inputs of the model.
+            remove_unused_columns=parts.processor is None,
             **method.trainer_args,
         ),
     )
@@ -60,7 +67,7 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
     trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.learns_from_sums = parts.head == "sums"
     replace_heads(trainer, sums_losses=trainer.learns_from_sums, keeps_trls=parts.head == "tiles")
-    if parts.head != "tiles":
+    if parts.head != "tiles" and parts.processor is None:
         name_scored_positions(trainer)
     return trainer
 

@@ -145,8 +145,8 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     media = next((name for name in ("images", "videos", "audios") if name in theirs), None)
     if media is not None:
         name = said.get("file_name") or said.get("hf_hub_url")
-        problem = f"{draft.original.path}: the dataset {name} has {media}, but tunekit trains on text only"
-        raise RecipeError(problem, hint="set text datasets in the file")
+        problem = f"{draft.original.path}: the dataset {name} has {media}, which is not migrated"
+        raise RecipeError(problem, hint="write a recipe: rows with images train with method.type=sft")
     hub = said.get("hf_hub_url")
     split, limit = said.get("split"), draft.get("max_samples")
     if hub and isinstance(limit, int):

@@ -32,7 +32,7 @@ _KEYS = (
 
 
 def refuse_media(draft: Draft) -> None:
-    """Check that a configuration trains on text.
+    """Check that a configuration trains on text alone.
 
     Raises:
         RecipeError: It does not.
@@ -40,12 +40,12 @@ def refuse_media(draft: Draft) -> None:
     model = str(draft.values.get("model.path") or "")
     if _MODEL.search(model.rstrip("/").rpartition("/")[2]) is not None:
         where = _where(draft, *draft.origins.get("model.path", []))
-        problem = f"{where}: the model {model} processes images, video or audio, but tunekit trains on text only"
-        raise RecipeError(problem, hint="set a text model in the file to train on the text only")
+        problem = f"{where}: the model {model} processes images, video or audio, which is not migrated"
+        raise RecipeError(problem, hint="write a recipe: rows with images train with method.type=sft")
     for key in _KEYS:
         if draft.get(key) is not None and not is_off(draft.get(key)):
-            problem = f"{_where(draft, key)}: {key} configures images, video or audio, but tunekit trains on text only"
-            raise RecipeError(problem, hint=f"remove {key} from the file to train on the text only")
+            problem = f"{_where(draft, key)}: {key} configures images, video or audio, which is not migrated"
+            raise RecipeError(problem, hint="write a recipe: rows with images train with method.type=sft")
 
 
 def _where(draft: Draft, *keys: str) -> str:

@@ -24,11 +24,13 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from tunekit.data.tokenization.chat import take_texts
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftConfig, PeftModel
     from torch.nn import Module
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
     from transformers.distributed import DistributedConfig
 
 
@@ -90,6 +92,7 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
         ) from error
     if template is not None:
         tokenizer.chat_template = _read_template(template)
+    take_texts(tokenizer)
     new = add_new_tokens(tokenizer, section)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -100,6 +103,109 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
         # Padding is masked by position, never by token, so the end token can serve.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer, new
+
+
+def load_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
+    """Return the processor of a model of pictures, with a tokenizer of the model.
+
+    Raises:
+        ModelError: The model has none, or it lacks a package.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    where = with_tokenizer(section)
+    try:
+        processor = AutoProcessor.from_pretrained(
+            model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code
+        )
+    except ImportError as error:
+        raise ModelError(
+            f"model.path: the processor of {section.path!r} needs a package that is not installed: "
+            f"{' '.join(str(error).split())[:160]}",
+            hint="pip install 'tunekit[vision]'",
+        ) from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"model.path: the processor of {section.path!r} cannot be loaded: {_first_line(error)}",
+            hint=_about_code(error) or "the folder may be incomplete",
+        ) from error
+    if not isinstance(processor, ProcessorMixin) or "image_processor" not in vars(processor):
+        raise ModelError(
+            f"model.path: rows have pictures, but {section.path!r} reads text alone: it has no image processor",
+            hint="choose a vision-language model, or remove the pictures",
+        )
+    if section.image_processor is not None:
+        _set_image_processor(processor, section.image_processor)
+    if tokenizer.chat_template is None:
+        # Older checkpoints keep the template of the processor alone.
+        tokenizer.chat_template = processor.chat_template
+        take_texts(tokenizer)
+    for name, value in vars(processor.tokenizer).items():
+        # Names of special tokens for pictures, which the processor looks up on its tokenizer.
+        if name not in vars(tokenizer):
+            setattr(tokenizer, name, value)
+    processor.tokenizer = tokenizer
+    return processor
+
+
+_NOT_SETTINGS = frozenset({"data_format", "device", "disable_grouping", "input_data_format", "return_tensors"})
+"""Arguments of image processors that say how they return pixels, or of what."""
+
+
+def _set_image_processor(processor: "ProcessorMixin", settings: Mapping[str, Any]) -> None:
+    """Change settings of a processor's images.
+
+    Raises:
+        ModelError: It has no such setting, or takes no such value.
+    """
+    own = processor.image_processor
+    names = sorted(set(own.valid_kwargs.__annotations__) - _NOT_SETTINGS)
+    unknown = next((name for name in settings if name not in names), None)
+    if unknown is not None:
+        problem = f"model.image_processor.{unknown}: {type(own).__name__} has no such setting"
+        raise ModelError(problem, hint=f"settings: {', '.join(names)}")
+    try:
+        processor.image_processor = type(own).from_dict({**own.to_dict(), **settings})
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        problem = f"model.image_processor: {type(own).__name__} refuses the settings: {_first_line(error)}"
+        raise ModelError(problem, hint="see its documentation in transformers") from error
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a processor besides those of its tokenizer."""
+
+
+def save_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Save a model's tokenizer, and its processor where it has one: its files, unless the recipe changes settings.
+
+    Args:
+        section: The model, of the recipe.
+        tokenizer: Its tokenizer.
+        folder: Folder of the weights.
+    """
+    if section.image_processor is None:
+        copy_processor(model_folder(with_tokenizer(section)), section.revision, folder)
+    else:
+        load_processor(section, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def copy_processor(path: str, revision: str | None, folder: Path) -> None:
+    """Copy the files of a processor, where there is one.
+
+    Args:
+        path: Folder of the model, or its hub name.
+        revision: Its revision there.
+        folder: Where they go.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in PROCESSOR_FILES:
+        stored: Any = Path(path) / file
+        if not Path(path).is_dir():
+            stored = try_to_load_from_cache(path, file, revision=revision)
+        if isinstance(stored, str | Path) and Path(stored).is_file():
+            shutil.copyfile(stored, folder / file)
 
 
 def _read_template(path: str) -> str:

@@ -15,7 +15,14 @@ from tunekit.planner.decisions import backends, environment, reasons
 from tunekit.planner.decisions.adapters import linears_beside_experts
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
-from tunekit.planner.decisions.checks import Refusal, check_recipe, check_retry, choose_dtype, refusal
+from tunekit.planner.decisions.checks import (
+    Refusal,
+    check_pictures,
+    check_recipe,
+    check_retry,
+    choose_dtype,
+    refusal,
+)
 from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib, used_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
@@ -47,9 +54,13 @@ def resolve(
     hardware = hardware.with_processes(recipe.parallel.num_processes)
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
-    attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype)
+    attention, why_attention = backends.choose_attention(
+        recipe, hardware, model, dtype, reads_pictures=data.has_pictures
+    )
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
+    check_pictures(recipe, model, data)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
+    setting = replace(setting, reads_pictures=data.has_pictures)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import counted
+from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.in_rows import MARK
 from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
@@ -15,7 +17,7 @@ from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts, SourceFacts
-from tunekit.models.load import load_tokenizer
+from tunekit.models.load import load_processor, load_tokenizer
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, Sources
@@ -111,7 +113,10 @@ def prepare(
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     tokenizer = load_tokenizer(recipe.model)
-    splits = prepare_data(recipe.data, data, tokenizer, on_progress)
+    images = None
+    if any(rows.has_pictures for rows in (*data.train, *data.eval)):
+        images = ImageTokens(load_processor(recipe.model, tokenizer))
+    splits = prepare_data(recipe.data, data, tokenizer, on_progress, images=images)
     report = report_data(
         splits,
         tokenizer,
@@ -128,6 +133,8 @@ def prepare(
 def _facts(splits: tuple[Split, ...]) -> DataFacts:
     """Return the facts that the plan needs."""
     train, reports = splits[0].prepared, splits[0].prepared.reports
+    num_pictures = sum(report.num_pictures for report in reports)
+    num_tokens = sum(report.num_picture_tokens for report in reports)
     return DataFacts(
         num_train=train.num_sequences,
         num_eval=splits[1].prepared.num_sequences if len(splits) > 1 else None,
@@ -141,6 +148,9 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_truncated=sum(report.num_truncated for report in reports),
         num_split=sum(report.num_split for report in reports),
         num_dropped=sum(report.num_dropped for report in reports),
+        has_pictures=num_pictures > 0,
+        num_pictures=num_pictures or None,
+        num_picture_tokens=num_tokens or None,
     )
 
 
@@ -254,6 +264,7 @@ def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
         num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
         format=data.train[0].format,
         sources=tuple(sources),
+        has_pictures=any(rows.has_pictures for rows in (*data.train, *data.eval)),
     )
 
 
@@ -337,7 +348,7 @@ def _prompts(rows: Rows) -> list[str]:
             # A conversation of one question.
             is_question = rows.format != "prompt_completion" and [turn["role"] for turn in prompt] == ["user"]
             prompt = prompt[0]["content"] if is_question else None
-        if prompt:
+        if prompt and MARK not in prompt:
             prompts.setdefault(prompt)
         if len(prompts) == NUM_SAMPLE_PROMPTS:
             break

@@ -29,7 +29,7 @@ from tunekit.errors import DependencyError
 from tunekit.estimates.facts import continued_adapter
 from tunekit.files import read_table
 from tunekit.methods.arguments import Parts
-from tunekit.models.load import Task, attach_adapter, load_model, merge_adapter, use_liger
+from tunekit.models.load import Task, attach_adapter, load_model, load_processor, merge_adapter, use_liger
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
@@ -146,6 +146,7 @@ def build_trainer(
         engine=trainer_args(plan),
         load_reference=partial(load_frozen, plan),
         load_teacher=partial(load_frozen, plan),
+        processor=load_processor(recipe.model, tokenizer) if plan.data.has_pictures else None,
     )
     trainer: RunTrainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
     return trainer

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import Module
 from transformers import PreTrainedModel, Trainer
 
+from tunekit.data.images.collate import PICTURES, PictureCollator
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads
@@ -35,6 +36,9 @@ from tunekit.training.engines.engine import between_checks
 
 NUM_ROWS, ROW_TOKENS = 2, 32
 """Rows, and the largest number of tokens of each."""
+
+NUM_LOOKED_AT = 100
+"""Rows of which the shortest ones with pictures are taken."""
 
 
 @contextmanager
@@ -317,10 +321,23 @@ def _language_model(trainer: Any, wrapped: Any) -> Any:
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
+def _rows_of_pictures(rows: Any) -> list[dict[str, Any]]:
+    """Return the shortest of the first rows with pictures: whole ones, as pictures cannot be cut."""
+    first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
+    chosen = sorted(first, key=lambda row: (not row[PICTURES], len(row["input_ids"])))
+    return chosen[:NUM_ROWS]
+
+
 def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A batch of the first rows' tokens, as the trainer gives it to the model, and the labels of all of them."""
     from trl import SFTTrainer
 
+    if isinstance(trainer.data_collator, PictureCollator):
+        batch = trainer.data_collator(_rows_of_pictures(trainer.train_dataset))
+        labels = batch.pop("labels").where(batch["attention_mask"] == 0, batch["input_ids"])
+        batch.pop("scored_positions", None)
+        batch, labels = send_to_device((batch, labels), trainer.accelerator.device)
+        return batch, labels
     ids = probe_rows(trainer, vocabulary)
     if isinstance(trainer, SFTTrainer):
         batch = dict(trainer.data_collator([{"input_ids": row} for row in ids]))

@@ -33,6 +33,7 @@ from tunekit.runs.run import Run
 from tunekit.training import build_trainer
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
+from tunekit.training.check_pictures import check_mixed_rows
 from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, start_of
@@ -85,6 +86,9 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
                 record.write("attention", message=error_bound)
             check_head(trainer, plan, record, vocabulary=vocabulary)
             engine.between_checks(trainer, plan)
+            if plan.data.has_pictures:
+                check_mixed_rows(trainer, plan)
+                engine.between_checks(trainer, plan)
             if plan.reference != "none":
                 check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)
                 engine.between_checks(trainer, plan)
@@ -126,7 +130,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             with torch.compiler.set_stance("force_eager"):
                 sample("after", [prompt])
         if place.is_main:
-            tokenizer.save_pretrained(draft)
+            load.save_processor(recipe.model, tokenizer, draft)
             if plan.base.rope_scaling is not None and not isinstance(recipe.adapter, FullAdapter):
                 # PEFT saves an adapter without the configuration that its base was changed to.
                 load.read_config(plan.base).save_pretrained(draft)

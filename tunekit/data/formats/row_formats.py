@@ -231,6 +231,8 @@ class Learner:
 
     method: str
     formats: tuple[SourceFormat, ...]
+    takes_images: bool = False
+    """True if it trains on rows with pictures."""
 
     def refusal(self, format: SourceFormat, columns: Sequence[str]) -> tuple[str, str | None] | None:
         """Return why the method refuses rows of a format, and the remedy; None where it accepts them.
@@ -252,7 +254,8 @@ class Learner:
 
 def learner_of(method: str) -> Learner:
     """Return the formats that a method learns from, by `method.type`."""
-    return Learner(method, METHODS[method].spec.row_formats)
+    spec = METHODS[method].spec
+    return Learner(method, spec.row_formats, spec.takes_images)
 
 
 def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:

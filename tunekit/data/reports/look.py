@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, Learner, check_mapping, shortened
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, File, Record, Table, opened
-from tunekit.data.sources.load import find_files
+from tunekit.data.sources.load import find_files, image_folder
 from tunekit.data.sources.reader import Reader
 from tunekit.data.sources.rows import Rows, Skipped, shown
 from tunekit.errors import DataError, TunekitError
@@ -122,9 +123,9 @@ def look_at(
     problem: TunekitError | None = None
     kinds: list[str] = []
     try:
-        for name, kind, table in _tables(source, default_split, gate):
+        for name, kind, table, folder in _tables(source, default_split, gate):
             kinds.append(kind)
-            for _ in reader.read(name, gate.through(table)):
+            for _ in reader.read(name, gate.through(table), folder):
                 pass
             if gate.is_shut:
                 break
@@ -147,18 +148,18 @@ def look_at(
 
 def _tables(
     source: CompleteSource, default_split: Literal["train", "eval"], gate: "_Gate"
-) -> Iterator[tuple[str, str, Table]]:
-    """The files of a source, each opened so that no more of it than can be shown is read."""
+) -> Iterator[tuple[str, str, Table, Path | None]]:
+    """The files of a source, opened so that no more is read than can be shown, and the folder of pictures."""
     files = find_files(source, key=source.key, streaming=True)
     if files is None:
         # A part of a split cannot be streamed.
         is_part = source.split is not None and "[" in source.split
         table = hub.open_hub(source, key=source.key, default_split=default_split, streaming=not is_part)
-        yield shown(source.path), "", table
+        yield shown(source.path), "", table, image_folder(source)
         return
     for file in files.found:
         bounded = file if files.kind in _WHOLE else _Start(file, files.kind, gate)
-        yield file.name, files.kind, OPENERS[files.kind](bounded)
+        yield file.name, files.kind, OPENERS[files.kind](bounded), image_folder(source, file)
 
 
 class _Gate:

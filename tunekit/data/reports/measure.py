@@ -6,7 +6,7 @@ The measuring behind the report of rows of answers and of prompts, which TRL tok
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, groupby
 from typing import TYPE_CHECKING
 
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
@@ -29,6 +29,7 @@ ROLES = ("bos", "eos", "pad", "unk")
 """Special tokens that are shown even where no row has them."""
 
 _PIECE_TOKENS = 8
+_RUN_TOKENS = 4
 _PASS_SEQUENCES = 4096
 
 
@@ -280,7 +281,17 @@ def sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedToke
             continue  # a character that the next token completes
         pieces.append(Piece(text, tuple(current), trained=label != IGNORED, special=token_id in special))
         current = []
-    return Sample(tuple(pieces))
+    return Sample(tuple(_together(pieces)))
+
+
+def _together(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces, of which many equal special tokens behind each other, as those of a picture, are one."""
+    for _, group in groupby(pieces, key=lambda piece: (piece.ids, piece.trained)):
+        run = list(group)
+        if run[0].special and len(run) >= _RUN_TOKENS:
+            yield replace(run[0], text=f"{run[0].text} x {len(run)}", ids=run[0].ids * len(run))
+        else:
+            yield from run
 
 
 def _text_behind(before: list[int], ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:

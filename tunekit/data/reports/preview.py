@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import Format
+from tunekit.data.images.expand import ImageTokens
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
@@ -173,13 +174,21 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
         )
 
 
-def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> tuple[Show, Encoder]:
+def trained_sequences(
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int, images: ImageTokens | None = None
+) -> tuple[Show, Encoder]:
     """Return the tokenization of rows for supervised fine-tuning, with its encoder.
+
+    Args:
+        rows: The rows.
+        tokenizer: Tokenizer of the model.
+        max_length: Longest sequence, in tokens.
+        images: The tokens of pictures, for rows that have some.
 
     Raises:
         DataError: The first row does not fit the chat template, or the tokenizer lacks what the format needs.
     """
-    encoder = Encoder(rows, tokenizer)
+    encoder = Encoder(rows, tokenizer, images)
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
         row = rows.select([index])

@@ -120,8 +120,8 @@ def load_rows(
     check_mapping(source.columns)
     files = find_files(source, key=source.key)
     reader = Reader(source, max_bad_rows, learner)
-    for name, table in _tables(source, files, default_split):
-        deque(reader.read(name, table), maxlen=0)
+    for name, table, folder in _tables(source, files, default_split):
+        deque(reader.read(name, table, folder), maxlen=0)
     rows = reader.rows(is_text=files is not None and files.kind == ".txt")
     return rows if files is None else replace(rows, notes=rows.notes + files.notes)
 
@@ -143,8 +143,8 @@ def stream_rows(
     check_mapping(source.columns)
     reader = Reader(source, max_bad_rows, learner)
     files = find_files(source, key=source.key, streaming=True)
-    for name, table in _tables(source, files, "train", streaming=True):
-        for _ in reader.read(name, table):
+    for name, table, folder in _tables(source, files, "train", streaming=True):
+        for _ in reader.read(name, table, folder):
             if reader.num_held == num_rows:
                 yield reader.take()
         remainder = reader.take()
@@ -154,13 +154,32 @@ def stream_rows(
 
 def _tables(
     source: CompleteSource, files: "Files | None", default_split: Literal["train", "eval"], *, streaming: bool = False
-) -> Iterator[tuple[str, Table]]:
-    """The name and the rows of each file of a source, or of a dataset of the hub."""
+) -> Iterator[tuple[str, Table, Path | None]]:
+    """The name and the rows of each file of a source, or of a dataset of the hub, and the folder of its pictures."""
     if files is None:
-        yield source.path, hub.open_hub(source, key=source.key, default_split=default_split, streaming=streaming)
+        table = hub.open_hub(source, key=source.key, default_split=default_split, streaming=streaming)
+        yield source.path, table, image_folder(source)
         return
     for file in files.found:
-        yield file.name, OPENERS[files.kind](file)
+        yield file.name, OPENERS[files.kind](file), image_folder(source, file)
+
+
+def image_folder(source: CompleteSource, file: File | None = None) -> Path | None:
+    """Return the folder that paths of pictures start from; None where the rows come from another machine.
+
+    Args:
+        source: The source.
+        file: One of its files; None for a dataset of the hub.
+
+    Raises:
+        DataError: The recipe names a folder that is not there.
+    """
+    if source.image_folder is not None:
+        folder = Path(source.image_folder).expanduser()
+        if not folder.is_dir():
+            raise DataError(f"data.image_folder: no folder '{source.image_folder}'")
+        return folder
+    return file.path.parent if isinstance(file, LocalFile) and not is_url(source.path) else None
 
 
 EXAMPLE_PREFIX = "example:"

@@ -6,11 +6,14 @@ its place. What was found on the way is gathered into one sentence.
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal, cast
 
 from tunekit.data.formats import convert, messages, preferences, row_formats
 from tunekit.data.formats.convert import Findings
 from tunekit.data.formats.row_formats import BECOMES, COLUMNS, BadRow, Learner, Row, counted, listed
+from tunekit.data.images.in_rows import COLUMNS as PICTURES
+from tunekit.data.images.in_rows import with_pictures
 from tunekit.data.sources.files import Fault, Table
 from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
 from tunekit.errors import DataError
@@ -19,6 +22,9 @@ from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 
 _FAULTS_SHOWN = 5
 _SKIPPED_SHOWN = 3
+
+_WITH_PICTURES: tuple[SourceFormat, ...] = ("messages", "sharegpt", "alpaca", "prompt_completion")
+"""Formats whose texts may have pictures."""
 
 _MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
 """Formats of which some tokens count in the loss and others do not, so that a column could say which."""
@@ -127,11 +133,18 @@ class Reader:
         self._passed_on: set[str] = set()
         self._read_alike: set[frozenset[str]] = set()
         self._prompts_are_chats: bool | None = None
+        self._num_pictures = 0
         self._num_left_out = self._num_weightless = 0
         self._cut_short = False
 
-    def read(self, name: str, table: Table) -> Iterator[None]:
-        """Read the rows of one file into the store, and stop after each."""
+    def read(self, name: str, table: Table, folder: Path | None = None) -> Iterator[None]:
+        """Read the rows of one file into the store, and stop after each.
+
+        Args:
+            name: The file, as messages name it.
+            table: Its rows.
+            folder: Folder that paths of pictures start from; None where the file is not of this machine.
+        """
         if self._function is not None:
             table = converted(table, find_function(self._function))
         self._parts.append(Part(len(self._store), name))
@@ -150,7 +163,7 @@ class Reader:
                     where += f":{record.value.column}" if record.value.column else ""
                     self._cut_short |= record.value.ends
                     raise BadRow(record.value.what)
-                row = self._row(record.value, format)
+                row = self._row(record.value, format, folder)
             except (BadRow, RecursionError) as error:
                 # JSON in a string of the row, or what was read just within the limit, may be too deep to be written.
                 self._num_bad += 1
@@ -224,6 +237,7 @@ class Reader:
             parts=parts,
             skipped=tuple(self._bad),
             loss_on=self._loss_on,
+            has_pictures=self._num_pictures > 0,
         )
 
     def _settle_format(self, name: str, table: Table) -> SourceFormat:
@@ -260,17 +274,26 @@ class Reader:
             row_formats.check_same_reading(columns, format)
         self._read_alike.add(read)
 
-    def _row(self, value: object, format: SourceFormat) -> Row:
+    def _row(self, value: object, format: SourceFormat, folder: Path | None) -> Row:
+        pictures: list[Row] = []
         if isinstance(value, dict):
             for ours in COLUMNS[format]:
                 if ours in self._columns and self._columns[ours] not in value:
                     raise BadRow(f"no column {listed([self._columns[ours]])} (data.columns.{ours})")
             value = row_formats.renamed(value, self._columns)
             self._check_reading(tuple(value), format)
+            if self._takes_pictures(format):
+                value, pictures = with_pictures(value, folder)
         row = convert_row(value, format, self._findings)
+        if pictures:
+            row["images"] = pictures
+            self._num_pictures += len(pictures)
         if "prompt" in row:
             self._check_kind(row["prompt"])
         return row
+
+    def _takes_pictures(self, format: SourceFormat) -> bool:
+        return self._learner is not None and self._learner.takes_images and format in _WITH_PICTURES
 
     def _check_kind(self, prompt: object) -> None:
         """Prompts are all strings or all lists of messages: they become tokens in different ways."""
@@ -293,7 +316,7 @@ class Reader:
             self._references.update(dict.fromkeys(unmapped))
             read, unread = read + unmapped, [column for column in unread if column not in unmapped]
         self._seen.update(columns)
-        self._ignored.update(unread)
+        self._ignored.update(column for column in unread if not (self._takes_pictures(format) and column in PICTURES))
         # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
         return read + [
             column for column in unread if messages.looks_like_weights(column) or messages.media_kind(column)
@@ -334,6 +357,8 @@ class Reader:
             named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
             aside = "; data.format=prompt_completion ignores label" if format == "unpaired_preference" else ""
             note += f" (recognized from the {named}{aside})"
+        if self._num_pictures:
+            note += f"; {counted(self._num_pictures, 'picture')}"
         if self._references:
             note += f"; passed to rewards: {listed(self._references)}"
         if self._columns:

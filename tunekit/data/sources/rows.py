@@ -232,6 +232,7 @@ class Rows:
         parts: The files of the source, in order, where it is a folder or a pattern.
         skipped: Bad rows that were left out.
         loss_on: Which of their tokens count in the loss.
+        has_pictures: True if a row has pictures; it holds them in a column `images`.
     """
 
     format: Format
@@ -244,6 +245,7 @@ class Rows:
     parts: tuple[Part, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     loss_on: LossOn = "assistant"
+    has_pictures: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)

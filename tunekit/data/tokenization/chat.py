@@ -22,12 +22,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.messages import tools_of, unweighted
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.load import LoadedData
 from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROW_SECONDS = 30.0
 """Far more than any row takes."""
@@ -95,6 +98,40 @@ def _by_thread() -> Iterator[None]:
         # One that was sent and did not come yet.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         timer.cancel()
+
+
+_PROBE = "a text of one user"
+
+_TEXTS_AS_PARTS = (
+    "{%- set texts = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- if message['content'] is string -%}"
+    "{%- set message = dict(message, content=[{'type': 'text', 'text': message['content']}]) -%}{%- endif -%}"
+    "{%- set texts.messages = texts.messages + [message] -%}{%- endfor -%}"
+    "{%- set messages = texts.messages -%}"
+)
+
+
+def take_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Have a chat template that reads contents as lists of parts alone, such as LLaVA's, read texts too.
+
+    Without, it writes each text as nothing, and a model would learn to answer questions that it never saw.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or _PROBE in _written(tokenizer, _PROBE):
+        return
+    if _PROBE in _written(tokenizer, [{"type": "text", "text": _PROBE}]):
+        tokenizer.chat_template = _TEXTS_AS_PARTS + template
+
+
+def _written(tokenizer: "PreTrainedTokenizerBase", content: Any) -> str:
+    """What a template writes of a message; nothing where it refuses it."""
+    from jinja2 import TemplateError
+
+    try:
+        with template_in_time("a first conversation"):
+            return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+    except (TemplateError, TypeError, ValueError, DataError):
+        return ""
 
 
 def without_template() -> DataError:

@@ -19,10 +19,13 @@ the tokenizer.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from tunekit.data.formats.messages import unweighted
 from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.pictures import Picture
 from tunekit.data.packing.sequences import IGNORED, Batch, common_prefix_length
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.fast_bpe import word_encoder
@@ -47,12 +50,18 @@ class Observed:
     """Conversations that were searched for what the chat template left out."""
     left_out: Counter[str] = field(default_factory=Counter)
     """In how many of them a kind of content was missing."""
+    num_pictures: int = 0
+    """Pictures of the rows."""
+    num_picture_tokens: int = 0
+    """Tokens that they take."""
 
     def add(self, other: "Observed") -> None:
         """Take what was seen in another batch."""
         self.num_straddling += other.num_straddling
         self.num_looked_at += other.num_looked_at
         self.left_out.update(other.left_out)
+        self.num_pictures += other.num_pictures
+        self.num_picture_tokens += other.num_picture_tokens
 
     def notes(self, source: str) -> list[str]:
         """Return notes for the user, a sentence each."""
@@ -76,9 +85,12 @@ class Encoded(Batch):
 
     Attributes:
         observed: What was seen on the way.
+        has_pictures: For each row whether it has pictures, so that it must not be cut, bool, `(rows,)`; None where none
+            has.
     """
 
     observed: Observed
+    has_pictures: "np.ndarray | None" = None
 
 
 _Pair = tuple["np.ndarray", "np.ndarray | None"]
@@ -91,12 +103,14 @@ class Encoder:
     Args:
         rows: Rows of the source, the first of them at least, with what counts in them.
         tokenizer: Tokenizer of the model, with its chat template for rows of messages.
+        images: The tokens of pictures, for rows that have some.
 
     Raises:
         DataError: The first row cannot go through the chat template, or the tokenizer lacks what the format needs.
     """
 
-    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens | None = None) -> None:
+        self._images = images if rows.has_pictures else None
         self._format = rows.format
         self._tokenizer = tokenizer
         self._words = word_encoder(tokenizer)
@@ -131,10 +145,34 @@ class Encoder:
             pairs = self._encode_completions(batch, observed)
         else:
             pairs = [(_array(ids), None) for ids in self._encode_plain([row["text"] for row in batch])]
-        return _flat(pairs, observed)
+        encoded = _flat(pairs, observed)
+        if self._images is None:
+            return encoded
+        import numpy as np
+
+        return replace(encoded, has_pictures=np.array(["images" in row for row in batch], dtype=np.bool_))
+
+    def check_pictures(self, rows: Rows) -> None:
+        """Check that the tokens of the first row with pictures are those of the whole processor.
+
+        Raises:
+            DataError: They are not.
+        """
+        first = None if self._images is None else next((i for i, row in enumerate(rows.rows) if "images" in row), None)
+        if first is None:
+            return
+        assert self._images is not None
+        row, place = rows.rows[first], rows.place(first)
+        ids = self.encode(rows, range(first, first + 1)).ids.tolist()
+        self._images.check(self.text_of(row, place), [Picture.of_row(one) for one in row["images"]], ids, place)
+
+    def text_of(self, row: Row, place: str) -> str:
+        """Return a conversation as text in which each picture is the one token that its processor replaces."""
+        assert self._chat is not None
+        return self._chat.text(unweighted(_conversation(row)), place, tools=row.get("tools"))
 
     def _prepare_chat(self, first: Row, place: str, *, last_only: bool) -> None:
-        self._chat = ChatRenderer(self._tokenizer, last_only=last_only)
+        self._chat = ChatRenderer(self._tokenizer, last_only=last_only, in_parts=self._images is not None)
         if self._all:
             return
         if not self._tokenizer.is_fast:
@@ -167,8 +205,15 @@ class Encoder:
             if number < num_looked_at:
                 observed.num_looked_at += 1
                 observed.left_out.update(chat.left_out(messages, place, tools, r.text))
+            if self._images is not None:
+                pictures = [Picture.of_row(value) for value in row.get("images", ())]
+                spans = ((0, len(r.text)),) if self._all else r.spans
+                text, spans, num_tokens = self._images.expand(r.text, spans, pictures, place)
+                r = Rendered(text, spans)
+                observed.num_pictures += len(pictures)
+                observed.num_picture_tokens += num_tokens
             rendered.append(r)
-        if self._all:
+        if self._all and self._images is None:
             return [(_array(ids), None) for ids in self._ids([r.text for r in rendered])]
         return self._marked(rendered)
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, function_names, unweighted
 from tunekit.data.formats.row_formats import Row
+from tunekit.data.images.in_rows import MARK, as_parts
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import refusal, template_in_time, without_template
 from tunekit.errors import DataError
@@ -81,16 +82,20 @@ class ChatRenderer:
     Args:
         tokenizer: The tokenizer, with its chat template.
         last_only: Only the last assistant turn of a conversation counts.
+        in_parts: Contents are passed to the template as parts, since texts have marks of pictures.
 
     Raises:
         DataError: The tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, last_only: bool = False) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", *, last_only: bool = False, in_parts: bool = False
+    ) -> None:
         if tokenizer.chat_template is None:
             raise without_template()
         self._tokenizer = tokenizer
         self._last_only = last_only
+        self._in_parts = in_parts
         self._template: str = tokenizer.get_chat_template()
         self._added_tokens: tuple[str, ...] = tuple(tokenizer.get_added_vocab())
         self._marked = _MARKER.search(self._template) is not None
@@ -109,7 +114,7 @@ class ChatRenderer:
         notes = []
         if not self._marked and not self._can_be_told_apart():
             version = _training_version(self._tokenizer)
-            if version is not None:
+            if version is not None and self._writes_alike(version, messages, place, tools):
                 self._template, self._marked = version, True
                 notes.append(
                     "the chat template has no {% generation %} markers; TRL's training version of it is used to mask "
@@ -134,7 +139,7 @@ class ChatRenderer:
             )
         with _rendering(place):
             rendered = self._tokenizer.apply_chat_template(
-                unweighted(messages),
+                self._for_template(unweighted(messages)),
                 tools=cast(Any, tools),
                 chat_template=self._template,
                 tokenize=False,
@@ -218,6 +223,22 @@ class ChatRenderer:
                 kinds.add("tools")
         return kinds
 
+    def _for_template(self, messages: Messages) -> list[Row]:
+        return as_parts(messages) if self._in_parts else list(messages)
+
+    def _writes_alike(self, version: str, messages: Messages, place: str, tools: Tools) -> bool:
+        """Return whether another template writes a conversation with pictures as the model's own does."""
+        if not self._in_parts:
+            return True
+        own, text = self._template, self.text(unweighted(messages), place, tools=tools)
+        self._template = version
+        try:
+            return self.text(unweighted(messages), place, tools=tools) == text
+        except DataError:
+            return False
+        finally:
+            self._template = own
+
     def _can_be_told_apart(self) -> bool:
         """Return whether rendering twice locates the turns of a longer conversation, each with an end-of-turn token."""
         try:
@@ -299,7 +320,7 @@ class ChatRenderer:
 
         with _rendering(place):
             texts, ranges = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[self._for_template(messages)],
                 tools=cast(Any, tools),
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
@@ -412,7 +433,8 @@ def _parts(message: Row) -> Iterator[tuple[str, str]]:
     reasoning, _, answer = (
         message["content"].rpartition("</think>") if role == "assistant" else ("", "", message["content"])
     )
-    yield f"{role} messages", answer.strip()
+    for words in answer.split(MARK):
+        yield f"{role} messages", words.strip()
     yield "reasoning", reasoning.strip().removeprefix("<think>").strip()
     for key in _REASONING_KEYS:
         if isinstance(message.get(key), str):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import counted
+from tunekit.data.images.expand import ImageTokens
 from tunekit.data.packing.sequences import Batch, SequenceWriter
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.encode import Encoded, Encoder, Observed
@@ -52,10 +53,14 @@ class TokenReport:
         num_sequences: Sequences made of them.
         num_truncated: Rows cut at `max_length`.
         num_split: Texts that were longer than `max_length` and became several sequences.
-        num_dropped: Rows left out because no token of theirs would count in the loss.
+        num_dropped: Rows left out because no token of theirs would count in the loss, or because they have pictures
+            and are too long.
         num_tokens: Tokens of all sequences.
         num_trainable_tokens: Those that count in the loss.
         longest_tokens: Tokens of the longest row before it was cut.
+        num_pictures: Pictures of the rows.
+        num_picture_tokens: Their tokens.
+        num_too_long: Rows with pictures that are longer than `max_length`, and are left out.
         notes: What the user should know about how the rows were read, a sentence each.
     """
 
@@ -67,6 +72,9 @@ class TokenReport:
     num_tokens: int = 0
     num_trainable_tokens: int = 0
     longest_tokens: int = 0
+    num_pictures: int = 0
+    num_picture_tokens: int = 0
+    num_too_long: int = 0
     notes: tuple[str, ...] = ()
 
     def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
@@ -78,15 +86,23 @@ class TokenReport:
         import numpy as np
 
         ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
-        too_long = int((lengths > max_length).sum())
+        is_too_long = lengths > max_length
+        if encoded.has_pictures is not None:
+            # What is left of a picture whose tokens are cut is none.
+            dropped = is_too_long & encoded.has_pictures
+            self.num_too_long += int(dropped.sum())
+            counts = counts & ~np.repeat(dropped, lengths)
+            is_too_long &= ~dropped
+        too_long = int(is_too_long.sum())
         rows = np.flatnonzero(lengths)
         starts = (np.cumsum(lengths) - lengths)[rows]
         sizes = lengths[rows]
         if too_long and splits:
             rows, starts, sizes = _split(rows, starts, sizes, max_length)
+        is_cut = int(sizes.max(initial=0)) > max_length
         sizes = np.minimum(sizes, max_length)
         firsts = np.cumsum(sizes) - sizes
-        if too_long:
+        if is_cut or too_long:
             places = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
             ids, counts = ids[places], counts[places]
         counts = counts.copy()
@@ -104,7 +120,22 @@ class TokenReport:
         self.num_tokens += len(ids)
         self.num_trainable_tokens += int(num_counted.sum())
         self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
+        self.num_pictures += encoded.observed.num_pictures
+        self.num_picture_tokens += encoded.observed.num_picture_tokens
         return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
+
+    def notes_of_pictures(self, source: str, max_length: int) -> list[str]:
+        """Return what the user should know about rows with pictures, a sentence each."""
+        if not self.num_pictures:
+            return []
+        mean = self.num_picture_tokens / self.num_pictures
+        notes = [f"{source}: {counted(self.num_pictures, 'picture')}, {mean:,.0f} tokens each on average"]
+        if self.num_too_long:
+            notes.append(
+                f"{source}: {counted(self.num_too_long, 'row')} with pictures skipped: longer than "
+                f"data.max_length={max_length:,}, and pictures are never cut"
+            )
+        return notes
 
 
 def tokenize(
@@ -113,6 +144,7 @@ def tokenize(
     folder: Path,
     *,
     max_length: int,
+    images: ImageTokens | None = None,
     on_progress: Progress | None = None,
 ) -> TokenReport:
     """Turn rows into token ids and loss marks.
@@ -122,13 +154,15 @@ def tokenize(
         tokenizer: Tokenizer of the model, with its chat template for rows of messages.
         folder: Where the sequences are written; it exists.
         max_length: Longest sequence, in tokens.
+        images: The tokens of pictures, for rows that have some.
         on_progress: Told after every batch.
 
     Raises:
         DataError: A row cannot go through the chat template, the tokenizer lacks what the format needs, or no token
             at all would count in the loss.
     """
-    encoder = Encoder(rows, tokenizer)
+    encoder = Encoder(rows, tokenizer, images)
+    encoder.check_pictures(rows)
     report = TokenReport()
     observed = Observed()
     batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
@@ -142,7 +176,7 @@ def tokenize(
                 on_progress(report.num_rows, len(rows))
     if report.num_trainable_tokens == 0:
         raise _nothing_to_learn(rows, report, max_length)
-    report.notes = (*encoder.notes, *observed.notes(rows.source))
+    report.notes = (*encoder.notes, *observed.notes(rows.source), *report.notes_of_pictures(rows.source, max_length))
     return report
 
 
@@ -208,6 +242,12 @@ def _split(
 
 def _nothing_to_learn(rows: Rows, report: TokenReport, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
+    if report.num_too_long:
+        return DataError(
+            f"{problem}: all rows with pictures are longer than data.max_length={max_length} "
+            f"(longest row: {report.longest_tokens:,} tokens)",
+            hint="raise data.max_length",
+        )
     if report.num_truncated:
         return DataError(
             f"{problem}: all tokens in the loss lie beyond data.max_length={max_length} "

@@ -137,8 +137,17 @@ def documents_reasons(
         yield Reason(topic="documents", choice="the decoder runs once for each", why=why)
 
 
-def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> tuple[str, str]:
+def choose_attention(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, reads_pictures: bool = False
+) -> tuple[str, str]:
     """Attention implementation, and why.
+
+    Args:
+        recipe: What is asked for.
+        hardware: The machine.
+        model: The model.
+        dtype: The type that it computes in.
+        reads_pictures: Whether rows have pictures, and are padded.
 
     Raises:
         PlanError: What is asked for does not run, or is not installed.
@@ -152,7 +161,7 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
             install = "install flash-attn, or " if why_not.endswith("is not installed") else ""
             raise PlanError(f"model.attn_implementation: {why_not}", hint=f"{install}use {without_flash}")
         return requested, "set by the recipe"
-    if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
+    if not reads_pictures and _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
         if device.kind == "cpu":
             return VARLEN, "sdpa per document, no mask over the whole row"
@@ -279,7 +288,8 @@ def padding_of(
     is_single = micro_batch_size * passes.sequences_per_row == 1
     if passes.always_pads:
         mask_length = data.max_length if masks and not is_single else None
-        return Padding(False, mask_length, f"TRL pads {passes.method} batches")
+        why = "rows with pictures are padded" if passes.reads_pictures else f"TRL pads {passes.method} batches"
+        return Padding(False, mask_length, why)
     whole = micro_batch_size * data.max_length
     apart = f"{attn_implementation} separates documents by a mask over the whole micro-batch" if masks else ""
     requested = data.padding_free

@@ -62,6 +62,7 @@ class Setting:
     why_reserve: str | None
     teacher: ModelFacts | None = None
     by_vllm: bool = False
+    reads_pictures: bool = False
 
     @property
     def device(self) -> Device:
@@ -88,7 +89,7 @@ class Setting:
             by_vllm=self.by_vllm,
         )
         reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
-        return replace(passes, copies_adapter=reference == "copied adapter")
+        return replace(passes, copies_adapter=reference == "copied adapter", reads_pictures=self.reads_pictures)
 
     def attention_in(self, layout: Layout) -> str:
         """Attention implementation in a layout: what is told where documents begin is not divided over devices."""

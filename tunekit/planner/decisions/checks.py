@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Device, Hardware, ModelFacts, Origin, is_embedding
+from tunekit.estimates.facts import DataFacts, Device, Hardware, ModelFacts, Origin, is_embedding
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.learning_rates import has_groups, unmatched
 from tunekit.estimates.memory.states import Dtype, reference_of, token_rows, trained_tensors, unties_head
@@ -185,6 +185,33 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         name = "model.add_tokens" if model.new_tokens else "adapter.trainable_token_indices"
         problem = f"{name}: the head of {model.path} has a bias, which PEFT leaves out beside trained rows"
         yield problem, "set adapter.type=full"
+
+
+def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
+    """Check that rows with pictures can be trained on as a recipe says.
+
+    Raises:
+        PlanError: They cannot, or the recipe says how to read pictures where there are none.
+    """
+    if not rows.has_pictures:
+        if recipe.model.image_processor is not None:
+            raise PlanError("model.image_processor: no effect, the rows have no pictures", hint="unset it")
+        return
+    data, parallel = recipe.data, recipe.parallel
+    if not model.is_multimodal:
+        problem = f"model.path: rows have pictures, but {model.path} reads text alone"
+        raise PlanError(problem, hint="choose a vision-language model, or remove the pictures from the rows")
+    asked = {
+        "data.packing": data.packing,
+        "data.padding_free": data.padding_free is True,
+        "data.streaming": data.streaming,
+        "parallel.tp_size": (parallel.tp_size or 1) > 1,
+        "parallel.cp_size": (parallel.cp_size or 1) > 1,
+        "parallel.sp_size": (parallel.sp_size or 1) > 1,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise PlanError(f"{key}: unsupported for rows with pictures", hint="unset it")
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:

@@ -446,6 +446,8 @@ def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     """Yield the reasons about the data, and the share of each source."""
     yield _data_reason(recipe, data)
     yield from _mixture_reasons(recipe, data)
+    if data.has_pictures:
+        yield _picture_reason(data)
     balance = None if data.num_good is None else recipe.method.balance(data.num_train, data.num_good)
     if balance is not None:
         choice, why = balance
@@ -477,6 +479,14 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         rows, filled = "packed sequences", (data.num_train_tokens or 0) / (data.num_train * cut)
         why += f"; packing efficiency {filled:.1%}"
     return Reason(topic="data", choice=f"{data.num_train:,} {rows}", why=why)
+
+
+def _picture_reason(data: DataFacts) -> Reason:
+    why = "the towers are frozen; their memory while they encode pictures is not in the estimate"
+    if not data.num_pictures:
+        return Reason(topic="pictures", choice="in the rows", why=why)
+    mean = (data.num_picture_tokens or 0) / data.num_pictures
+    return Reason(topic="pictures", choice=f"{data.num_pictures:,}, {mean:,.0f} tokens each on average", why=why)
 
 
 def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:

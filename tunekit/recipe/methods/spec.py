@@ -80,6 +80,8 @@ class MethodPasses:
     """True if each sequence passes the model and its reference once more, with another's answer."""
     least_rows: int = 1
     """Rows of a micro-batch that there are at least."""
+    reads_pictures: bool = False
+    """True if rows have pictures."""
 
     @property
     def num_reference_forwards(self) -> float:
@@ -92,8 +94,8 @@ class MethodPasses:
 
     @property
     def always_pads(self) -> bool:
-        """True if TRL pads batches whatever the recipe says."""
-        return self.method != "sft"
+        """True if batches are padded whatever the recipe says."""
+        return self.method != "sft" or self.reads_pictures
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class MethodSpec:
     """True if losses and margins of runs with other settings are other quantities."""
     masks_as_told: bool = False
     """True if rows are packed and masked as the data section says."""
+    takes_images: bool = False
+    """True if it trains on rows with pictures."""
     uses_tiled_head: bool = True
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
 

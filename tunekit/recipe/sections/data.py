@@ -50,6 +50,9 @@ class DataSource(Section):
     loss_on: LossOn | None = None
     """Tokens of this source in the loss. Default: `data.loss_on`."""
 
+    image_folder: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
+    """Image folder of this source. Default: `data.image_folder`."""
+
     weight: Annotated[float, Field(gt=0)] | None = None
     """Sampling weight of this training source: weights of 3 and 1 give three rows of the first per row of the second
     (`data.weight_by` selects rows or tokens). Either all sources of `data.train` have a weight or none: without
@@ -83,7 +86,7 @@ class CompleteSource(DataSource):
     """Tokens that count in the loss."""
 
 
-HANDED_DOWN = ("format", "columns", "loss_on")
+HANDED_DOWN = ("format", "columns", "loss_on", "image_folder")
 """Fields of the data section that hold for every source that gives none of its own."""
 
 NEED_WEIGHTS = ("weight_by", "stopping_strategy")
@@ -131,6 +134,10 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """Column mapping: `{prompt: question, completion: answer}` reads column question as prompt and answer as
     completion. Applies to every source of `train` and `eval` without its own mapping."""
+
+    image_folder: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
+    """Folder that relative paths of images in rows start from; images outside of it are refused. Default: the folder of
+    each data file."""
 
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """Maximum number of invalid rows to skip per source; above it, the run fails."""

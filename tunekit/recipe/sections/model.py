@@ -1,7 +1,7 @@
 """Section of a recipe on the model to start from: its weights, tokens and positions."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -112,6 +112,10 @@ class ModelSection(Section):
 
     chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
     """Jinja file to use instead of the tokenizer's chat template. Saved with the trained model."""
+
+    image_processor: Annotated[dict[str, Any] | None, Field(min_length=1)] = None
+    """Settings of the model's image processor by its own names, such as {max_pixels: 501760} or {do_image_splitting:
+    false}: how large images are, and how many tokens they take. Saved with the trained model."""
 
     rope_scaling: RopeScaling | None = None
     """Longer contexts by scaled rotary embeddings, for `data.max_length` beyond the model's positions."""

@@ -1,0 +1,367 @@
+"""Tiny vision-language models of real architectures with their real processors, and rows of pictures."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import make_tokenizer
+
+PARTS_TEMPLATE = (
+    "{{% for message in messages %}}{{{{ '<|im_start|>' + message['role'] + '\n' }}}}"
+    "{{% for part in message['content'] %}}{{% if part['type'] == 'image' %}}{image}"
+    "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{{{{ '<|im_end|>\n' }}}}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
+)
+"""ChatML whose contents are lists of parts, with the text that stands for a picture."""
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _tokenizer(image: str, *tokens: str, **named: str) -> Any:
+    """The byte tokenizer with tokens for pictures, which `named` gives their names on it."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", *tokens]}, replace_extra_special_tokens=False
+    )
+    for name, token in named.items():
+        tokenizer._set_model_specific_special_tokens({name: token})
+    tokenizer.chat_template = PARTS_TEMPLATE.format(image=image)
+    return tokenizer
+
+
+def _text(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return TEXT | ids | changes
+
+
+def _llava() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _tokenizer("<image>", "<image>")
+    processor = t.LlavaProcessor(
+        t.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **TOWER, "projection_dim": 16},
+        text_config={"model_type": "llama", **_text(tokenizer)},
+        image_token_id=processor.image_token_id,
+        vision_feature_layer=-1,
+    )
+    return config, processor
+
+
+def _llava_next() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _tokenizer("<image>", "<image>")
+    grid = [[28, 56], [56, 28], [56, 56]]
+    processor = t.LlavaNextProcessor(
+        t.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=grid
+        ),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.LlavaNextConfig(
+        vision_config={"model_type": "clip_vision_model", **TOWER, "projection_dim": 16},
+        text_config={"model_type": "mistral", **_text(tokenizer)},
+        image_token_id=processor.image_token_id,
+        image_grid_pinpoints=grid,
+        vision_feature_layer=-1,
+    )
+    return config, processor
+
+
+def _idefics3() -> tuple[Any, Any]:
+    import transformers as t
+
+    names = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+    places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer = _tokenizer("<image>", *names, *places)
+    processor = t.Idefics3Processor(
+        t.Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+        tokenizer,
+        image_seq_len=1,
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.Idefics3Config(
+        vision_config=TOWER,
+        text_config={"model_type": "llama", **_text(tokenizer)},
+        image_token_id=processor.image_token_id,
+        scale_factor=2,
+    )
+    return config, processor
+
+
+def _mllama() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _tokenizer("<|image|>", "<|image|>", "<|begin_of_text|>", "<|python_tag|>")
+    # Its processor begins a text with it, and the model's own template does too.
+    tokenizer.bos_token = "<|begin_of_text|>"
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    processor = t.MllamaProcessor(
+        t.MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    vision = {name: value for name, value in TOWER.items() if name != "num_attention_heads"}
+    config = t.MllamaConfig(
+        vision_config={
+            **vision,
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0, 1],
+            "max_num_tiles": 4,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+            "vision_output_dim": 48,
+        },
+        text_config=_text(
+            tokenizer, num_hidden_layers=3, cross_attention_layers=[1], bos_token_id=tokenizer.bos_token_id
+        ),
+        image_token_index=processor.image_token_id,
+    )
+    return config, processor
+
+
+def _gemma3() -> tuple[Any, Any]:
+    import transformers as t
+
+    names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = _tokenizer("<start_of_image>", *names.values(), **names)
+    processor = t.Gemma3Processor(
+        t.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+        tokenizer,
+        image_seq_length=1,
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.Gemma3Config(
+        vision_config={**TOWER, "vision_use_head": False},
+        text_config=_text(tokenizer, sliding_window=16),
+        mm_tokens_per_image=1,
+        image_token_id=tokenizer.image_token_id,
+        boi_token_id=tokenizer.boi_token_id,
+        eoi_token_id=tokenizer.eoi_token_id,
+    )
+    return config, processor
+
+
+def _qwen2_5_vl() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _qwen_tokenizer()
+    processor = t.Qwen2_5_VLProcessor(
+        t.Qwen2VLImageProcessor(**_QWEN_PIXELS),
+        tokenizer,
+        t.Qwen2VLVideoProcessor(**_QWEN_PIXELS),
+        chat_template=tokenizer.chat_template,
+    )
+    tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+    config = t.Qwen2_5_VLConfig(
+        vision_config=tower | {"window_size": 56, "fullatt_block_indexes": [1]},
+        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE, num_key_value_heads=2),
+        **_qwen_ids(processor),
+    )
+    return config, processor
+
+
+def _qwen3_vl() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _qwen_tokenizer()
+    pixels = _QWEN_PIXELS | {"patch_size": 16}
+    processor = t.Qwen3VLProcessor(
+        t.Qwen2VLImageProcessor(**pixels),
+        tokenizer,
+        t.Qwen3VLVideoProcessor(**pixels),
+        chat_template=tokenizer.chat_template,
+    )
+    tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+    config = t.Qwen3VLConfig(
+        vision_config=tower | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE | {"mrope_interleaved": True}),
+        **_qwen_ids(processor),
+    )
+    return config, processor
+
+
+_QWEN_PIXELS: dict[str, Any] = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 4 * 56 * 56}
+_QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+def _qwen_tokenizer() -> Any:
+    names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    return _tokenizer("<|vision_start|><|image_pad|><|vision_end|>", *names)
+
+
+def _qwen_ids(processor: Any) -> dict[str, int]:
+    tokenizer = processor.tokenizer
+    return {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    }
+
+
+def _mistral3() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    processor = t.PixtralProcessor(
+        t.PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}),
+        tokenizer,
+        patch_size=14,
+        spatial_merge_size=2,
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.Mistral3Config(
+        vision_config={"model_type": "pixtral", **TOWER, "head_dim": 8},
+        text_config={"model_type": "mistral", **_text(tokenizer)},
+        image_token_id=processor.image_token_id,
+        vision_feature_layer=-1,
+        spatial_merge_size=2,
+    )
+    return config, processor
+
+
+def _internvl() -> tuple[Any, Any]:
+    import transformers as t
+
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    tokenizer = _tokenizer("<IMG_CONTEXT>", *names.values(), "<video>", video_token="<video>", **names)
+    processor = t.InternVLProcessor(
+        t.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4),
+        tokenizer,
+        t.InternVLVideoProcessor(size={"height": 28, "width": 28}),
+        image_seq_length=1,
+        chat_template=tokenizer.chat_template,
+    )
+    sizes = {name: [value, value] if name in ("image_size", "patch_size") else value for name, value in TOWER.items()}
+    config = t.InternVLConfig(
+        vision_config=sizes,
+        text_config={"model_type": "qwen2", **_text(tokenizer)},
+        image_token_id=tokenizer.context_image_token_id,
+        image_seq_length=1,
+    )
+    return config, processor
+
+
+def _glm4v() -> tuple[Any, Any]:
+    import transformers as t
+
+    names = (
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|image|>",
+        "<|video|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+    )
+    tokenizer = _tokenizer("<|begin_of_image|><|image|><|end_of_image|>", *names)
+    tokenizer._set_model_specific_special_tokens({"image_token": "<|image|>", "video_token": "<|video|>"})
+    edges = {"size": {"shortest_edge": 56 * 56, "longest_edge": 4 * 56 * 56}}
+    processor = t.Glm4vProcessor(
+        t.Glm4vImageProcessor(patch_size=14, merge_size=2, **edges),
+        tokenizer,
+        t.Glm4vVideoProcessor(patch_size=14, merge_size=2),
+        chat_template=tokenizer.chat_template,
+    )
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(names)), strict=True))
+    config = t.Glm4vConfig(
+        vision_config={"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
+        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE),
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        image_start_token_id=ids["<|begin_of_image|>"],
+        image_end_token_id=ids["<|end_of_image|>"],
+        video_start_token_id=ids["<|begin_of_video|>"],
+        video_end_token_id=ids["<|end_of_video|>"],
+    )
+    return config, processor
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "idefics3": _idefics3,
+    "mllama": _mllama,
+    "gemma3": _gemma3,
+}
+if find_spec("torchvision") is not None:
+    FAMILIES |= {
+        "qwen2_5_vl": _qwen2_5_vl,
+        "qwen3_vl": _qwen3_vl,
+        "mistral3": _mistral3,
+        "internvl": _internvl,
+        "glm4v": _glm4v,
+    }
+
+
+def save_tiny_vision_model(folder: Path, family: str) -> Path:
+    """Save a model of random weights of a family, with its processor, and return its folder."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    config, processor = FAMILIES[family]()
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+COLOURS = ("red", "green", "blue", "yellow")
+
+
+def save_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
+    """Write pictures of several sizes and rows that ask for their colour, one of them without; return the file."""
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for number in range(num):
+        colour = COLOURS[number % len(COLOURS)]
+        asked: Any = "say hi"
+        if number != without:
+            size = (20 + 7 * (number % 3), 30 + 11 * (number % 2))
+            Image.effect_noise(size, 60).convert("RGB").save(folder / f"{number}.png")
+            asked = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what colour?"}]
+        answer = {"role": "assistant", "content": colour}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, answer]}) + "\n")
+    file = folder / "rows.jsonl"
+    file.write_text("".join(lines), encoding="utf-8")
+    return file

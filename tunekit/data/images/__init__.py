@@ -1,0 +1,1 @@
+"""Pictures in rows: found and checked, counted as tokens, and put into batches."""

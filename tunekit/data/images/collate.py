@@ -1,0 +1,72 @@
+"""Micro-batches of rows with pictures, made by the model's own processor.
+
+Rows were tokenized and masked before; here the processor makes tokens and pixels of their texts and pictures. The
+tokens have to be those of the rows, so that each label stands at its token.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.data.packing.sequences import IGNORED
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+TEXT, PICTURES = "picture_text", "pictures"
+"""Columns of prepared rows: the text in which each picture is one token, and the pictures as JSON."""
+
+
+class PictureCollator:
+    """Collates rows with columns `input_ids`, `labels`, `picture_text` and `pictures`.
+
+    Args:
+        processor: Processor of the model.
+        scores_positions: Whether a batch names the positions whose next token counts, as tunekit's head takes them.
+    """
+
+    def __init__(self, processor: "ProcessorMixin", *, scores_positions: bool) -> None:
+        self._processor = processor
+        self._scores_positions = scores_positions
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch as tensors: tokens, mask and labels `(batch, seq)`, padded on the right, and the pixels.
+
+        Raises:
+            DataError: A picture changed, or the processor makes other tokens than were prepared.
+        """
+        import torch
+
+        tokenizer = self._processor.tokenizer
+        # A row that fills a step has no text.
+        texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
+        pictures = [[Picture.of_row(json.loads(one)) for one in row[PICTURES] or ()] for row in rows]
+        images = [[read_picture(picture) for picture in of_row] for of_row in pictures]
+        made = self._processor(
+            text=texts,
+            images=images if any(images) else None,
+            add_special_tokens=False,
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+        )
+        batch: dict[str, Any] = dict(made)
+        lengths = batch["attention_mask"].sum(1).tolist()
+        for row, of_row, ids, length in zip(rows, pictures, batch["input_ids"].tolist(), lengths, strict=True):
+            if ids[:length] != list(row["input_ids"]):
+                names = ", ".join(picture.path for picture in of_row) or "a row without pictures"
+                raise DataError(
+                    f"{names}: the processor makes {length:,} tokens of it, not the {len(row['input_ids']):,} that "
+                    "were prepared",
+                    hint="prepare the rows anew with the installed versions",
+                )
+        labels = torch.full_like(batch["input_ids"], IGNORED)
+        for number, row in enumerate(rows):
+            labels[number, : len(row["labels"])] = torch.tensor(row["labels"])
+        batch["labels"] = labels
+        if self._scores_positions:
+            following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            batch["scored_positions"] = (following.flatten() != IGNORED).nonzero().squeeze(1)
+        return batch

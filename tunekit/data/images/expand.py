@@ -1,0 +1,133 @@
+"""Tokens of pictures: how many, and which, without decoding one.
+
+A processor of Transformers replaces the one token that stands for a picture in a text by as many as the picture's size
+asks for, with others around and between them for some models. What it writes for a size is asked of the processor
+itself, of a blank picture, once for each size. That this gives the tokens of the rows is checked by the whole processor
+on rows with their real pictures, before training and for each row while it is trained on.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.formats.row_formats import counted
+from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+Span = tuple[int, int]
+
+
+class ImageTokens:
+    """Writes pictures as the tokens of a processor.
+
+    Args:
+        processor: Processor of the model.
+
+    Attributes:
+        mark: The token that stands for a picture before it is replaced.
+        digest: Digest of all that the processor saves.
+    """
+
+    def __init__(self, processor: "ProcessorMixin") -> None:
+        self._processor = processor
+        self.mark: str = processor.image_token
+        with TemporaryDirectory() as folder:
+            processor.save_pretrained(folder)
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            contents = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        self.digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+        self._by_size: dict[tuple[int, int], tuple[str, int]] = {}
+
+    def of_size(self, width: int, height: int) -> tuple[str, int]:
+        """Return the text that stands for a picture of this size, and the number of its tokens."""
+        if (width, height) not in self._by_size:
+            from PIL import Image
+
+            blank = Image.new("RGB", (width, height))
+            made = self._processor(
+                text=[self.mark], images=[[blank]], add_special_tokens=False, return_text_replacement_offsets=True
+            )
+            # A processor without replacements leaves the one token as it is.
+            replaced = made.get("text_replacement_offsets") or [[]]
+            text = replaced[0][0]["replacement"] if replaced[0] else self.mark
+            self._by_size[width, height] = text, len(made["input_ids"][0])
+        return self._by_size[width, height]
+
+    def expand(
+        self, text: str, spans: Sequence[Span], pictures: Sequence[Picture], place: str
+    ) -> tuple[str, tuple[Span, ...], int]:
+        """Replace the marks of a text by the tokens of its pictures.
+
+        Args:
+            text: A conversation by the chat template.
+            spans: Its characters `[start, end)` that count in the loss.
+            pictures: Its pictures, in their order.
+            place: Where the row stands, for messages.
+
+        Returns:
+            The text, the spans in it, without those of pictures, and the number of tokens of the pictures.
+
+        Raises:
+            DataError: The text has more or fewer marks than pictures.
+        """
+        pieces = text.split(self.mark)
+        if len(pieces) != len(pictures) + 1:
+            raise DataError(
+                f"{place}: the chat template writes {counted(len(pieces) - 1, 'token')} {self.mark} for "
+                f"{counted(len(pictures), 'picture')}",
+                hint="set model.chat_template to the model's own, and remove the token from the texts",
+            )
+        marks, replaced, parts, num_tokens = [], [], [pieces[0]], 0
+        before = after = len(pieces[0])
+        for picture, piece in zip(pictures, pieces[1:], strict=True):
+            replacement, num = self.of_size(picture.width, picture.height)
+            marks.append((before, before + len(self.mark)))
+            replaced.append((after, after + len(replacement)))
+            parts += [replacement, piece]
+            num_tokens += num
+            before += len(self.mark) + len(piece)
+            after += len(replacement) + len(piece)
+        return "".join(parts), tuple(_without(_moved(spans, marks, replaced), replaced)), num_tokens
+
+    def check(self, text: str, pictures: Sequence[Picture], ids: Sequence[int], place: str) -> None:
+        """Check that the whole processor makes the same tokens of a text with its real pictures.
+
+        Raises:
+            DataError: It does not.
+        """
+        images = [read_picture(picture) for picture in pictures]
+        made: Any = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
+        if list(made) != list(ids):
+            raise DataError(
+                f"{place}: {type(self._processor).__name__} makes {len(made):,} tokens of the row, but "
+                f"{len(ids):,} follow from the sizes of its pictures",
+                hint="this processor's images cannot be trained on",
+            )
+
+
+def _moved(spans: Sequence[Span], marks: Sequence[Span], replaced: Sequence[Span]) -> list[Span]:
+    """Return spans of a text, which begin and end outside of its marks, in the text whose marks were replaced."""
+
+    def moved(position: int) -> int:
+        behind = [after[1] - before[1] for before, after in zip(marks, replaced, strict=True) if before[1] <= position]
+        return position + (behind[-1] if behind else 0)
+
+    return [(moved(start), moved(end)) for start, end in spans]
+
+
+def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    """Spans without the characters of others; both in order, each without overlaps."""
+    parts = []
+    for start, end in spans:
+        for first, last in holes:
+            if first < end and last > start:
+                parts += [(start, first)] * (start < first)
+                start = max(start, last)
+        parts += [(start, end)] * (start < end)
+    return parts
