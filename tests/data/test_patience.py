@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from tests.tiny import make_tokenizer
-from tunekit.data.tokenization import chat
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
+from tunekit.probe import chat_template
+from tunekit.probe.chat_template import template_in_time
 
 MESSAGES = [{"role": "user", "content": "a"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"
@@ -28,7 +28,7 @@ def render(tokenizer, template):
 
 @pytest.mark.parametrize("template", [LOOP, POWER, POWERS, "{% set n = 9 %}{{ n ** 999999999 }}"])
 def test_a_template_is_ended_also_while_it_is_compiled(template, tokenizer, monkeypatch):
-    monkeypatch.setattr(chat, "ROW_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "ROW_SECONDS", 0.3)
     with pytest.raises(DataError, match=r"rows\.jsonl:1: rendering the chat template timed out after 0 s"):
         render(tokenizer, template)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -36,7 +36,7 @@ def test_a_template_is_ended_also_while_it_is_compiled(template, tokenizer, monk
 
 
 def test_a_template_is_ended_in_other_threads_and_where_the_alarm_is_taken(tokenizer, monkeypatch):
-    monkeypatch.setattr(chat, "ROW_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "ROW_SECONDS", 0.3)
     told = []
 
     def work():

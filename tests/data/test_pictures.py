@@ -341,7 +341,7 @@ def test_rows_with_pictures_that_are_too_long_are_left_out_whole():
 def test_a_template_that_reads_parts_alone_writes_texts_too():
     from tests.tiny import TEMPLATE, make_tokenizer
     from tests.vision import PARTS_TEMPLATE
-    from tunekit.data.tokenization.chat import take_texts
+    from tunekit.probe.chat_template import take_texts
 
     tokenizer = make_tokenizer()
     take_texts(tokenizer)

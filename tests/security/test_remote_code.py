@@ -245,7 +245,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% e
 
 @pytest.mark.parametrize("verb", [verbs.data_report, verbs.make_run])
 def test_a_chat_template_that_does_not_end_is_ended_and_named(verb, workspace, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunekit.data.tokenization.chat.ROW_SECONDS", 0.5)
+    monkeypatch.setattr("tunekit.probe.chat_template.ROW_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workspace / "plain", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(ENDLESS)

@@ -185,7 +185,6 @@ def test_a_picture_that_changed_since_the_rows_were_prepared_ends_the_run(tmp_pa
 def test_settings_of_the_image_processor_count_and_are_saved(llava, tmp_path):
     from transformers import AutoProcessor
 
-
     larger = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
     wanted = recipe(llava, tmp_path, adapter="lora")
     path = made({**wanted, "model": {"path": str(llava / "model"), "image_processor": larger}})
@@ -196,7 +195,7 @@ def test_settings_of_the_image_processor_count_and_are_saved(llava, tmp_path):
         made({**wanted, "model": {"path": str(llava / "model"), "image_processor": {"max_pixels": 5}}})
     mean = {"image_mean": [0.25, 0.5, 0.75]}
     run = tunekit.train({**wanted, "model": {"path": str(llava / "model"), "image_processor": mean}})
-    assert AutoProcessor.from_pretrained(run.model_path).image_processor.image_mean == mean["image_mean"]
+    assert AutoProcessor.from_pretrained(run.model_path).image_processor.image_mean == (0.25, 0.5, 0.75)
 
 
 def test_pictures_are_refused_where_they_cannot_be_read_as_asked(llava, tmp_path):

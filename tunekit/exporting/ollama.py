@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.packing.sequences import common_prefix_length
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.files import read_table
+from tunekit.probe.chat_template import template_in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

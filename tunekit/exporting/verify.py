@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.data.packing.sequences import common_prefix_length
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Trained, find_trained, load_trained, tokenizer_of
+from tunekit.probe.chat_template import template_in_time
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run

@@ -15,8 +15,8 @@ from tunekit.data.formats.row_formats import BadRow, Row, counted
 from tunekit.data.sources.files import OPENERS, Fault
 from tunekit.data.sources.load import find_files
 from tunekit.data.sources.rows import RowStore, place
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError, RunError
+from tunekit.probe.chat_template import template_in_time
 from tunekit.recipe.sections.data import DataSource
 
 if TYPE_CHECKING:

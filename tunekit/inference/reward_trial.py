@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import load_rewards, reward_arguments
 from tunekit.planner.plan import Plan
+from tunekit.probe.chat_template import template_in_time
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
 

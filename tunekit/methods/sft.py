@@ -43,12 +43,12 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
         train_dataset = filled_stream(train_dataset, parts.train.global_batch_size, pad)
     if eval_dataset is not None:
         eval_dataset = filled(eval_dataset, at_once, pad)
-    given: dict[str, Any] = {}
+    collation: dict[str, Any] = {}
     if parts.processor is not None:
-        given = {"data_collator": PictureCollator(parts.processor, scores_positions=parts.head != "tiles")}
+        collation = {"data_collator": PictureCollator(parts.processor, scores_positions=parts.head != "tiles")}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
         TokenMeanSFTTrainer,
-        **given,
+        **collation,
         args=SFTConfig(
             **parts.arguments(),
             packing=parts.data.packing,

@@ -30,13 +30,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tunekit.data.tokenization.chat import take_texts
 from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
+from tunekit.probe.chat_template import take_texts
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS

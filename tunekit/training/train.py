@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tunekit.data.tokenization.alignment import read_rows
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError, RunError
 from tunekit.estimates.learning_rates import has_groups, plain_name, rate_of, unmatched
 from tunekit.methods.arguments import give_weights, settle_reference
@@ -20,6 +19,7 @@ from tunekit.models.fusion.tiling import tile_mlps
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
 from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
+from tunekit.probe.chat_template import template_in_time
 from tunekit.process.signals import Wishes
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter

@@ -1,4 +1,4 @@
-"""Micro-batches of rows with pictures, made by the model's own processor.
+"""Micro-batches of rows with pictures, features by the model's own processor.
 
 Rows were tokenized and masked before; here the processor makes tokens and pixels of their texts and pictures. The
 tokens have to be those of the rows, so that each label stands at its token.
@@ -44,7 +44,7 @@ class PictureCollator:
         texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
         pictures = [[Picture.of_row(json.loads(one)) for one in row[PICTURES] or ()] for row in rows]
         images = [[read_picture(picture) for picture in of_row] for of_row in pictures]
-        made = self._processor(
+        features = self._processor(
             text=texts,
             images=images if any(images) else None,
             add_special_tokens=False,
@@ -52,7 +52,7 @@ class PictureCollator:
             padding_side="right",
             return_tensors="pt",
         )
-        batch: dict[str, Any] = dict(made)
+        batch: dict[str, Any] = dict(features)
         lengths = batch["attention_mask"].sum(1).tolist()
         for row, of_row, ids, length in zip(rows, pictures, batch["input_ids"].tolist(), lengths, strict=True):
             if ids[:length] != list(row["input_ids"]):

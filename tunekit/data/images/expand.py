@@ -50,13 +50,13 @@ class ImageTokens:
             from PIL import Image
 
             blank = Image.new("RGB", (width, height))
-            made = self._processor(
+            features = self._processor(
                 text=[self.mark], images=[[blank]], add_special_tokens=False, return_text_replacement_offsets=True
             )
             # A processor without replacements leaves the one token as it is.
-            replaced = made.get("text_replacement_offsets") or [[]]
+            replaced = features.get("text_replacement_offsets") or [[]]
             text = replaced[0][0]["replacement"] if replaced[0] else self.mark
-            self._by_size[width, height] = text, len(made["input_ids"][0])
+            self._by_size[width, height] = text, len(features["input_ids"][0])
         return self._by_size[width, height]
 
     def expand(
@@ -102,10 +102,10 @@ class ImageTokens:
             DataError: It does not.
         """
         images = [read_picture(picture) for picture in pictures]
-        made: Any = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
-        if list(made) != list(ids):
+        features: Any = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
+        if list(features) != list(ids):
             raise DataError(
-                f"{place}: {type(self._processor).__name__} makes {len(made):,} tokens of the row, but "
+                f"{place}: {type(self._processor).__name__} makes {len(features):,} tokens of the row, but "
                 f"{len(ids):,} follow from the sizes of its pictures",
                 hint="this processor's images cannot be trained on",
             )

@@ -138,16 +138,16 @@ def _part(part: object, where: str, gathered: _Gathered) -> str:
     if not isinstance(part, Mapping):
         raise BadRow(f"{where} must be an object {{type}}, got {described(part)}")
     # Parquet and `datasets` give every part the keys of all parts, as nulls.
-    held = {key: value for key, value in part.items() if value is not None}
-    kind = held.get("type") or next((key for key in ("text", "image", "image_url") if key in held), None)
+    fields = {key: value for key, value in part.items() if value is not None}
+    kind = fields.get("type") or next((key for key in ("text", "image", "image_url") if key in fields), None)
     if kind == "text":
-        text = held.get("text", "")
+        text = fields.get("text", "")
         if not isinstance(text, str):
             raise BadRow(f"{where}.text must be a string, got {described(text)}")
         return _text(text, gathered) if WRITTEN not in text else text
     if kind not in ("image", "image_url"):
         raise BadRow(f"{where} is of type {kind}, but only text and images are supported")
-    value = next(_values(held), None)
+    value = next(_values(fields), None)
     return gathered.mark(value, where)
 
 

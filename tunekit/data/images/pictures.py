@@ -70,9 +70,9 @@ def find_picture(value: object, where: str, folder: Path | None) -> Picture:
         BadRow: There is no such picture, it is damaged, animated or too large, or lies outside the folder.
     """
     if isinstance(value, Mapping):
-        held = value.get("bytes")
-        if isinstance(held, bytes):
-            return _from_bytes(held, where)
+        raw = value.get("bytes")
+        if isinstance(raw, bytes):
+            return _from_bytes(raw, where)
         value = value.get("path") or value.get("url")
     if isinstance(value, bytes):
         return _from_bytes(value, where)

@@ -22,9 +22,9 @@ from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
+from tunekit.probe.chat_template import template_in_time
 from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ from tunekit.data.formats.messages import check_calls_written, function_names, u
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.images.in_rows import MARK, as_parts
 from tunekit.data.packing.sequences import common_prefix_length
-from tunekit.data.tokenization.chat import refusal, template_in_time, without_template
+from tunekit.data.tokenization.chat import refusal, without_template
 from tunekit.errors import DataError
+from tunekit.probe.chat_template import template_in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.tokenization.chat import template_in_time
 from tunekit.errors import ModelError
 from tunekit.methods.rewards.answers import Answers, Judge
 from tunekit.models.load import load_tokenizer
+from tunekit.probe.chat_template import template_in_time
 from tunekit.probe.model import model_folder
 from tunekit.probe.origin import ADAPTER_CONFIG, origin_of
 from tunekit.recipe.sections.model import ModelSection
