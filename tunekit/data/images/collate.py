@@ -1,4 +1,4 @@
-"""Micro-batches of rows with pictures, features by the model's own processor.
+"""Micro-batches of rows with pictures, made by the model's own processor.
 
 Rows were tokenized and masked before; here the processor makes tokens and pixels of their texts and pictures. The
 tokens have to be those of the rows, so that each label stands at its token.
