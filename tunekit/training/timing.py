@@ -34,6 +34,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import distributed
+from torch.autograd import DeviceType
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
@@ -117,7 +118,7 @@ class Trace:
             span = (event.start_ns(), event.end_ns())
             if is_cpu and event.name().startswith(GLOO):
                 exchanges.append(span)
-            elif event.activity_type() == "kernel":
+            elif _is_kernel(event):
                 (exchanges if event.name().startswith(NCCL) else kernels).append(span)
         self._profile = None
         if self.plan.device.kind == "cuda" and not kernels:
@@ -136,6 +137,12 @@ class Trace:
         if self.plan.device.kind == "cuda":
             torch.cuda.synchronize()
         return time.time_ns()
+
+
+def _is_kernel(event: Any) -> bool:
+    """Return whether an event of the profiler is a kernel of the device; torch 2.11 does not tell kinds of activities."""
+    on_device = event.device_type() != DeviceType.CPU and not event.is_user_annotation()
+    return on_device and not event.name().startswith(("Memcpy", "Memset"))
 
 
 def covered_seconds(spans: Iterable[Span], whole: Span) -> float:
