@@ -140,7 +140,7 @@ class Trace:
 
 
 def _is_kernel(event: Any) -> bool:
-    """Return whether an event of the profiler is a kernel of the device; torch 2.11 does not tell kinds of activities."""
+    """Return whether an event of the profiler is a kernel of the device, which torch 2.11 does not tell itself."""
     on_device = event.device_type() != DeviceType.CPU and not event.is_user_annotation()
     return on_device and not event.name().startswith(("Memcpy", "Memset"))
 
