@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -232,3 +233,17 @@ def test_a_curriculum_by_length_keeps_the_order_of_equals_and_the_names_of_rows(
     before = texts(plain)
     assert texts(by_length) == [before[row] for row in (3, 1, 2, 0)]
     assert np.load(by_length.path.with_name(preparing.ORIGINS))[1].tolist() == [3, 1, 2, 0]
+
+
+def test_a_curriculum_by_a_column_orders_the_sequences_of_all_sources_and_is_another_entry(tmp_path):
+    lines = [("rows.jsonl", ["3", "1"]), ("more.jsonl", ["2", "1"])]
+    for name, numbers in lines:
+        save_chats(tmp_path / name, [(f"{name} {number}", number) for number in numbers])
+    found = []
+    for ranks in ([[3, 1], [2, 1]], [[3, 1], [4, 1]]):
+        tokens = []
+        for (name, _), of_source in zip(lines, ranks, strict=True):
+            tokens.append(tokens_of(replace(rows(name), ranks=array("d", of_source)), make_tokenizer(), max_length=64))
+        prepared = prepare_rows(tokens, Mixing(curriculum="column"), max_length=64, packing=False)
+        found.append(np.load(prepared.path.with_name(preparing.ORIGINS)).tolist())
+    assert found == [[[0, 1, 1, 0], [1, 1, 0, 0]], [[0, 1, 0, 1], [1, 1, 0, 0]]]

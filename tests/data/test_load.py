@@ -8,6 +8,7 @@ from tunekit.data.sources import rows as stored
 from tunekit.data.sources.hub import open_dataset
 from tunekit.data.sources.load import load_data
 from tunekit.data.sources.rows import RowStore
+from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 
 
@@ -147,3 +148,65 @@ def test_a_hub_dataset_is_loaded_by_name_and_its_eval_split_is_found():
     )
     assert (len(data.train[0]), data.train[0].format) == (20, "text")
     assert len(data.eval[0]) == 5
+
+
+def ranked(path, **section):
+    return load(path, curriculum_column="rank", shuffle=False, **section).train[0]
+
+
+def test_numbers_of_a_curriculum_are_read_from_every_kind_of_table(here):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (here / "notes.jsonl").write_text('{"text":"a","rank":2}\n{"text":"b","rank":-1.5}\n')
+    (here / "notes.csv").write_text("text,rank\na,2\nb,-1.5\n")
+    pq.write_table(pa.table({"text": ["a", "b"], "rank": [2.0, -1.5]}), here / "notes.parquet")
+    for name in ("notes.jsonl", "notes.csv", "notes.parquet"):
+        rows = ranked(name)
+        assert list(rows.rows) == [{"text": "a"}, {"text": "b"}]
+        assert list(rows.ranks) == [2, -1.5]
+        assert "ignored" not in rows.notes[0]
+        assert list(rows.select([1]).ranks) == [-1.5]
+
+
+def test_a_curriculum_takes_a_column_that_rewards_read_too(here):
+    (here / "sums.jsonl").write_text('{"prompt":"1+1","rank":3}\n')
+    rows = ranked("sums.jsonl")
+    assert list(rows.rows) == [{"prompt": "1+1", "rank": 3}]
+    assert list(rows.ranks) == [3]
+    assert "passed to rewards: rank" in rows.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("", "no column rank (data.curriculum_column)"),
+        (',"rank":null', "rank must be a finite number (data.curriculum_column), got null"),
+        (',"rank":"3"', "rank must be a finite number (data.curriculum_column), got the string 3"),
+        (',"rank":true', "rank must be a finite number (data.curriculum_column), got the boolean true"),
+        (',"rank":[1]', "rank must be a finite number (data.curriculum_column), got a list"),
+        (f',"rank":1{"0" * 400}', "rank must be a finite number (data.curriculum_column), got the number 1000"),
+    ],
+)
+def test_a_row_without_a_number_is_named_by_its_line(here, value, problem):
+    (here / "notes.jsonl").write_text(f'{{"text":"a","rank":1}}\n{{"text":"b"{value}}}\n')
+    with pytest.raises(DataError) as error:
+        ranked("notes.jsonl")
+    assert str(error.value).startswith(f"notes.jsonl:2: {problem}")
+    rows = ranked("notes.jsonl", max_bad_rows=1)
+    assert (list(rows.ranks), rows.skipped[0].place) == ([1], "notes.jsonl:2")
+
+
+def test_cells_and_numbers_that_are_none_are_named_too(here):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (here / "notes.csv").write_text("text,rank\na,1\nb,hard\nc,nan\nd,\n")
+    problem = r"csv:3: rank must be .* got the string hard\n.*csv:4: .* got the string nan\n.*csv:5: .* got the string"
+    with pytest.raises(DataError, match=problem):
+        ranked("notes.csv")
+    pq.write_table(pa.table({"text": ["a", "b"], "rank": [1.0, float("nan")]}), here / "notes.parquet")
+    with pytest.raises(DataError, match=r"notes.parquet row 2: rank must be .* got the number nan"):
+        ranked("notes.parquet")
+    with pytest.raises(DataError, match=r"notes.csv:1: no column rnk \(data.curriculum_column\); did you mean rank"):
+        load("notes.csv", curriculum_column="rnk", shuffle=False)

@@ -63,6 +63,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "early stopping": {"train": {"early_stopping_patience": 3, "eval_steps": 10}},
     "packing": {"data": {"packing": True}},
     "curriculum": {"data": {"curriculum": "length", "shuffle": False}},
+    "curriculum by a column": {"data": {"curriculum_column": "difficulty", "shuffle": False}},
     "streaming": {"data": {"streaming": True}, "train": {"max_steps": 100}},
     "dpo": {"method": {"type": "dpo"}},
     "grpo": {"method": {"type": "grpo", "rewards": ["numeric_match"]}},

@@ -52,6 +52,7 @@ def test_a_section_made_in_python_is_held_to_the_same_rules() -> None:
         {"train": ["a.jsonl", "b.jsonl"], "streaming": True, "mixing": "concatenate"},
         {"train": "a.jsonl", "eval": ["b.jsonl"], "packing": True, "shuffle": True, "padding_free": True},
         {"train": ["a.jsonl", "b.jsonl"], "shuffle": False, "curriculum": "length"},
+        {"train": ["a.jsonl", "b.jsonl"], "shuffle": False, "curriculum_column": "difficulty"},
         {"train": "a.jsonl", "weight_by": "rows", "stopping_strategy": "first_exhausted", "mixing": "interleave"},
     ],
 )
@@ -110,3 +111,19 @@ def test_a_curriculum_that_cannot_be_kept_is_refused(data, method, problem) -> N
     section = {"train": "a.jsonl", "curriculum": "length", **data}
     with pytest.raises(RecipeError, match=problem):
         load_recipe({"model": "pico", "method": method, "data": section, "train": {"max_steps": 5}})
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({}, "curriculum_column: requires data.shuffle=false"),
+        ({"packing": True}, "curriculum_column: unsupported with data.packing"),
+        ({"shuffle": False, "streaming": True}, "curriculum_column: unsupported with data.streaming"),
+        ({"shuffle": False, "train": ["a.jsonl", "b.jsonl"], "mixing": "concatenate"}, "mixing: has no effect"),
+        ({"shuffle": False, "curriculum": "length"}, "curriculum_column: mutually exclusive with data.curriculum"),
+    ],
+)
+def test_a_curriculum_by_a_column_that_cannot_be_kept_is_refused(data, problem) -> None:
+    section = {"train": "a.jsonl", "curriculum_column": "difficulty", **data}
+    with pytest.raises(RecipeError, match=problem):
+        load_recipe({"model": "pico", "data": section, "train": {"max_steps": 5}})

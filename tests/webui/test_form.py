@@ -59,6 +59,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
     "data.eval_size": {"data.eval": tunekit.UNSET},
     "data.curriculum": {"data.shuffle": False},
+    "data.curriculum_column": {"data.shuffle": False},
     "data.streaming": {"train.max_steps": 5},
     "train.pure_bf16": {"adapter.type": "full"},
     "train.early_stopping_threshold": {"train.early_stopping_patience": 2},

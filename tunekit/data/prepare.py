@@ -34,7 +34,7 @@ import platformdirs
 
 from tunekit.data.images.collate import PICTURES, TEXT
 from tunekit.data.images.expand import ImageTokens
-from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, Sequences, best_fit, mix
+from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, Sequences, best_fit, mix, ordered
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows, cache_folder, clear_folder
 from tunekit.data.tokenization.encode import Encoder
@@ -276,12 +276,19 @@ class SourceTokens:
         sequences: The sequences, neither mixed nor packed.
         report: What became of the rows.
         key: Their name in the cache.
+        ranks: The number of each sequence's row in the column of a curriculum, where there is one.
     """
 
     source: str
     sequences: Sequences
     report: TokenReport
     key: str
+    ranks: "np.ndarray | None" = None
+
+    @property
+    def order(self) -> "np.ndarray":
+        """Numbers by which a curriculum orders the sequences: those of its column, or else their lengths."""
+        return self.sequences.lengths if self.ranks is None else self.ranks
 
 
 @dataclass(frozen=True)
@@ -361,7 +368,8 @@ def mixing_of(section: DataSection) -> Mixing:
     """Return the mixture settings of a recipe's data section."""
     sources: Sequence[CompleteSource] = section.sources
     weights = tuple(source.weight for source in sources if source.weight is not None)
-    return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing, section.curriculum)
+    curriculum = section.curriculum if section.curriculum_column is None else "column"
+    return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing, curriculum)
 
 
 def tokens_of(
@@ -377,6 +385,7 @@ def tokens_of(
     Raises:
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
+    import numpy as np
 
     def make(folder: Path) -> dict[str, Any]:
         report_progress = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
@@ -395,7 +404,9 @@ def tokens_of(
     key = key_of("tokens", made_of)
     entry = cached(key, "tokens", rows.source, make)
     report = TokenReport(**{**entry.account, "notes": tuple(entry.account["notes"])})
-    return SourceTokens(rows.source, Sequences(entry.path), report, key)
+    sequences = Sequences(entry.path)
+    ranks = None if rows.ranks is None else np.array(rows.ranks)[sequences.rows]
+    return SourceTokens(rows.source, sequences, report, key, ranks)
 
 
 class PictureInputs:
@@ -445,6 +456,7 @@ def prepare_rows(
         "seed": MIXING_SEED,
         "packed": max_length if packing else None,
         "pictures": inputs is not None,
+        "ranks": [hashlib.sha256(source.order.tobytes()).hexdigest() for source in sources if mixing.curriculum],
     }
     name = " + ".join(source.source for source in sources)
     entry: Entry = cached(key_of("sequences", made_of), "sequences", name, make)
@@ -472,6 +484,8 @@ def _write(
     import pyarrow as pa  # type: ignore[import-untyped]
 
     chosen = mix([source.sequences.lengths for source in sources], mixing)
+    if mixing.curriculum is not None:
+        chosen = ordered(chosen, [source.order for source in sources])
     lengths = np.empty(len(chosen.index), dtype=np.int32)
     shares = []
     for number, source in enumerate(sources):
@@ -479,9 +493,6 @@ def _write(
         lengths[of_source] = source.sequences.lengths[chosen.index[of_source]]
         share = SourceShare(source.source, int(of_source.sum()), int(lengths[of_source].sum(dtype=np.int64)))
         shares.append(asdict(share))
-    if mixing.curriculum == "length":
-        order = np.argsort(lengths, kind="stable")
-        chosen, lengths = Mixture(chosen.source[order], chosen.index[order]), lengths[order]
     sizes = None
     if max_length is not None:
         order, sizes = best_fit(lengths, max_length)

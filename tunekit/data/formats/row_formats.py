@@ -303,11 +303,20 @@ def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_ne
         only_needed: Leave out columns that a row may lack.
     """
     for ours, theirs in columns.items():
-        if theirs not in names and (ours in NEEDED or not only_needed):
-            near = nearest(theirs, names)
-            advice = f"did you mean {listed([near])}?" if near else f"columns: {listed(names)}"
-            return f"no column {listed([theirs])} (data.columns.{ours}); {advice}"
+        if ours in NEEDED or not only_needed:
+            problem = missing_column(names, theirs, f"data.columns.{ours}")
+            if problem is not None:
+                return problem
     return None
+
+
+def missing_column(names: Sequence[str], column: str, key: str) -> str | None:
+    """Return an error message if a file lacks a column that a recipe's key names, else None."""
+    if column in names:
+        return None
+    near = nearest(column, names)
+    advice = f"did you mean {listed([near])}?" if near else f"columns: {listed(names)}"
+    return f"no column {listed([column])} ({key}); {advice}"
 
 
 def renamed(row: Row, columns: Mapping[str, str]) -> Row:

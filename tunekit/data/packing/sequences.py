@@ -178,14 +178,14 @@ class Mixing:
         weight_by: What the weights count: sequences (a row, or a part of a long text) or their tokens.
         stopping_strategy: Whether scarce sources end the mixture or are repeated.
         mixing: Whether the sources take turns in proportion, or follow one another.
-        curriculum: Order of all sequences in place of that, by their length in tokens.
+        curriculum: Order of all sequences in place of that: by their length in tokens, or by a column of their rows.
     """
 
     weights: tuple[float, ...] | None = None
     weight_by: Literal["rows", "tokens"] = "rows"
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     mixing: Literal["interleave", "concatenate"] = "interleave"
-    curriculum: Literal["length"] | None = None
+    curriculum: Literal["length", "column"] | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,23 @@ def mix(lengths: "Sequence[np.ndarray]", mixing: Mixing) -> Mixture:
     way = np.concatenate([(np.arange(len(indices)) + 0.5) / max(1, len(indices)) for indices in taken_indices])
     order = np.argsort(way, kind="stable")
     return Mixture(source[order], index[order])
+
+
+def ordered(mixture: Mixture, ranks: "Sequence[np.ndarray]") -> Mixture:
+    """Order a mixture by numbers, ascending; equal ones stay in their order.
+
+    Args:
+        mixture: The mixture.
+        ranks: For each source the number of each of its sequences.
+    """
+    import numpy as np
+
+    values = np.empty(len(mixture.index))
+    for number, of_source in enumerate(ranks):
+        here = mixture.source == number
+        values[here] = of_source[mixture.index[here]]
+    order = np.argsort(values, kind="stable")
+    return Mixture(mixture.source[order], mixture.index[order])
 
 
 def _take(lengths: "np.ndarray", amount: float, weight_by: str, number: int) -> "np.ndarray":

@@ -4,6 +4,7 @@ The format is recognised from the columns, every row is checked, and all that is
 its place. What was found on the way is gathered into one sentence.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,17 @@ from typing import Literal, cast
 
 from tunekit.data.formats import convert, messages, preferences, row_formats
 from tunekit.data.formats.convert import Findings
-from tunekit.data.formats.row_formats import BECOMES, COLUMNS, BadRow, Learner, Row, counted, listed
+from tunekit.data.formats.row_formats import (
+    BECOMES,
+    COLUMNS,
+    BadRow,
+    Learner,
+    Row,
+    counted,
+    described,
+    listed,
+    shortened,
+)
 from tunekit.data.images.in_rows import COLUMNS as PICTURES
 from tunekit.data.images.in_rows import with_pictures
 from tunekit.data.sources.files import Fault, Table
@@ -119,6 +130,7 @@ class Reader:
         self.format = None if self._recognised else cast(SourceFormat, source.format)
         """The format of the source, once it is known."""
         self._columns, self._loss_on = source.columns, source.loss_on
+        self._ranked_by, self._ranks = source.curriculum_column, array("d")
         self._max_bad_rows = max_bad_rows
         self._learner = learner
         self._store, self._numbers = RowStore(), array("Q")
@@ -164,6 +176,9 @@ class Reader:
                     self._cut_short |= record.value.ends
                     raise BadRow(record.value.what)
                 row = self._row(record.value, format, folder)
+                if self._ranked_by is not None:
+                    cells = table.columns is not None and table.unit == "line"
+                    self._ranks.append(_rank(record.value, self._ranked_by, cells=cells))
             except (BadRow, RecursionError) as error:
                 # JSON in a string of the row, or what was read just within the limit, may be too deep to be written.
                 self._num_bad += 1
@@ -197,7 +212,7 @@ class Reader:
         if self._num_bad > self._max_bad_rows or self._cut_short:
             raise self._refusal()
         rows = self._held([self._note(1, is_text=False)], parts=(Part(0, self._parts[-1].name),))
-        self._store, self._numbers = RowStore(), array("Q")
+        self._store, self._numbers, self._ranks = RowStore(), array("Q"), array("d")
         return rows
 
     def so_far(self, *, is_text: bool) -> Rows:
@@ -238,6 +253,7 @@ class Reader:
             skipped=tuple(self._bad),
             loss_on=self._loss_on,
             has_pictures=self._num_pictures > 0,
+            ranks=None if self._ranked_by is None else self._ranks,
         )
 
     def _settle_format(self, name: str, table: Table) -> SourceFormat:
@@ -249,6 +265,8 @@ class Reader:
         names, number = first
         where = name if number is None else f"{name}:{number}"
         missing = row_formats.missing_columns(names, self._columns, only_needed=table.columns is None)
+        if missing is None and table.columns is not None and self._ranked_by is not None:
+            missing = row_formats.missing_column(names, self._ranked_by, "data.curriculum_column")
         if missing is not None:
             raise DataError(f"{where}: {missing}")
         columns = tuple(row_formats.renamed(dict.fromkeys(names), self._columns))
@@ -315,6 +333,9 @@ class Reader:
             unmapped = [column for column in unread if column not in self._columns]
             self._references.update(dict.fromkeys(unmapped))
             read, unread = read + unmapped, [column for column in unread if column not in unmapped]
+        if self._ranked_by in unread:
+            unread.remove(self._ranked_by)
+            read.append(self._ranked_by)
         self._seen.update(columns)
         self._ignored.update(column for column in unread if not (self._takes_pictures(format) and column in PICTURES))
         # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
@@ -376,6 +397,31 @@ class Reader:
         more = f"; and {self._num_bad - _SKIPPED_SHOWN:,} more" if self._num_bad > _SKIPPED_SHOWN else ""
         left_out = f"{counted(self._num_bad, 'invalid row')} skipped (data.max_bad_rows={self._max_bad_rows})"
         return f"{self._source}: {left_out}: {examples}{more}"
+
+
+def _rank(row: object, column: str, *, cells: bool) -> float:
+    """Return the number of a row by which a curriculum orders it.
+
+    Args:
+        row: The row as it was read.
+        column: The column of the numbers.
+        cells: Whether the file has text only, as CSV, so that a number is one in writing.
+
+    Raises:
+        BadRow: It has none.
+    """
+    columns = row_formats.of_type(row, dict, "a row must be an object")
+    if column not in columns:
+        raise BadRow(f"no column {listed([column])} (data.curriculum_column)")
+    value = columns[column]
+    try:
+        number = float(value) if type(value) in (int, float) or (cells and isinstance(value, str)) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        description = f"the string {shortened(value)}" if isinstance(value, str) else described(value)
+        raise BadRow(f"{listed([column])} must be a finite number (data.curriculum_column), got {description}")
+    return number
 
 
 def _messages(row: Row, format: SourceFormat) -> Iterator[Row]:

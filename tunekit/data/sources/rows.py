@@ -233,6 +233,7 @@ class Rows:
         skipped: Bad rows that were left out.
         loss_on: Which of their tokens count in the loss.
         has_pictures: True if a row has pictures; it holds them in a column `images`.
+        ranks: For each row its number in `data.curriculum_column`, where there is one.
     """
 
     format: Format
@@ -246,6 +247,7 @@ class Rows:
     skipped: tuple[Skipped, ...] = ()
     loss_on: LossOn = "assistant"
     has_pictures: bool = False
+    ranks: "array[float] | None" = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -267,7 +269,8 @@ class Rows:
         chosen = list(indices)
         numbers = array("Q", (self.numbers[index] for index in chosen))
         parts = tuple(Part(bisect_left(chosen, part.first), part.name) for part in self.parts)
-        return replace(self, rows=self.rows.select(chosen), numbers=numbers, parts=parts)
+        ranks = None if self.ranks is None else array("d", (self.ranks[index] for index in chosen))
+        return replace(self, rows=self.rows.select(chosen), numbers=numbers, parts=parts, ranks=ranks)
 
 
 def place(source: str, unit: Literal["line", "row"], number: int) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, tools_of
 from tunekit.data.formats.row_formats import Format, Row, counted
-from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix
+from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix, ordered
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows
@@ -95,6 +95,14 @@ class Measured:
     lengths: "np.ndarray"
 
     @property
+    def ranks(self) -> "np.ndarray":
+        """The number of each kept row in the column of a curriculum."""
+        import numpy as np
+
+        assert self.rows.ranks is not None
+        return np.array(self.rows.ranks)[list(self.kept)]
+
+    @property
     def counts(self) -> TokenReport:
         """Counts of rows that were trained on, truncated and dropped, as for rows tokenized before a run."""
         return TokenReport(
@@ -147,7 +155,8 @@ class AlignmentSplit:
 
     @cached_property
     def _mixture(self) -> Mixture:
-        return mix([source.num_tokens for source in self.sources], self.mixing)
+        mixture = mix([source.num_tokens for source in self.sources], self.mixing)
+        return mixture if self.mixing.curriculum is None else ordered(mixture, [s.ranks for s in self.sources])
 
     def _taken(self) -> "Iterator[tuple[Measured, np.ndarray]]":
         """Each source, and which of the rows kept of it are in the mixture."""

@@ -475,6 +475,8 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     rows = "rows"
     if recipe.data.curriculum is not None:
         why += "; from the shortest to the longest in every epoch"
+    if recipe.data.curriculum_column is not None:
+        why += f"; by {recipe.data.curriculum_column}, ascending, in every epoch"
     if recipe.data.packing:
         rows, filled = "packed sequences", (data.num_train_tokens or 0) / (data.num_train * cut)
         why += f"; packing efficiency {filled:.1%}"

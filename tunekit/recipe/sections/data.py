@@ -85,6 +85,9 @@ class CompleteSource(DataSource):
     loss_on: LossOn
     """Tokens that count in the loss."""
 
+    curriculum_column: str | None = None
+    """Column of numbers by which rows to train on are ordered."""
+
 
 HANDED_DOWN = ("format", "columns", "loss_on", "image_folder")
 """Fields of the data section that hold for every source that gives none of its own."""
@@ -166,6 +169,10 @@ class DataSection(Section):
     """Train on rows in this order, the same in every epoch. `length`: from the shortest to the longest, in tokens;
     rows of equal length stay in the order of the data. Requires `data.shuffle: false`. Default: no such order."""
 
+    curriculum_column: Annotated[str, Field(min_length=1)] | None = None
+    """Train on rows by the numbers in this column of every source of `train`, ascending, the same in every epoch; rows
+    of equal numbers stay in the order of the data. Requires `data.shuffle: false`. Default: no such order."""
+
     streaming: bool = False
     """Read and tokenize rows during training instead of before, for data that does not fit on disk. Requires
     `train.max_steps`, since the number of rows is unknown."""
@@ -173,16 +180,18 @@ class DataSection(Section):
     @property
     def sources(self) -> tuple[CompleteSource, ...]:
         """The sources of `train`, one or several, with what they leave out filled in."""
-        return self._complete("train", self.train)
+        return self._complete("train", self.train, curriculum_column=self.curriculum_column)
 
     @property
     def eval_sources(self) -> tuple[CompleteSource, ...]:
         """The same for `eval`; empty without."""
         return self._complete("eval", self.eval)
 
-    def _complete(self, name: str, given: Sources | None) -> tuple[CompleteSource, ...]:
+    def _complete(
+        self, name: str, given: Sources | None, *, curriculum_column: str | None = None
+    ) -> tuple[CompleteSource, ...]:
         """Fill in what the sources of a field leave out."""
-        section = {field: dict(self)[field] for field in HANDED_DOWN}
+        section = {field: dict(self)[field] for field in HANDED_DOWN} | {"curriculum_column": curriculum_column}
         return tuple(
             CompleteSource(key=dotted(("data", *key)), **{**section, **source.model_dump(exclude_none=True)})
             for key, source in each_source(name, given)
@@ -231,8 +240,12 @@ class DataSection(Section):
         if self.packing and self.padding_free is False:
             what = "cannot be false with data.packing: packed batches have no padding"
             yield Conflict(("padding_free",), what, "unset it")
-        if self.curriculum is not None:
-            yield from self._conflicts_of_curriculum()
+        if self.curriculum is not None and self.curriculum_column is not None:
+            yield Conflict(("curriculum_column",), "mutually exclusive with data.curriculum", "keep one of them")
+        elif self.curriculum is not None:
+            yield from self._conflicts_of_curriculum("curriculum")
+        elif self.curriculum_column is not None:
+            yield from self._conflicts_of_curriculum("curriculum_column")
         if not self.streaming:
             if self.mixing == "concatenate" and self.shuffle:
                 what = "cannot be concatenate with data.shuffle, which reorders the rows"
@@ -248,19 +261,20 @@ class DataSection(Section):
             what = "cannot be all_exhausted with data.streaming: training ends after train.max_steps"
             yield Conflict(("stopping_strategy",), what, "unset it")
 
-    def _conflicts_of_curriculum(self) -> Iterator[Conflict]:
+    def _conflicts_of_curriculum(self, field: str) -> Iterator[Conflict]:
         """Yield settings that reorder the rows of a curriculum, or that it makes void."""
         if self.packing:
             what = "unsupported with data.packing, which puts sequences together by their room"
-            yield Conflict(("curriculum",), what, "unset one of them")
+            yield Conflict((field,), what, "unset one of them")
         elif self.shuffle:
             what = "requires data.shuffle=false: shuffled rows have no other order"
-            yield Conflict(("curriculum",), what, "set data.shuffle to false, or unset it")
+            yield Conflict((field,), what, "set data.shuffle to false, or unset it")
         if self.streaming:
-            what = "unsupported with data.streaming: row lengths are unknown in advance"
-            yield Conflict(("curriculum",), what, "unset one of them")
+            unknown = "row lengths" if field == "curriculum" else "numbers of later rows"
+            what = f"unsupported with data.streaming: {unknown} are unknown in advance"
+            yield Conflict((field,), what, "unset one of them")
         elif self.mixing == "concatenate":
-            yield Conflict(("mixing",), "has no effect with data.curriculum, which orders the rows", "unset it")
+            yield Conflict(("mixing",), f"has no effect with data.{field}, which orders the rows", "unset it")
 
 
 def each_source(name: str, given: Sources | None) -> Iterator[tuple[Key, DataSource]]:
