@@ -55,6 +55,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "adafactor": {"train": {"optim": "adafactor"}},
     "muon": {"train": {"optim": "muon"}},
     "schedule_free_adamw": {"train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}},
+    "ema_decay": {"train": {"ema_decay": 0.999}},
     "learning_rates": {"train": {"learning_rates": {r"layers\.31\.": 1e-6}}},
     "layerwise_lr_decay": {"train": {"layerwise_lr_decay": 0.9}},
     "activation_offloading": {"train": {"activation_offloading": True}, "parallel": {"num_processes": 1}},

@@ -209,6 +209,11 @@ REFUSED = {
         "ZeRO-2: DeepSpeed updates flat float32 copies of the weights, which do not switch to the average of "
         "schedule_free_adamw; use ddp, or train.optim=adamw_torch_fused",
     ),
+    "a moving average of flat copies": (
+        {"adapter": "full", "train": {"ema_decay": 0.999}, "parallel": {"strategy": "zero1"}},
+        "ZeRO-1: DeepSpeed updates flat float32 copies of the weights, which do not switch to the average; use ddp, or "
+        "unset train.ema_decay",
+    ),
     "averages of divided weights": (
         {
             "adapter": "full",

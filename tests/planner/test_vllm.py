@@ -19,14 +19,21 @@ URL = "http://there:8000"
 
 
 def planned(
-    hardware: Hardware = H100, *, adapter: Any = "lora", parallel: Any = None, generation: Any = None, **method: Any
+    hardware: Hardware = H100,
+    *,
+    adapter: Any = "lora",
+    parallel: Any = None,
+    generation: Any = None,
+    data: Any = None,
+    train: Any = None,
+    **method: Any,
 ) -> Plan:
     asked = {
         "model": "meta-llama/Llama-3.1-8B",
-        "data": {"train": "x.jsonl"},
+        "data": {"train": "x.jsonl", **(data or {})},
         "method": {"type": "grpo", "generation": generation or {}, **method},
         "adapter": adapter,
-        "train": {"global_batch_size": 32},
+        "train": {"global_batch_size": 32, **(train or {})},
         "parallel": parallel or {},
     }
     return resolve(Recipe.model_validate(asked), hardware, LLAMA_8B, ROWS)
@@ -83,12 +90,18 @@ def test_a_server_takes_nothing_of_the_devices():
         (H100.model_copy(update={"vllm": False}), {}, r"vLLM is not installed.*pip install 'tunekit\[vllm\]'"),
         (ON_ROCM, {}, "vLLM is supported on CUDA devices only"),
         (H100, {"adapter": "qlora"}, "TRL merges the adapter into the 4-bit weights"),
+        (H100, {"train": {"ema_decay": 0.9}, "data": {"eval_size": 0.1}}, "TRL would leave vLLM the averaged weights"),
         (H100, {"loss_type": "vespo"}, "vespo needs another importance-sampling correction"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_with_the_reason(hardware, changes, problem):
     with pytest.raises(PlanError, match=rf"(?s)method\.generation\.use_vllm: {problem}"):
         planned(hardware, generation={"use_vllm": True}, **changes)
+
+
+def test_averaged_weights_that_are_not_evaluated_never_reach_vllm():
+    assert planned(train={"ema_decay": 0.9}, generation={"use_vllm": True}).vllm is not None
+    assert planned(train={"ema_decay": 0.9}, data={"eval_size": 0.1}).vllm is None
 
 
 def test_an_adapter_on_divided_weights_is_refused_with_vllm_and_generates_with_transformers():

@@ -460,6 +460,14 @@ BROKEN = {
             "the average and goes back; unset it, or use another optim"
         ),
     ),
+    "a_second_average": (
+        GOOD + "train:\n  optim: schedule_free_adamw\n  lr_scheduler_type: constant\n  ema_decay: 0.9\n",
+        "recipe.yaml:6:3: train.ema_decay: schedule_free_adamw has an average itself; unset one of them",
+    ),
+    "an_average_in_bfloat16": (
+        GOOD + "train:\n  ema_decay: 0.9\n  pure_bf16: true\nadapter: full\n",
+        "recipe.yaml:4:3: train.ema_decay: bfloat16 rounds off what a step adds to an average; unset one of them",
+    ),
     "epochs_and_steps": (
         GOOD + ("train:\n  num_epochs: 1\n  max_steps: 10\n"),
         "recipe.yaml:5:3: train.max_steps: mutually exclusive with train.num_epochs; keep one of them",

@@ -84,7 +84,8 @@ class Parts:
         """
         from transformers import PrinterCallback
 
-        from tunekit.methods.run_trainer import fill_last_step, give_optimizer, run_trainer, save_averages
+        from tunekit.methods.averaging import save_averages
+        from tunekit.methods.run_trainer import fill_last_step, give_optimizer, run_trainer
 
         trainer: RunTrainer = run_trainer(base)(
             **given,
@@ -96,8 +97,8 @@ class Parts:
         )
         if self.train.optimizer in OUR_OPTIMS:
             give_optimizer(trainer, self.train)
-        if self.train.optimizer == "schedule_free_adamw":
-            save_averages(trainer)
+        if self.train.averages:
+            save_averages(trainer, self.train.ema_decay)
         if fills_last_step:
             fill_last_step(trainer, self.train.global_batch_size, shuffle=self.data.shuffle, seed=self.train.seed)
         trainer.remove_callback(PrinterCallback)

@@ -318,20 +318,6 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
     trainer.optimizer_cls_and_kwargs = (AdamW, {**kwargs, "states": states, "seed": train.seed})
 
 
-def save_averages(trainer: "RunTrainer") -> None:
-    """Have a trainer's checkpoints hold the averaged weights of its optimizer.
-
-    transformers switches to them to evaluate, and back at the next training step (5.24), which restores the weights
-    that are trained from the average and the states. A resumed run does the same, with the same bits.
-    """
-
-    def save(save_checkpoint: Callable[..., None], *args: Any) -> None:
-        trainer.optimizer.eval()
-        save_checkpoint(*args)
-
-    trainer.wrap("save_checkpoint", save)
-
-
 def keep_order(trainer: "RunTrainer", order: Order) -> None:
     """Make a trainer take its training rows in an order of ours."""
     trainer.wrap("train_sampler", lambda make, rows: order)

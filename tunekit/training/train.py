@@ -112,7 +112,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             trainer.evaluate()
     except EvaluationLeft:
         return True
-    if recipe.train.optimizer == "schedule_free_adamw":
+    if recipe.train.averages:
         # The result is the average, as in checkpoints.
         trainer.optimizer.eval()
     watch.enter("saving")

@@ -101,6 +101,7 @@ def estimate(
     dtype: Dtype,
     optim: Optim,
     trained_dtype: Dtype = "float32",
+    has_ema: bool = False,
     num_tokens: int,
     mask_length: int | None,
     sliding_mask_length: int | None,
@@ -125,6 +126,7 @@ def estimate(
         dtype: Type of the products, and of frozen weights.
         optim: Optimizer.
         trained_dtype: Type of trained weights and of their gradients.
+        has_ema: Whether an average of the trained weights is kept beside them.
         num_tokens: Tokens of a micro-batch with its padding.
         mask_length: Length of a row of the attention mask: to which sequences are padded, or of all that lie one behind
             the other; None without a mask.
@@ -176,6 +178,7 @@ def estimate(
         devices_per_node,
         accumulates=accumulates,
         trained_dtype=trained_dtype,
+        has_ema=has_ema,
         head_kind=passes.head,
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
@@ -261,6 +264,7 @@ def _engine(
     *,
     accumulates: bool,
     trained_dtype: Dtype,
+    has_ema: bool,
     head_kind: HeadKind,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
     """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
@@ -274,12 +278,13 @@ def _engine(
         # The fused heads sum the gradient of their weight in float32, and cast it.
         summed = 4 if w < 4 and head_kind != "whole" else 0
         needs = _needs(model, adapter, layers, head, layout, accumulates=accumulates, w=w, summed=summed)
-        return Kept(weights, adapters, optimizer=of_optimizer), needs, trained
+        return Kept(weights, adapters, optimizer=of_optimizer + w * trained * has_ema), needs, trained
     if layout.strategy == "fsdp2":
         units = units_of(model, adapter, layout.num_shards)
         of_optimizer = int(optimizer_bytes * units.all.trained)
         if optim == "muon":
             of_optimizer = states.muon_cost_of(model, adapter, trained_dtype, layout.num_shards).states_bytes
+        of_optimizer += w * units.all.trained * has_ema
         kept_state = fsdp2_kept(units, dtype, layout, of_optimizer, devices_per_node, w)
         needs = fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates, w=w)
         return kept_state, needs, units.all.trained
@@ -399,7 +404,7 @@ class Saving(Facts):
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype) -> int:
-    """Return the bytes of a checkpoint: weights or adapter, the states of the optimizer, and the tokenizer.
+    """Return the bytes of a checkpoint: weights or adapter, their average, the optimizer's states, and the tokenizer.
 
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
     """
@@ -409,7 +414,8 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
-    return weights + of_optimizer + TOKENIZER_BYTES * model.vocab_size
+    average = 0 if train.ema_decay is None else BYTES[train.trained_dtype] * trained
+    return weights + of_optimizer + average + TOKENIZER_BYTES * model.vocab_size
 
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:

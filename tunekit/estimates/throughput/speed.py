@@ -278,13 +278,16 @@ class Speed(Facts):
         return ", ".join(parts)
 
 
-def optimizer_bytes(num_trained: int, optim: Optim, trained_dtype: Dtype = "float32") -> float:
+def optimizer_bytes(
+    num_trained: int, optim: Optim, trained_dtype: Dtype = "float32", *, has_ema: bool = False
+) -> float:
     """Bytes of memory that an optimizer step reads and writes for `num_trained` parameters.
 
     Weights read and written (8 in float32), gradients read for their norm, scaled by it and read again (4 + 8 + 4),
-    states read and written.
+    states read and written. An average is read and written, and the weights are read for it.
     """
-    return num_trained * (6 * BYTES[trained_dtype] + 2 * optimizer_bytes_per_param(optim, trained_dtype))
+    values = 9 if has_ema else 6
+    return num_trained * (values * BYTES[trained_dtype] + 2 * optimizer_bytes_per_param(optim, trained_dtype))
 
 
 def step_of(
@@ -369,7 +372,9 @@ def step_of(
     cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
     optim, trained_dtype = recipe.train.optimizer, recipe.train.trained_dtype
-    kept_bytes = BYTES[trained_dtype] + optimizer_bytes_per_param(optim, trained_dtype)
+    has_ema = recipe.train.ema_decay is not None
+    kept_bytes = (2 if has_ema else 1) * BYTES[trained_dtype] + optimizer_bytes_per_param(optim, trained_dtype)
+    moved_bytes = optimizer_bytes(trained, optim, trained_dtype, has_ema=has_ema)
     muon = muon_cost_of(model, recipe.adapter, trained_dtype, layout.num_shards) if optim == "muon" else None
     head_again = 2 * steps.head_params(model) * head_share * computes_again
     return Step(
@@ -389,7 +394,7 @@ def step_of(
         max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
         num_trained=trained,
-        optimizer_bytes=optimizer_bytes(trained, optim, trained_dtype) / (layout.num_shards * layout.tp_size),
+        optimizer_bytes=moved_bytes / (layout.num_shards * layout.tp_size),
         optimizer_flops=0 if muon is None else muon.flops,
         checkpoint_bytes=trained * kept_bytes,
         transfers=steps.transfers_of(

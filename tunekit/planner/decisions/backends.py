@@ -576,6 +576,9 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[
         return "vLLM loads the model itself, without model.rope_scaling", "unset use_vllm"
     if model.new_tokens:
         return "vLLM loads the model itself, without the tokens that the recipe adds", "unset use_vllm"
+    if recipe.train.averages and (recipe.data.eval is not None or recipe.data.eval_size is not None):
+        # It notes the step of the weights (trl 1.16, `_last_loaded_step`), of which there are two then.
+        return "TRL would leave vLLM the averaged weights of an evaluation to train on", "unset use_vllm"
     return method.why_no_vllm()
 
 

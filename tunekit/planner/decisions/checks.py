@@ -336,9 +336,12 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     if is_fsdp2 and not is_full and setting.model.model_type in model_types().shares_layers:
         why = f"Accelerate loses adapters of the layer that {setting.model.model_type} has at several places"
         yield why, "use ddp"
-    if optim == "schedule_free_adamw" and is_zero:
-        why = f"DeepSpeed updates flat float32 copies of the weights, which do not switch to the average of {optim}"
-        yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"
+    if recipe.train.averages and is_zero:
+        of, other = f" of {optim}", f"train.optim={CLOSEST_OPTIM}"
+        if recipe.train.ema_decay is not None:
+            of, other = "", "unset train.ema_decay"
+        why = f"DeepSpeed updates flat float32 copies of the weights, which do not switch to the average{of}"
+        yield why, f"use ddp, or {other}"
     elif optim == "schedule_free_adamw" and is_fsdp2:
         why = f"{optim} does not resume exactly from checkpoints of divided weights"
         yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"

@@ -214,12 +214,17 @@ def _times(adapter: PeftAdapter) -> str:
 
 
 def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
-    """Yield the reason for the states of an optimizer that keeps others than AdamW."""
+    """Yield the reasons for the states of an optimizer that keeps others than AdamW, and for an average of weights."""
     train = recipe.train
     if train.optimizer == "schedule_free_adamw":
         _, num_bytes = trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
         why = "the average of the weights in place of a schedule: evaluations, checkpoints and the result are of it"
         yield Reason(topic="optimizer states", choice=gib(num_bytes), why=f"{why}; the optimizer warms up itself")
+    if train.ema_decay is not None:
+        num_bytes = BYTES[train.trained_dtype] * num_trainable_params(model, recipe.adapter)
+        steps = f"over about {1 / (1 - train.ema_decay):,.0f} steps"
+        why = f"decay {train.ema_decay:g}, {steps}: evaluations, checkpoints and the result are of it"
+        yield Reason(topic="average of weights", choice=gib(num_bytes), why=why)
     if train.optimizer != "muon":
         return
     cost, num = muon_cost_of(model, recipe.adapter, train.trained_dtype), num_trainable_params(model, recipe.adapter)

@@ -181,6 +181,10 @@ class TrainSection(Section):
     result are of the average; it needs `lr_scheduler_type: constant`, and warms up itself. Default:
     `adamw_torch_fused`, or `tunekit_adamw` with `pure_bf16`."""
 
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the trained weights, updated at each step, such as 0.999: evaluations,
+    checkpoints and the result are of the average. Default: none."""
+
     pure_bf16: bool = False
     """Keep trained weights, gradients and optimizer states in bfloat16 instead of float32: half the memory. For full
     fine-tuning, with the stochastic rounding of `tunekit_adamw`, or an optimizer named in `optim`."""
@@ -257,6 +261,11 @@ class TrainSection(Section):
         return self.optim or ("tunekit_adamw" if self.pure_bf16 else "adamw_torch_fused")
 
     @property
+    def averages(self) -> bool:
+        """True if evaluations, checkpoints and the result are of an average of the trained weights."""
+        return self.optimizer == "schedule_free_adamw" or self.ema_decay is not None
+
+    @property
     def trained_dtype(self) -> Literal["float32", "bfloat16"]:
         """Data type of trained weights and their gradients."""
         return "bfloat16" if self.pure_bf16 else "float32"
@@ -273,6 +282,12 @@ class TrainSection(Section):
             if self.pure_bf16:
                 what = "bfloat16 rounds off weights each time that schedule_free_adamw takes the average and goes back"
                 yield Conflict(("pure_bf16",), what, "unset it, or use another optim")
+        if self.ema_decay is not None:
+            if self.optimizer == "schedule_free_adamw":
+                yield Conflict(("ema_decay",), "schedule_free_adamw has an average itself", "unset one of them")
+            if self.pure_bf16:
+                what = "bfloat16 rounds off what a step adds to an average"
+                yield Conflict(("ema_decay",), what, "unset one of them")
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             yield Conflict(
                 ("early_stopping_threshold",), "requires early_stopping_patience", "set that too, or unset it"
