@@ -786,8 +786,12 @@ FACTORY_FREEZE = (
             f"{FACTORY_FREEZE}freeze_trainable_layers: -2\nfreeze_extra_modules: embed_tokens,norm\n",
             {"unfrozen_parameters": [r"^\D*\.(0|1)\.", r"^\D*embed_tokens", r"^\D*norm"]},
         ),
+        (f"{FACTORY_FREEZE}freeze_trainable_layers: 8\nuse_llama_pro: true\n", {"new_layers": 8}),
+        (f"{FACTORY_FREEZE}use_llama_pro: true\n", {"new_layers": 2}),
+        ("model: m\ntrain_type: llamapro\ndataset: x.jsonl\nllamapro_num_new_blocks: 8\n", {"new_layers": 8}),
+        ("model: m\ntrain_type: llamapro\ndataset: x.jsonl\n", {"new_layers": 4}),
     ],
-    ids=["axolotl", "freeze", "last layers", "first layers and modules"],
+    ids=["axolotl", "freeze", "last layers", "first layers and modules", "pro", "pro's two", "swift", "swift's four"],
 )
 def test_the_part_of_a_model_that_is_trained_is_carried_over(config, part, tmp_path) -> None:
     (tmp_path / "config.yaml").write_text(config)
@@ -795,6 +799,19 @@ def test_the_part_of_a_model_that_is_trained_is_carried_over(config, part, tmp_p
     adapter = made.recipe.adapter
     assert adapter.model_dump(exclude_none=True) == {"type": "full", **part}
     assert not made.of_kind("unsupported")
+
+
+def test_layers_that_llama_factory_inserted_before_are_pointed_out(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{FACTORY_FREEZE}freeze_trainable_layers: 8\nuse_llama_pro: true\n")
+    made = migrate(tmp_path / "config.yaml")
+    assert any("set model.path to the model before scripts/llama_pro.py" in one.words for one in made.suspicious)
+
+
+def test_several_new_layers_behind_one_group_are_not_carried_over(tmp_path) -> None:
+    config = "model: m\ntrain_type: llamapro\ndataset: x.jsonl\nllamapro_num_new_blocks: 8\nllamapro_num_groups: 4\n"
+    (tmp_path / "config.yaml").write_text(config)
+    (line,) = migrate(tmp_path / "config.yaml").of_kind("unsupported")
+    assert (line.key, line.words) == ("llamapro_num_groups", "adapter.new_layers inserts one layer behind each group")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ NEW_TOKEN = "<tool>"
 LEVERS: dict[str, dict[str, Any]] = {
     "full": {"adapter": {"type": "full"}},
     "last layers": {"adapter": {"type": "full", "last_layers": 4}},
+    "new layers": {"adapter": {"type": "full", "new_layers": 4}},
     "unfrozen parameters": {"adapter": {"type": "full", "unfrozen_parameters": ["norm"]}},
     "qlora": {"adapter": {"type": "qlora"}},
     "ia3": {"adapter": {"type": "ia3"}},

@@ -7,8 +7,11 @@ from tunekit.errors import PlanError, RecipeError
 from tunekit.estimates.facts import DataFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.resolve import resolve
+from tunekit.probe.model import known_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
+
+QWEN_MOE = known_model("Qwen/Qwen3-30B-A3B")
 
 
 def planned(model=LLAMA_8B, machine="8xh100", parallel=None, **adapter):
@@ -32,6 +35,17 @@ def test_the_last_layers_of_8b_are_counted_by_hand():
     )
 
 
+def test_new_layers_of_8b_are_counted_by_hand():
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
+    plan = planned(new_layers=4, machine="h100")
+    assert plan.num_trainable_params == 4 * layer
+    assert plan.num_params == LLAMA_8B.num_params + 4 * layer
+    assert plan.memory.parts["weights"] == 4 * plan.num_params
+    (adapter,) = (reason for reason in plan.reasons if reason.topic == "adapter")
+    assert adapter.choice == "full, of 4 new layers, for 36 in all"
+    assert "activations of the first 8 layers not kept" in adapter.why
+
+
 def test_a_model_whose_states_do_not_fit_on_a_device_fits_in_part():
     assert planned(machine="h100").layout.offloads
     assert not planned(machine="h100", last_layers=1, unfrozen_parameters=["lm_head"]).layout.offloads
@@ -43,8 +57,15 @@ def test_a_model_whose_states_do_not_fit_on_a_device_fits_in_part():
         (LLAMA_8B, {"last_layers": 33}, "33 exceeds the 32 layers", "32 or less"),
         (LLAMA_8B, {"unfrozen_parameters": ["lm_haed"]}, "no parameter that matches 'lm_haed'", "lm_head.weight"),
         (LLAMA_1B, {"unfrozen_parameters": ["lm_head"]}, "no parameter that matches 'lm_head'", "name the embedding"),
+        (LLAMA_8B, {"new_layers": 5}, "5 does not divide the 32 layers", "1, 2, 4, 8, 16, 32"),
+        (
+            QWEN_MOE,
+            {"new_layers": 1},
+            "unknown whether the layers of .* end in products",
+            "dense text model",
+        ),
     ],
-    ids=["layers", "pattern", "tied head"],
+    ids=["layers", "pattern", "tied head", "new layers", "new layers of experts"],
 )
 def test_a_part_that_a_model_does_not_have_is_refused(model, adapter, why, hint):
     with pytest.raises(PlanError, match=why) as refused:

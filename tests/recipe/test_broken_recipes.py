@@ -439,7 +439,7 @@ BROKEN = {
             "recipe.yaml:4:3: train: must be a section (with num_epochs, max_steps, global_batch_size, "
             "micro_batch_size, ...), got a list\n"
             "recipe.yaml:5:10: adapter: must be a section (with type, last_layers, unfrozen_parameters, "
-            "target_modules, ...), got 8"
+            "new_layers, ...), got 8"
         ),
     ),
     "an_empty_path": (
@@ -458,6 +458,13 @@ BROKEN = {
             "weights instead; set it to constant; warmup_steps still count\n"
             "recipe.yaml:6:3: train.pure_bf16: bfloat16 rounds off weights each time that schedule_free_adamw takes "
             "the average and goes back; unset it, or use another optim"
+        ),
+    ),
+    "parts_beside_new_layers": (
+        GOOD + "adapter: {type: full, new_layers: 2, last_layers: 1}\n",
+        (
+            "recipe.yaml:3:38: adapter.last_layers: mutually exclusive with new_layers, which are trained alone; unset "
+            "one of them"
         ),
     ),
     "a_second_average": (

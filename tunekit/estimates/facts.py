@@ -395,6 +395,8 @@ class ModelFacts(Facts):
     """Ids of the tokens that the recipe adds to the tokenizer; the tensors have their rows already."""
     num_new_rows: int = 0
     """Rows that embedding and head got for them; the others take rows that were spare."""
+    num_new_layers: int = 0
+    """Copies of layers that the recipe inserts; they are among the tensors already."""
     known_tokens: tuple[str, ...] = ()
     """Tokens that the recipe asks to add and that the tokenizer has."""
     sliding_window: int | None = None
@@ -520,6 +522,24 @@ class ModelFacts(Facts):
         """The model with a score of a text in the place of its head, as transformers loads it with one label."""
         tensors = {name: shape for name, shape in self.tensors.items() if not is_head(name)}
         return self.model_copy(update={"tensors": tensors | {SCORE: (1, self.hidden_size)}, "judges": True})
+
+    def with_new_layers(self, num_new: int) -> "ModelFacts":
+        """The model with a copy of a layer behind each of as many groups of layers."""
+        every = self.num_layers // num_new
+        tensors: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.tensors.items():
+            layer = _LAYER.match(name)
+            if layer is None:
+                tensors[name] = shape
+                continue
+            *prefix, number, _ = layer[0].split(".")
+            place = int(number) + int(number) // every
+            for copy in range(1 + ((int(number) + 1) % every == 0)):
+                tensors[".".join([*prefix, str(place + copy), name[layer.end() :]])] = shape
+        ends = range(every - 1, self.num_layers, every)
+        types = [kind for at, kind in enumerate(self.layer_types) for _ in range(1 + (at in ends))]
+        changes = {"num_layers": self.num_layers + num_new, "layer_types": tuple(types), "num_new_layers": num_new}
+        return self.model_copy(update={"tensors": tensors, **changes})
 
     @cached_property
     def mixture(self) -> Mixture | None:

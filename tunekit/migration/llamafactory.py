@@ -33,9 +33,12 @@ def prepare(draft: Draft) -> None:
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
 
 
+_PARTS = ("adapter.last_layers", "adapter.new_layers", "adapter.unfrozen_parameters")
+
+
 def _parts(draft: Draft) -> list[str]:
     """Keys of the recipe by which a part of the model is trained."""
-    return [key for key in draft.values if key in ("adapter.last_layers", "adapter.unfrozen_parameters")]
+    return [key for key in draft.values if key in _PARTS]
 
 
 def trainable_layers(draft: Draft, entry: Entry) -> Fate:
@@ -44,6 +47,8 @@ def trainable_layers(draft: Draft, entry: Entry) -> Fate:
     if draft.get("freeze_trainable_modules", "all") != "all":
         raise UnfitError("of all layers, or of none: name the modules in adapter.unfrozen_parameters")
     number_of = whole(entry.value)
+    if _expands(draft):
+        return draft.carry(entry, "adapter.new_layers", number_of)
     if number_of >= 0:
         return draft.carry(entry, "adapter.last_layers", number_of)
     first = rf"^\D*\.({'|'.join(map(str, range(-number_of)))})\."
@@ -63,10 +68,25 @@ def trainable_modules(draft: Draft, entry: Entry) -> Fate:
 def extra_modules(draft: Draft, entry: Entry) -> Fate:
     """Modules outside of the layers, which are trained too."""
     _check_freezes(draft)
+    if _expands(draft):
+        raise UnfitError("new layers are trained alone")
     before = draft.values.get("adapter.unfrozen_parameters", [])
     # What lies in a layer has its number before its name.
     patterns = [*before, *(rf"^\D*{re.escape(name)}" for name in names(entry.value))]
     return draft.carry(entry, "adapter.unfrozen_parameters", patterns)
+
+
+def llama_pro(draft: Draft, entry: Entry) -> Fate:
+    """The new layers of a model that scripts/llama_pro.py has expanded, which alone are trained."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    _check_freezes(draft)
+    draft.suspect(entry.key, "tunekit inserts the layers: set model.path to the model before scripts/llama_pro.py")
+    return draft.carry(entry, "adapter.new_layers", whole(draft.get("freeze_trainable_layers", 2)))
+
+
+def _expands(draft: Draft) -> bool:
+    return truth(draft.get("use_llama_pro", False))
 
 
 def _check_freezes(draft: Draft) -> None:

@@ -35,8 +35,10 @@ def prepare(draft: Draft) -> None:
         draft.put("method.loss_type", "simpo", "rlhf_type")
     tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", "lora")))
     is_small = draft.get("quant_bits", draft.get("quantization_bit")) == 4 and draft.get("quant_method", "bnb") == "bnb"
-    adapter = "full" if tuner == "full" else "qlora" if is_small else "lora"
+    adapter = "full" if tuner in ("full", "llamapro") else "qlora" if is_small else "lora"
     draft.put("adapter.type", adapter, "tuner_type", "train_type", "sft_type")
+    if tuner == "llamapro":
+        draft.put("adapter.new_layers", draft.get("llamapro_num_new_blocks", 4), "llamapro_num_new_blocks")
     for target, key in (("data.train", "dataset"), ("data.eval", "val_dataset")):
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
 
@@ -117,6 +119,20 @@ def bits(draft: Draft, entry: Entry) -> Fate:
     if draft.values["adapter.type"] == "qlora":
         return carried("adapter.type", "qlora")
     raise UnfitError("unsupported quantization: adapter: qlora uses a 4-bit base by bitsandbytes")
+
+
+def tuner(draft: Draft, entry: Entry) -> Fate:
+    """The kind of training: new layers, or as elsewhere."""
+    return carried("adapter.type", "full") if entry.value == "llamapro" else hf.tuner(draft, entry)
+
+
+def new_blocks(draft: Draft, entry: Entry) -> Fate:
+    """The new layers of LLaMA Pro: as many, each behind a group of its own."""
+    if "adapter.new_layers" not in draft.values:
+        return Fate("silent", "only used with train_type llamapro")
+    if entry.key == "llamapro_num_groups" and entry.value != draft.values["adapter.new_layers"]:
+        raise UnfitError("adapter.new_layers inserts one layer behind each group")
+    return carried("adapter.new_layers", draft.values["adapter.new_layers"])
 
 
 def dataset(draft: Draft, entry: Entry) -> Fate:

@@ -50,8 +50,12 @@ if TYPE_CHECKING:
 
 
 def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
-    """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
+    """The model that is trained, without the adapter that is trained; one that is not is merged into it.
+
+    New layers are there already: they change nothing that a reference would compute.
+    """
     from tunekit.models.attention import activate
+    from tunekit.models.expansion import expand
     from tunekit.training.engines.engine import distributed_config
 
     recipe = plan.recipe
@@ -69,9 +73,10 @@ def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
     if plan.kernels == "liger":
         use_liger(model)
     origin = plan.origin
-    if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
-        return model
-    return merge_adapter(model, origin.adapter, Path(origin.folder))
+    if origin is not None and origin.adapter is not None and origin.is_merged_for(recipe.adapter) and device != "meta":
+        model = merge_adapter(model, origin.adapter, Path(origin.folder))
+    new_layers = recipe.adapter.new_layers if isinstance(recipe.adapter, FullAdapter) else None
+    return model if new_layers is None else expand(model, new_layers)
 
 
 def continued_folder(plan: Plan, device: str | None) -> Path | None:

@@ -33,8 +33,10 @@ from tunekit.errors import RunError
 from tunekit.estimates.memory.states import Reference
 from tunekit.methods.arguments import COPY
 from tunekit.models.attention import packed_attention, watched_calls
+from tunekit.models.expansion import bypassed
 from tunekit.planner.plan import VARLEN, FlashAttention, Plan
 from tunekit.recipe.methods import compares_with_reference, is_rewarded
+from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.record import Record
 from tunekit.runs.small_files import read_list
@@ -258,6 +260,27 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
     # Written so that what is not a number does not pass.
     if not change <= (HALF_TOLERANCE if half else FLOAT32_TOLERANCE):
         raise RunError(f"{path}: attention leaks between packed documents", hint=f"set {asked}=false")
+
+
+def check_new_layers(trainer: Any, adapter: FullAdapter, *, vocabulary: int) -> None:
+    """Check that new layers leave the logits of a model what they were, to the bit.
+
+    Args:
+        trainer: The trainer, before training.
+        adapter: What is trained: new layers.
+        vocabulary: Number of tokens to make a row of.
+
+    Raises:
+        RunError: They change them.
+    """
+    ids = torch.tensor([spread_tokens(vocabulary, DOCUMENT_TOKENS)], device=trainer.accelerator.device)
+    with in_evaluation(trainer, trainer.model):
+        logits = trainer.model(input_ids=ids, use_cache=False).logits
+        with bypassed(trainer.model, adapter):
+            before = trainer.model(input_ids=ids, use_cache=False).logits
+    if not torch.equal(logits, before):
+        problem = f"adapter.new_layers: new layers of {type(trainer.model).__name__} are no identities"
+        raise RunError(problem, hint="unset it, or use another model")
 
 
 def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAttention) -> str:

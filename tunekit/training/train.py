@@ -34,7 +34,7 @@ from tunekit.training import build_trainer
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
 from tunekit.training.check_pictures import check_mixed_rows
-from tunekit.training.check_reference import check_isolation, check_reference, prove_attention
+from tunekit.training.check_reference import check_isolation, check_new_layers, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, start_of
 from tunekit.training.checkpointing.safe_load import check_states
@@ -93,6 +93,8 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
                 check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)
                 engine.between_checks(trainer, plan)
             if not start.goes_on:
+                if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.new_layers is not None:
+                    check_new_layers(trainer, recipe.adapter, vocabulary=vocabulary)
                 sample("before", prompts)
         engine.before_steps(trainer, plan, goes_on=start.goes_on)
         carried.restore()

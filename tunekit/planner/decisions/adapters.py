@@ -58,7 +58,9 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
 
 
 def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
-    """Yield layers and patterns of a part to train that a model does not have."""
+    """Yield layers and patterns of a part to train that a model does not have, and layers that it cannot be given."""
+    if adapter.new_layers is not None:
+        yield from _expansion_faults(model, adapter.new_layers)
     if adapter.last_layers is not None and adapter.last_layers > model.num_layers:
         problem = f"adapter.last_layers: {adapter.last_layers} exceeds the {model.num_layers} layers of {model.path}"
         yield problem, f"set it to {model.num_layers} or less"
@@ -70,6 +72,18 @@ def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
             if model.has_tied_head and "head" in pattern:
                 hint = "a head tied to the embedding has no weights of its own; name the embedding"
             yield f"adapter.unfrozen_parameters: {model.path} has no parameter that matches {pattern!r}", hint
+
+
+def _expansion_faults(model: ModelFacts, num_new: int) -> Faults:
+    """Yield why a model cannot be given so many new layers."""
+    is_dense = not model.num_experts and not model.is_multimodal and model.published_as is None
+    if model.model_type not in model_types().defaults or not is_dense:
+        problem = f"adapter.new_layers: unknown whether the layers of {model.path} ({model.model_type}) end in products"
+        yield f"{problem} that can begin at zero", "use a dense text model, of a type such as llama, mistral or qwen3"
+    elif not model.num_new_layers:
+        divisors = [str(number) for number in range(1, model.num_layers + 1) if model.num_layers % number == 0]
+        problem = f"adapter.new_layers: {num_new} does not divide the {model.num_layers} layers of {model.path}"
+        yield problem, f"set it to one of {', '.join(divisors)}"
 
 
 def _target_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:

@@ -162,6 +162,8 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
         return Reason(topic="adapter", choice="full", why=f"all {count(trained)} parameters trained")
     if isinstance(adapter, FullAdapter):
         parts = [] if adapter.last_layers is None else [f"the last {adapter.last_layers} layers"]
+        if adapter.new_layers is not None:
+            parts = [f"{adapter.new_layers} new layers, for {model.num_layers} in all"]
         share = f"{count(trained)} of {count(model.num_params)} parameters trained, {trained / model.num_params:.2%}; "
         num_frozen = model.num_layers - num_live_layers(model, adapter)
         share += f"activations of the first {num_frozen} layers not kept, " if num_frozen else ""

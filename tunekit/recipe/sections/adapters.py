@@ -59,8 +59,16 @@ class FullAdapter(Section):
     """Regular expressions: train the parameters in whose names one is found, such as `lm_head` or
     `layers\\.(30|31)\\.mlp`, and `last_layers`; freeze the rest, in float32."""
 
+    new_layers: Annotated[int, Field(gt=0)] | None = None
+    """Insert this number of copies of decoder layers, evenly, that begin as identities, and train these alone (LLaMA
+    Pro, arXiv 2401.02415). It must divide the number of layers; the saved model has them all. Default: none."""
+
     def _conflicts_within(self) -> Iterator[Conflict]:
-        """Yield patterns that are no regular expressions."""
+        """Yield patterns that are no regular expressions, and parts beside new layers."""
+        for name in ("last_layers", "unfrozen_parameters"):
+            if self.new_layers is not None and dict(self)[name] is not None:
+                what = "mutually exclusive with new_layers, which are trained alone"
+                yield Conflict((name,), what, "unset one of them")
         for number, pattern in enumerate(self.unfrozen_parameters or ()):
             if (problem := regex_problem(pattern)) is not None:
                 yield Conflict(("unfrozen_parameters", number), problem, ESCAPE)
@@ -68,7 +76,16 @@ class FullAdapter(Section):
     @property
     def is_partial(self) -> bool:
         """True if some parameters are frozen."""
-        return self.last_layers is not None or self.unfrozen_parameters is not None
+        return any(part is not None for part in (self.last_layers, self.unfrozen_parameters, self.new_layers))
+
+    def is_new(self, layer: int, num_layers: int) -> bool:
+        """Return whether a layer is a new one: the last of each of as many groups.
+
+        Args:
+            layer: Its number.
+            num_layers: Decoder layers of the model, the new ones included.
+        """
+        return self.new_layers is not None and (layer + 1) % (num_layers // self.new_layers) == 0
 
     def trains(self, name: str, num_layers: int) -> bool:
         """Return whether a parameter is trained.
@@ -78,6 +95,8 @@ class FullAdapter(Section):
             num_layers: Decoder layers of the model.
         """
         layer = layer_of(name)
+        if layer is not None and self.is_new(layer, num_layers):
+            return True
         if self.last_layers is not None and layer is not None and layer >= num_layers - self.last_layers:
             return True
         return not self.is_partial or any(re.search(pattern, name) for pattern in self.unfrozen_parameters or ())
