@@ -814,6 +814,33 @@ def test_several_new_layers_behind_one_group_are_not_carried_over(tmp_path) -> N
     assert (line.key, line.words) == ("llamapro_num_groups", "adapter.new_layers inserts one layer behind each group")
 
 
+QLORA = "adapter: qlora\nload_in_4bit: true\npeft: {loftq_config: "
+STARTS = {
+    "eva": ("adapter: lora\npeft_init_lora_weights: eva", "eva", []),
+    "loftq": (f"{QLORA}{{loftq_bits: 4, loftq_iter: 1}}}}", "loftq", []),
+    "8 bits": (f"{QLORA}{{loftq_bits: 8}}}}", True, ["8 bits: adapter.init_lora_weights=loftq is for 4"]),
+    "5 iterations": (
+        f"{QLORA}{{loftq_bits: 4, loftq_iter: 5}}}}",
+        "loftq",
+        ["5 iterations: loftq takes 1, which leaves the base that of QLoRA"],
+    ),
+    "loftq of a whole base": (
+        "adapter: lora\npeft_init_lora_weights: loftq",
+        True,
+        ["loftq: adapter.init_lora_weights takes it for a base in 4 bits, adapter.type=qlora"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_initial_weights_of_adapters_are_carried_over_or_named(name, tmp_path) -> None:
+    config, start, refused = STARTS[name]
+    (tmp_path / "config.yaml").write_text(f"{AXOLOTL_FULL}{config}\n")
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter.init_lora_weights == start
+    assert [line.words for line in made.of_kind("unsupported")] == refused
+
+
 @pytest.mark.parametrize(
     ("config", "patience"),
     [

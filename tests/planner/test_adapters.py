@@ -87,6 +87,23 @@ STARTS = {
         {"init_lora_weights": "pissa_niter_16", "use_rslora": True, "rank_pattern": {"q_proj": 4}},
         "pissa_niter_16 with use_rslora needs one rank and alpha; unset rank_pattern and alpha_pattern",
     ),
+    "corda, quantized": (
+        {"type": "qlora", "init_lora_weights": "corda"},
+        "corda needs base weights that are not quantized; set adapter.type=lora, or use gaussian",
+    ),
+    "corda and dora": (
+        {"init_lora_weights": "corda", "use_dora": True},
+        "corda does not go with use_dora: saved, such an adapter subtracts its initial one, and the norm of DoRA is of "
+        "the sum; unset one of them",
+    ),
+    "loftq of a whole base": (
+        {"init_lora_weights": "loftq"},
+        "loftq makes up for a base in 4 bits; set adapter.type=qlora, or use pissa",
+    ),
+    "loftq and dora": (
+        {"type": "qlora", "init_lora_weights": "loftq", "use_dora": True},
+        "loftq does not go with use_dora, whose magnitudes are of the base alone; unset one of them",
+    ),
     "a rank too large": (
         {"init_lora_weights": "pissa", "rank": 600},
         "pissa: a rank exceeds the smaller size of its weight; lower adapter.rank or rank_pattern",
@@ -100,6 +117,47 @@ def test_a_start_that_peft_or_what_is_saved_cannot_have_is_refused(name):
     with pytest.raises(PlanError) as caught:
         planned(LLAMA_1B, **options)
     assert str(caught.value) == f"adapter.init_lora_weights: {message}"
+
+
+def test_ranks_that_rows_distribute_are_not_set_by_name_and_have_as_many_inputs():
+    with pytest.raises(PlanError, match=r"adapter.rank_pattern: init_lora_weights=eva distributes ranks itself; unset"):
+        planned(LLAMA_1B, init_lora_weights="eva", rank_pattern={"q_proj": 4})
+    with pytest.raises(PlanError, match=r"adapter.rho: 2 times a rank of 1500 exceeds the 2048 inputs of a module"):
+        planned(LLAMA_1B, init_lora_weights="eva", rank=1500)
+    assert planned(LLAMA_1B, init_lora_weights="eva", rank_pattern={"q_proj": 4}, rho=1.0)
+
+
+@pytest.mark.parametrize("start", ["corda", "eva"])
+def test_rows_that_an_adapter_begins_with_are_tokens_in_a_file(start):
+    adapter = {"type": "lora", "init_lora_weights": start}
+    pairs = ROWS.model_copy(update={"format": "preference"})
+    with pytest.raises(PlanError, match=f"{start} sees tokens before training, and TRL makes those of orpo during it"):
+        resolve(recipe(method={"type": "orpo"}, adapter=adapter), H100, LLAMA_1B, pairs)
+    stream = {"path": "rows.jsonl", "train": "rows.jsonl", "streaming": True, "max_length": 128}
+    del stream["path"]
+    with pytest.raises(PlanError, match=f"{start} draws rows, and a stream has only its next one"):
+        resolve(recipe(data=stream, adapter=adapter, train={"max_steps": 5}), H100, LLAMA_1B, ROWS)
+
+
+@pytest.mark.parametrize("start", ["eva", "loftq"])
+def test_what_needs_whole_weights_is_refused_where_they_are_sharded(start):
+    kind = "qlora" if start == "loftq" else "lora"
+    asked = recipe(adapter={"type": kind, "init_lora_weights": start}, parallel={"strategy": "fsdp2"})
+    with pytest.raises(PlanError, match=f"{start} needs whole weights in each process; use ddp, or gaussian"):
+        resolve(asked, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
+
+
+def test_an_adapter_that_makes_up_for_4_bits_is_not_compared_with_the_model_without_it():
+    adapter, pairs = {"type": "qlora", "init_lora_weights": "loftq"}, ROWS.model_copy(update={"format": "preference"})
+    with pytest.raises(PlanError, match=r"the model without its adapter is not the reference of dpo"):
+        resolve(recipe(method={"type": "dpo"}, adapter=adapter), H100, LLAMA_1B, pairs)
+
+
+def test_the_plan_says_what_bounds_ranks_that_rows_distribute():
+    (reason,) = [r for r in planned(LLAMA_1B, rank=8, init_lora_weights="eva").reasons if r.topic == "adapter"]
+    assert reason.why.startswith("at most ")
+    words = "; rows distribute 896 ranks, at most 16 to a module, counted as if the largest modules got them; before"
+    assert f"{words} training 256 rows pass the model" in reason.why
 
 
 def test_experts_do_not_begin_with_parts_of_their_weights():

@@ -38,7 +38,8 @@ _FREE = frozenset({"type", "dropout", "loraplus_lr_ratio", "quant_type", "double
 further keeps all others."""
 
 
-_CHOOSING = ("type", "rank", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform")
+_OF_RANKS = ("rank", "rank_pattern", "init_lora_weights", "rho")
+_CHOOSING = ("type", *_OF_RANKS, "target_modules", "exclude_modules", "layers_to_transform")
 """Fields of an adapter section that say which modules get an adapter, and of which rank."""
 
 
@@ -118,8 +119,10 @@ def contradictions(origin: Origin, adapter: Adapter) -> Iterator[Contradiction]:
     if not _are_alike(adapter, origin.adapter):
         yield Contradiction("type", adapter.type, origin.adapter.type)
         return
+    of_base = isinstance(origin.adapter, LoraAdapter) and origin.adapter.is_of_4bit_base
+    free = _FREE - {"type", "quant_type", "double_quant"} if of_base else _FREE
     for name in type(adapter).model_fields:
-        if name in adapter.model_fields_set and name not in _FREE:
+        if name in adapter.model_fields_set and name not in free:
             requested, has = dict(adapter)[name], dict(origin.adapter)[name]
             if _set_of(requested) != _set_of(has):
                 yield Contradiction(name, requested, has)
@@ -672,7 +675,7 @@ class ModelFacts(Facts):
         key = repr([dict(adapter).get(name) for name in _CHOOSING])
         if key not in self._adapted:
             sizes = self._matched(adapter)
-            ranks = {name: adapter.rank_of(name) for name in sizes}
+            ranks = adapter.ranks_of(sizes)
             adapters = Counter((*size, ranks[name]) for name, size in sizes.items() if not _is_expert(name))
             for name in filter(_is_expert, sizes):
                 shapes = expert_adapters(name, self.tensors, self.num_experts)

@@ -338,7 +338,10 @@ def _checked(subject: Subject) -> Check:
 
 def _notes(found: Trained, kind: Kind) -> Iterator[str]:
     if isinstance(found.adapter, QloraAdapter) and kind == "merged":
-        yield "trained on a 4-bit base, but merged into the unquantized one: answers differ slightly"
+        if found.adapter.is_of_4bit_base:
+            yield "merged into the values that adapted weights had in 4 bits"
+        else:
+            yield "trained on a 4-bit base, but merged into the unquantized one: answers differ slightly"
     if kind == "adapter":
         yield f"load it on top of {found.base.path} with PEFT"
 

@@ -15,7 +15,7 @@ from tunekit.files import is_name
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import model_folder
 from tunekit.probe.new_tokens import add_new_tokens
-from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
+from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.adapters import AnyPeftAdapter, FullAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
@@ -166,7 +166,7 @@ def _of_run(run: Run, folder: Path, plan: Plan, step: int | None) -> Trained:
     if not isinstance(adapter, FullAdapter):
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS}", hint="pass another checkpoint, or train again")
-        return Trained(name, plan.base, adapter.as_saved, where, run, step)
+        return Trained(name, plan.base, in_folder(adapter, folder), where, run, step)
     trust = plan.base.trust_remote_code
     own = ModelSection(path=where, trust_remote_code=trust)
     origin = plan.origin
@@ -195,7 +195,7 @@ def load_trained(
     Raises:
         ModelError: It cannot be loaded.
     """
-    from tunekit.models.load import Task, load_model, peft_config, read_adapter
+    from tunekit.models.load import Task, load_model, peft_config, read_adapter, with_trained_values
 
     adapter = found.adapter
     model = load_model(
@@ -212,6 +212,8 @@ def load_trained(
         folder = Path(found.folder)
         adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=folder))
         read_adapter(adapted, folder)
+        if not as_trained:
+            with_trained_values(adapted, adapter)
         model = cast("PreTrainedModel", adapted)
     return cast("PreTrainedModel", model.eval())
 

@@ -1,6 +1,7 @@
 """Axolotl's YAML -> a recipe, by its documented keys."""
 
 import re
+from dataclasses import replace
 
 from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import training as hf
@@ -194,3 +195,17 @@ def utilization(draft: Draft, entry: Entry) -> Fate:
     if draft.method != "grpo":
         return Fate("silent", "only used with grpo")
     return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", figure(entry.value))
+
+
+def loftq(draft: Draft, entry: Entry) -> Fate:
+    """The wish to begin with what 4 bits lose, told by how many bits that is."""
+    if number(entry.value) != 4:
+        raise UnfitError(f"{entry.value} bits: adapter.init_lora_weights=loftq is for 4")
+    return hf.first_weights(draft, replace(entry, value="loftq"))
+
+
+def loftq_iterations(draft: Draft, entry: Entry) -> Fate:
+    """How often LoftQ quantizes what its adapter leaves; after the first time the base is another one."""
+    if number(entry.value) != 1:
+        raise UnfitError(f"{entry.value} iterations: loftq takes 1, which leaves the base that of QLoRA")
+    return Fate("silent", "is what loftq takes")

@@ -431,4 +431,6 @@ def first_weights(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "is the default")
     if value not in get_args(InitLoraWeights):
         raise UnfitError(f"{value}: adapter.init_lora_weights accepts {', '.join(get_args(InitLoraWeights)[1:])}")
+    if value == "loftq" and draft.values["adapter.type"] != "qlora":
+        raise UnfitError("loftq: adapter.init_lora_weights takes it for a base in 4 bits, adapter.type=qlora")
     return draft.carry(entry, "adapter.init_lora_weights", value)

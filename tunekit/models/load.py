@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
     from transformers.distributed import DistributedConfig
 
+    from tunekit.models.initial import Sources
+
 
 def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
     """The model's tokenizer, with the recipe's chat template where it names one.
@@ -611,6 +613,7 @@ def attach_adapter(
     trained: Path | None = None,
     task: Task = "CAUSAL_LM",
     new_tokens: Sequence[int] = (),
+    sources: "Sources | None" = None,
 ) -> "PreTrainedModel | torch.nn.Module":
     """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32.
 
@@ -622,6 +625,7 @@ def attach_adapter(
             their weights by another one.
         task: What PEFT takes the model for.
         new_tokens: Ids of tokens whose rows of embedding and head are trained beside a new adapter.
+        sources: Sources of initial matrices that take more than the base weights; None where a checkpoint has them.
     """
     from transformers import set_seed
 
@@ -636,7 +640,13 @@ def attach_adapter(
     from peft import get_peft_model
     from peft.utils import TrainableTokensWrapper
 
-    adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens))
+    from tunekit.models.initial import begin, prepare
+    from tunekit.models.split_base import keep_initial
+
+    config: Any = peft_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens)
+    if sources is not None and trained is None and isinstance(adapter, LoraAdapter):
+        prepare(model, adapter, config, _names_of(adapter, model), sources)
+    adapted = get_peft_model(model, config)
     if new_tokens or (isinstance(adapter, LoraAdapter) and adapter.trainable_token_indices):
         # PEFT would save both tables whole where they have grown.
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
@@ -648,9 +658,9 @@ def attach_adapter(
     _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
-    elif adapter.splits_base:
-        from tunekit.models.split_base import keep_initial
-
+    elif sources is not None and isinstance(adapter, LoraAdapter):
+        begin(adapted, adapter, sources)
+    elif adapter.splits_base and config.init_lora_weights is not True:
         keep_initial(adapted)
     return adapted
 
@@ -740,7 +750,8 @@ def peft_config(
         alpha_pattern=dict(adapter.alpha_pattern or {}),
         target_modules=_targeted_linears(adapter, model) if by_name else targets,
         layers_to_transform=None if by_name else adapter.layers_to_transform,
-        init_lora_weights=adapter.init_lora_weights if trained is None else True,
+        # Initial matrices that take more than the base weights come when the adapter is attached.
+        init_lora_weights=adapter.init_lora_weights if trained is None and not adapter.needs_sources else True,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         lora_bias=adapter.lora_bias,
@@ -757,9 +768,7 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task)
     """
     from peft import IA3Config, OFTConfig, VeraConfig
 
-    never = _never_adapted(model)
-    excluded = re.compile(never if isinstance(never, str) else "|".join(map(re.escape, never or [])))
-    names = [name for name in _targeted_linears(adapter, model) if not excluded.fullmatch(name)]
+    names = _names_of(adapter, model)
     common: dict[str, Any] = {
         "task_type": task,
         "target_modules": names,
@@ -780,6 +789,13 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task)
             return OFTConfig(**common, oft_block_size=adapter.oft_block_size, block_share=adapter.block_share)
         case _:
             raise TypeError(f"no configuration of PEFT for {adapter.type}")
+
+
+def _names_of(adapter: PeftAdapter, model: "PreTrainedModel") -> list[str]:
+    """Return the full names of the linear layers that get an adapter."""
+    never = _never_adapted(model)
+    excluded = re.compile(never if isinstance(never, str) else "|".join(map(re.escape, never or [])))
+    return [name for name in _targeted_linears(adapter, model) if not excluded.fullmatch(name)]
 
 
 def _rows_of(tokens: list[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
@@ -923,6 +939,7 @@ def merge_adapter(model: "PreTrainedModel", adapter: PeftAdapter, folder: Path) 
 
     adapted = get_peft_model(model, peft_config(adapter, model, trained=folder))
     read_adapter(adapted, folder)
+    with_trained_values(cast("PeftModel", adapted), adapter)
     check_mergeable(cast("PeftModel", adapted), adapter)
     for module in adapted.modules():
         if isinstance(module, BaseTunerLayer):
@@ -930,6 +947,14 @@ def merge_adapter(model: "PreTrainedModel", adapter: PeftAdapter, folder: Path) 
             with gather_params_ctx(list(cast("torch.nn.Module", module).parameters())):
                 cast(Any, module).merge()
     return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
+
+
+def with_trained_values(model: "PeftModel", adapter: PeftAdapter) -> None:
+    """Give a base that was loaded whole the values that it was trained with, where its adapter applies to no others."""
+    if isinstance(adapter, QloraAdapter) and adapter.is_of_4bit_base:
+        from tunekit.models.initial import round_base
+
+        round_base(model, adapter)
 
 
 def check_mergeable(model: "PeftModel", adapter: PeftAdapter) -> None:

@@ -48,14 +48,18 @@ def save_plain(model: "PeftModel", adapter: LoraAdapter, folder: Path) -> None:
 def load_plain(model: "PeftModel", folder: Path) -> None:
     """Give a model the trained adapter of a folder, and its base weights what the initial one of there leaves of them.
 
-    On the same device the model has these already, since its initial adapter is computed again as it was.
+    On the same device the model has these already, since its initial adapter is computed again as it was. Where that
+    takes rows, it is not: the base is whole then, and the initial part is taken out as it was before.
     """
-    before: dict[str, Tensor] = cast(Any, model).initial_weights
-    weights, after = load_file(folder / ADAPTER_WEIGHTS), {}
-    for name in before:
+    before: dict[str, Tensor] = vars(model).get("initial_weights", {})
+    weights, after = load_file(folder / ADAPTER_WEIGHTS), dict[str, Tensor]()
+    for name in [name for name in weights if name.endswith((_A, _B))]:
         trained, first = weights[name].chunk(2, dim=_split_of(name))
         weights[name], after[name] = trained.contiguous(), (first if name.endswith(_A) else -first).contiguous()
-    for module in [name.removesuffix(_A) for name in before if name.endswith(_A)]:
+    for module in [name.removesuffix(_A) for name in after if name.endswith(_A)]:
+        if not before:
+            take_out(model.get_submodule(module), after[module + _A], after[module + _B])
+            continue
         pairs = [(initial[module + _A], initial[module + _B]) for initial in (before, after)]
         if not all(map(torch.equal, *pairs)):
             _move_base(model.get_submodule(module), *pairs)
@@ -66,6 +70,15 @@ def load_plain(model: "PeftModel", folder: Path) -> None:
 def _split_of(name: str) -> int:
     """Return the dimension along which a matrix has its rank."""
     return 0 if name.endswith(_A) else 1
+
+
+def take_out(module: nn.Module, a: Tensor, b: Tensor) -> None:
+    """Take the initial part of an adapted layer out of its whole weight, to the bit as when the adapter began."""
+    layer = cast(Any, module)
+    weight = layer.get_base_layer().weight
+    part = layer.scaling["default"] * b.to(weight.device) @ a.to(weight.device)
+    with torch.no_grad():
+        weight.copy_((weight.float() - (part.T if layer.fan_in_fan_out else part)).to(weight.dtype))
 
 
 def _move_base(module: nn.Module, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:

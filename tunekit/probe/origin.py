@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -22,11 +22,13 @@ from tunekit.estimates.facts import Ancestor, Origin
 from tunekit.estimates.models.rope import section_of
 from tunekit.files import read_table
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter
 from tunekit.recipe.sections.model import ModelSection
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""
+
+_Adapter = TypeVar("_Adapter", bound=PeftAdapter)
 
 PLAIN_ADAPTER = Path(__file__).with_name("plain_adapter.yaml")
 """Values in `adapter_config.json` of adapters that a recipe can describe."""
@@ -61,7 +63,7 @@ def _of_run(folder: Path, path: str) -> Origin:
         base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
     else:
         _check_weights(folder, path)
-        adapter = recipe.adapter.as_saved
+        adapter = in_folder(recipe.adapter, folder)
     this = Ancestor(name=run.name, path=str(run), method=recipe.method.type, adapter=recipe.adapter.type)
     return Origin(
         folder=str(folder),
@@ -70,6 +72,16 @@ def _of_run(folder: Path, path: str) -> Origin:
         start=earlier.start if earlier else recipe.model.path,
         runs=(*(earlier.runs if earlier else ()), this),
     )
+
+
+def in_folder(adapter: _Adapter, folder: Path) -> _Adapter:
+    """Return the section of an adapter as a run saved it in a folder, with the ranks there if rows decided on them."""
+    if not isinstance(adapter, LoraAdapter) or not adapter.distributes_ranks:
+        return adapter.as_saved
+    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    patterns = {name: config[name] or None for name in ("rank_pattern", "alpha_pattern")}
+    update = {"target_modules": sorted(config["target_modules"]), **patterns, "rho": 1.0}
+    return adapter.model_copy(update=update).as_saved
 
 
 def _origin_in(plan: Path) -> Origin | None:

@@ -31,10 +31,11 @@ from tunekit.files import read_table
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import Task, attach_adapter, load_model, load_processor, merge_adapter, use_liger
 from tunekit.planner.plan import VARLEN, Plan, Schedule
+from tunekit.probe.origin import in_folder
 from tunekit.recipe.methods import METHODS, is_rewarded
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.prepared_data import FILES, STREAM_SKIPPED
 from tunekit.runs.run import Run
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from tunekit.methods.run_trainer import RunTrainer
     from tunekit.models.fusion.fuse import Report
+    from tunekit.models.initial import Sources
 
 
 def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
@@ -85,12 +87,41 @@ def continued_folder(plan: Plan, device: str | None) -> Path | None:
     return None if continued is None or device == "meta" else Path(continued.folder)
 
 
-def load_adapted(plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
-    """The model with the adapter that is trained, as it is before the first step."""
+def load_adapted(
+    plan: Plan, *, device: str | None, run: Run | None = None, checkpoint: Path | None = None
+) -> "PreTrainedModel | Module":
+    """The model with the adapter that is trained, as it is before the first step.
+
+    Args:
+        plan: The plan.
+        device: Where it goes.
+        run: The run, whose rows some adapters begin with.
+        checkpoint: Folder of weights that the adapter is to get next.
+    """
     recipe, model, trained = plan.recipe, load_policy(plan, device=device), continued_folder(plan, device)
     task: Task = "SEQ_CLS" if recipe.method.spec.classifies else "CAUSAL_LM"
-    seed, tokens = recipe.train.seed, plan.new_tokens
-    return attach_adapter(model, recipe.adapter, seed=seed, trained=trained, task=task, new_tokens=tokens)
+    seed, tokens, adapter, sources = recipe.train.seed, plan.new_tokens, recipe.adapter, None
+    if isinstance(adapter, LoraAdapter) and adapter.needs_sources:
+        if checkpoint is not None and adapter.distributes_ranks:
+            adapter = in_folder(adapter, checkpoint)
+        sources = None if checkpoint is not None else _sources_of(plan, adapter, run)
+    return attach_adapter(model, adapter, seed=seed, trained=trained, task=task, new_tokens=tokens, sources=sources)
+
+
+def _sources_of(plan: Plan, adapter: LoraAdapter, run: Run | None) -> "Sources":
+    """Return what initial matrices are computed from."""
+    from tunekit.models.initial import Document, Sources, draw
+
+    def documents() -> list[Document]:
+        assert run is not None, "rows that initial matrices are computed from are those of a run"
+        rows = read_dataset(run.path / "data" / FILES["train"])
+        return draw(rows, adapter.num_init_rows, plan.recipe.train.seed)
+
+    def weights() -> "PreTrainedModel":
+        judges = plan.recipe.method.spec.classifies
+        return load_model(plan.base, dtype=plan.dtype, device="cpu", head_seed=0 if judges else None)
+
+    return Sources(documents, weights)
 
 
 def fuse_as_planned(model: "Module", plan: Plan) -> "Report | None":

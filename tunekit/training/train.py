@@ -58,12 +58,12 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenized data")
     began = time.time()
     watch.enter("loading")
-    trainer, tokenizer = build(watch, schedule)
+    start = start_of(run, place)
+    source = start.newest.path or start.weights
+    trainer, tokenizer = build(watch, schedule, source)
     vocabulary, prompts = len(tokenizer), recipe.output.sample_prompts or []
     sample = partial(_sample, watch, tokenizer, chat=_is_chat(run, plan))
-    start = start_of(run, place)
     start.tell(record)
-    source = start.newest.path or start.weights
     if source is not None:
         check_states(source)
     start.before_training(trainer, plan, place)
@@ -146,8 +146,10 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     return False
 
 
-def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedTokenizerBase]:
-    """Load what the folder names, and build the trainer around it."""
+def build(
+    watch: Watch, schedule: Schedule, checkpoint: Path | None = None
+) -> tuple[RunTrainer, PreTrainedTokenizerBase]:
+    """Load what the folder names, and build the trainer around it, which is to get the weights of a checkpoint."""
     record, plan = watch.record, watch.plan
     recipe = plan.recipe
     check_run_code(record.run)
@@ -156,7 +158,7 @@ def build(watch: Watch, schedule: Schedule) -> tuple[RunTrainer, PreTrainedToken
     tokenizer = load_tokenizer(recipe.model)
     with engine.loading(plan):
         device = engine.weights_device(plan, record.place)
-        model = build_trainer.load_adapted(plan, device=device)
+        model = build_trainer.load_adapted(plan, device=device, run=record.run, checkpoint=checkpoint)
     engine.after_loading(model, plan)
     if plan.by_document:
         run_by_document(model)
@@ -220,7 +222,8 @@ def compare_trained(trainer: RunTrainer, plan: Plan, record: Record) -> None:
         RunError: It chooses parameters by such names.
     """
     recipe, num = plan.recipe, num_trained(trainer.model)
-    if num == plan.num_trainable_params:
+    is_bound = isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.distributes_ranks
+    if num == plan.num_trainable_params or (is_bound and num < plan.num_trainable_params):
         return
     if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.chooses_by_name:
         problem = f"adapter: the model has {num:,} parameters in the modules chosen, "

@@ -188,6 +188,7 @@ def estimate(
         copied = products.trained_bytes * trained
     elif optim == "muon":
         copied = states.muon_cost_of(shard, adapter, trained_dtype, layout.num_shards).step_bytes
+    dense = states.dense_bytes(shard, adapter, dtype)
     # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
     beside_head = max(0, dequantised - head.kept - head.forward)
@@ -197,9 +198,12 @@ def estimate(
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
         more = need
-        if phase == "optimizer":
+        if phase == "load":
+            beside = states.initial_bytes(shard, adapter) + (dense if device == "cpu" else 0)
+            more = replace(need, activations=need.activations + beside)
+        elif phase == "optimizer":
             more = replace(need, gradients=need.gradients + copied)
-        elif phase not in ("load", "head", "embedding"):
+        elif phase not in ("head", "embedding"):
             more = replace(need, gathered=need.gathered + (beside_head if phase == "forward" else dequantised))
         more = replace(more, activations=more.activations + copies.get(phase, 0))
         if phase not in highest or more.total > highest[phase].total:
@@ -214,7 +218,8 @@ def estimate(
         of_table = BYTES["float32"] * shard.vocab_size * shard.hidden_size if products.tables.head else 0
         of_head = 2 * head.kept + (_pinned_bytes(of_table) if of_table and passes.head == "sums" else 0)
         pinned = num_live * _pinned_bytes(layers.stream) + of_head
-    kept_state = replace(kept_state, vllm=vllm_bytes, host_bytes=kept_state.host_bytes + pinned)
+    in_host = pinned + (dense * devices_per_node if device != "cpu" else 0)
+    kept_state = replace(kept_state, vllm=vllm_bytes, host_bytes=kept_state.host_bytes + in_host)
     highest |= method_needs(products, passes, layout, layers, head, mine, highest)
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)

@@ -92,9 +92,9 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
             continue
         *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
         shapes = adapter.shapes_of(name, outputs, inputs)
-        if experts:
-            rank = own_rank * math.prod(experts) * (2 if name.endswith("gate_up_proj") else 1)
-            shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
+        if isinstance(adapter, LoraAdapter):
+            rank = own_rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
+            shapes |= {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
         trained |= {f"{name}.{part}": shape for part, shape in shapes.items()}
     return trained | token_rows(model, adapter)
 
@@ -207,6 +207,26 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
         magnitudes += sum(math.prod(shape) for shape in token_rows(model, adapter).values())
         return magnitudes + sum(rank * (outputs + inputs) * times for (outputs, inputs, rank), times in adapters)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
+
+
+def initial_bytes(model: ModelFacts, adapter: Adapter) -> int:
+    """Bytes beside the weights while `corda` and `loftq` compute initial matrices, in float32.
+
+    CorDA has the covariances of all modules' inputs, and of one weight its covariance three times more, itself, its
+    product and the factors of that. LoftQ has of one weight itself, what it loses and the factors of that.
+    """
+    if not isinstance(adapter, LoraAdapter) or adapter.init_lora_weights not in ("corda", "loftq"):
+        return 0
+    sizes = model.adapted(adapter).sizes.values()
+    factors = 4 * 4 * max((outputs * inputs for outputs, inputs in sizes), default=0)
+    if adapter.init_lora_weights == "loftq":
+        return factors
+    return factors + 4 * (sum(inputs**2 for _, inputs in sizes) + 3 * max(inputs**2 for _, inputs in sizes))
+
+
+def dense_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
+    """Bytes of the weights that `loftq` reads beside those in 4 bits, in host memory."""
+    return BYTES[dtype] * model.num_params if isinstance(adapter, LoraAdapter) and adapter.is_of_4bit_base else 0
 
 
 def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype, trained_dtype: Dtype = "float32") -> int:

@@ -8,7 +8,7 @@ from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.models.model_config import model_types, read_past_of
-from tunekit.recipe.methods.spec import MethodSection
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
     Adapter,
@@ -148,8 +148,12 @@ def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         return
     problem = f"adapter.init_lora_weights: {start}"
     adapted = model.adapted(adapter)
+    if start == "eva":
+        yield from _eva_faults(model, adapter)
+    elif start == "loftq":
+        yield from _loftq_faults(model, adapter)
     if start != "gaussian":
-        if isinstance(adapter, QloraAdapter):
+        if isinstance(adapter, QloraAdapter) and start not in ("eva", "loftq"):
             yield f"{problem} needs base weights that are not quantized", "set adapter.type=lora, or use gaussian"
         if any(name not in model.linears for name in adapted.ranks):
             what = f"{problem} is for linear layers, and the adapters of {model.path} reach experts and routers"
@@ -169,6 +173,28 @@ def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         yield f"{problem} with use_rslora needs one rank and alpha", "unset rank_pattern and alpha_pattern"
 
 
+def _eva_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield why inputs cannot decide on ranks, or have too few directions for them."""
+    if adapter.rank_pattern and adapter.distributes_ranks:
+        yield "adapter.rank_pattern: init_lora_weights=eva distributes ranks itself", "unset it, or set adapter.rho=1"
+    least = min((inputs for _, inputs in model.adapter_linears(adapter).values()), default=0)
+    ranks = [adapter.rank, *(adapter.rank_pattern or {}).values()]
+    if round(max(ranks) * adapter.rho) > least > 0:
+        problem = f"adapter.rho: {adapter.rho:g} times a rank of {max(ranks)} exceeds the {least} inputs of a module"
+        yield problem, "lower adapter.rho or adapter.rank"
+
+
+def _loftq_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield why an adapter cannot begin with what 4 bits lose."""
+    problem = "adapter.init_lora_weights: loftq"
+    if not isinstance(adapter, QloraAdapter):
+        yield f"{problem} makes up for a base in 4 bits", "set adapter.type=qlora, or use pissa"
+    elif model.published_as is not None:
+        yield f"{problem} needs weights before quantization, and {model.path} has none", "use gaussian, or unset it"
+    if adapter.use_dora:
+        yield f"{problem} does not go with use_dora, whose magnitudes are of the base alone", "unset one of them"
+
+
 def _block_faults(model: ModelFacts, adapter: OftAdapter) -> Faults:
     """Yield inputs that blocks do not divide: PEFT would take blocks of another size for them."""
     size, sizes = adapter.oft_block_size, {inputs for _, inputs in model.adapter_linears(adapter).values()}
@@ -185,15 +211,21 @@ MAX_BLOCK = 256
 """Largest block that a remedy names."""
 
 
-def start_refusal(adapter: Adapter, method: MethodSection, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield why an adapter cannot begin with parts of the base weights beside this method, or in this layout."""
-    if not isinstance(adapter, LoraAdapter) or not adapter.splits_base:
+def start_refusal(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why an adapter cannot begin as asked beside this method and these rows, or in this layout."""
+    adapter, method = recipe.adapter, recipe.method
+    if not isinstance(adapter, LoraAdapter) or not (adapter.splits_base or adapter.needs_sources):
         return
     name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"
-    if method.reference_use != "none":
+    if method.reference_use != "none" and (adapter.splits_base or adapter.is_of_4bit_base):
         yield f"with {name} the model without its adapter is not the reference of {method.type}", hint
+    if adapter.sees_rows and method.spec.trains_on != "tokens":
+        yield f"{name} sees tokens before training, and TRL makes those of {method.type} during it", hint
+    if adapter.sees_rows and recipe.data.streaming:
+        yield f"{name} draws rows, and a stream has only its next one", "unset data.streaming, or use gaussian"
     if layout.strategy not in ("single", "ddp"):
-        yield f"{name} takes parts out of whole weights", "use ddp, or gaussian"
+        what = "takes parts out of whole weights" if adapter.splits_base else "needs whole weights in each process"
+        yield f"{name} {what}", "use ddp, or gaussian"
 
 
 def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:

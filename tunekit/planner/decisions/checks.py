@@ -313,7 +313,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     recipe, optim = setting.recipe, setting.recipe.train.optimizer
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
-    yield from start_refusal(recipe.adapter, recipe.method, layout)
+    yield from start_refusal(recipe, layout)
     if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
         if layout.strategy not in ("single", "ddp"):
             yield "training a part of a model is untested there", "use ddp, or train all parameters"

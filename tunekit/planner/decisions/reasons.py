@@ -18,6 +18,7 @@ from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files,
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
+    initial_bytes,
     muon_cost_of,
     num_live_layers,
     num_trainable_params,
@@ -175,9 +176,27 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
     if isinstance(adapter, LoraAdapter) and adapter.init_lora_weights is not True:
         choice += f", from {adapter.init_lora_weights}"
-    if isinstance(adapter, LoraAdapter) and adapter.splits_base:
-        share += f"; taken out of the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
+    if isinstance(adapter, LoraAdapter):
+        share = "".join([f"{'at most ' * adapter.distributes_ranks}{share}", *_start_words(adapter, model)])
     return Reason(topic="adapter", choice=choice, why=share)
+
+
+def _start_words(adapter: LoraAdapter, model: ModelFacts) -> Iterator[str]:
+    """Yield where the initial matrices of an adapter are from, and what that costs."""
+    if adapter.splits_base:
+        yield f"; taken out of the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
+    if adapter.distributes_ranks:
+        num, most = len(model.adapted(adapter).ranks), round(adapter.rank * adapter.rho)
+        yield f"; rows distribute {adapter.rank * num:,} ranks, at most {most} to a module, counted as if the largest "
+        yield "modules got them"
+    if adapter.sees_rows:
+        yield f"; before training {adapter.num_init_rows:,} rows pass the model"
+    if initial_bytes(model, adapter):
+        what = "the covariances of their inputs take" if adapter.sees_rows else "what 4 bits lose of a weight takes"
+        yield f"; {what} {gib(initial_bytes(model, adapter))}"
+    if adapter.is_of_4bit_base:
+        yield "; before training the base is read unquantized too, into host memory; the adapter is for the base in "
+        yield "4 bits alone"
 
 
 def _targets_words(adapter: PeftAdapter) -> str:

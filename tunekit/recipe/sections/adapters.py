@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -23,6 +23,9 @@ InitLoraWeights = Literal[
     "pissa_niter_8",
     "pissa_niter_16",
     "pissa_niter_32",
+    "corda",
+    "eva",
+    "loftq",
 ]
 """Initial weights of an adapter, by PEFT's names."""
 
@@ -165,6 +168,14 @@ class PeftAdapter(Section):
         """Return the rank of a module's adapter; 0 where that is no product of two trained matrices."""
         return 0
 
+    def ranks_of(self, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+        """Return the ranks of adapters by module.
+
+        Args:
+            sizes: Outputs and inputs of all modules that get one.
+        """
+        return {name: self.rank_of(name) for name in sizes}
+
     def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
         """Return the shapes of what is trained of a linear layer, by PEFT's name for it.
 
@@ -228,9 +239,22 @@ class LoraAdapter(PeftAdapter):
 
     init_lora_weights: InitLoraWeights = True
     """Initial matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to each other,
-    or parts of the base weights, which are frozen without them: `olora` by QR (arXiv 2406.01775), `pissa` by SVD (arXiv
-    2404.02948), `pissa_niter_16` by a faster one of 16 iterations. Of these, plain LoRA of twice the rank is saved, for
-    the base as it was."""
+    `eva` (main directions of a module's inputs, and zero; arXiv 2410.07170), `loftq` (for `qlora`: what 4 bits lose of
+    the weights; arXiv 2310.08659), or parts of the base weights, which are frozen without them: `olora` by QR (arXiv
+    2406.01775), `pissa` by SVD (arXiv 2404.02948), `pissa_niter_16` by a faster one of 16 iterations, `corda` by SVD
+    weighted by a module's inputs (arXiv 2406.05223). Of these, plain LoRA of twice the rank is saved, for the base as
+    it was."""
+
+    num_init_rows: Annotated[int, Field(gt=0)] = 256
+    """Training rows, drawn by `train.seed`, of whose tokens `eva` and `corda` see the inputs of modules."""
+
+    corda_method: Literal["ipm", "kpm"] = "ipm"
+    """Parts that `corda` trains: the largest for the inputs that it sees (`ipm`), or the smallest, which leaves what
+    the model knows of them (`kpm`)."""
+
+    rho: Annotated[float, Field(ge=1)] = 2.0
+    """Largest rank that `eva` gives a module, as a multiple of `rank`: the sum of ranks is distributed by how much of
+    its inputs' variance each direction explains. At 1 all ranks stay."""
 
     use_rslora: bool = False
     """Rank-stabilized scaling (arXiv 2312.03732)."""
@@ -252,16 +276,40 @@ class LoraAdapter(PeftAdapter):
     @property
     def splits_base(self) -> bool:
         """True if adapters begin with parts of the base weights."""
-        return isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith(("pissa", "olora"))
+        start = self.init_lora_weights
+        return isinstance(start, str) and start.startswith(("pissa", "olora", "corda"))
+
+    @property
+    def sees_rows(self) -> bool:
+        """True if initial matrices are computed from training rows."""
+        return self.init_lora_weights in ("corda", "eva")
+
+    @property
+    def needs_sources(self) -> bool:
+        """True if initial matrices are computed from more than the base weights as they are loaded."""
+        return self.sees_rows or self.is_of_4bit_base
+
+    @property
+    def is_of_4bit_base(self) -> bool:
+        """True if the adapter makes up for what 4 bits lose, and so applies to no other base."""
+        return self.init_lora_weights == "loftq"
+
+    @property
+    def distributes_ranks(self) -> bool:
+        """True if training rows decide on the ranks of modules."""
+        return self.init_lora_weights == "eva" and self.rho > 1
 
     @property
     def as_saved(self) -> Self:
-        """The section of the adapter that is saved.
+        """The section of the adapter that is saved, as far as a recipe tells it.
 
         Where parts of the base weights were taken out, what is saved is plain LoRA of twice the rank: the trained
-        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays.
+        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays. Ranks that rows
+        decide on stand in the folder, and a base in 4 bits is part of what an adapter of `loftq` is.
         """
-        plain = self.model_copy(update={"init_lora_weights": True})
+        if self.distributes_ranks or self.is_of_4bit_base:
+            return self
+        plain = self.model_copy(update={"init_lora_weights": True, **_UNREAD})
         if not self.splits_base:
             return plain
         times = math.sqrt(2) if self.use_rslora else 2
@@ -279,6 +327,9 @@ class LoraAdapter(PeftAdapter):
         if self.lora_bias and self.init_lora_weights not in (True, "gaussian"):
             what = f"unsupported with init_lora_weights {self.init_lora_weights}, which begins with other updates"
             yield Conflict(("lora_bias",), what, "unset one of them")
+        for name, starts in _READ_BY.items():
+            if dict(self)[name] != _UNREAD[name] and self.init_lora_weights not in starts:
+                yield Conflict((name,), f"only read with init_lora_weights {' or '.join(starts)}", "unset it")
         if len(set(self.trainable_token_indices or ())) < len(self.trainable_token_indices or ()):
             yield Conflict(("trainable_token_indices",), "an id is there twice", "remove it")
 
@@ -293,6 +344,19 @@ class LoraAdapter(PeftAdapter):
         pattern = pattern_of(patterns, name)
         return self.rank if pattern is None else patterns[pattern]
 
+    def ranks_of(self, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+        """Return the ranks of adapters by module; where rows distribute them, so that the largest modules have most.
+
+        No other distribution has more parameters.
+        """
+        if not self.distributes_ranks:
+            return super().ranks_of(sizes)
+        left, most, ranks = self.rank * len(sizes), round(self.rank * self.rho), dict.fromkeys(sizes, 0)
+        for name in sorted(sizes, key=lambda name: -sum(sizes[name])):
+            ranks[name] = min(most, left)
+            left -= ranks[name]
+        return ranks
+
     def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
         """Return the shapes of the two matrices (section 4.1), and of DoRA's magnitudes (arXiv 2402.09353)."""
         rank = self.rank_of(name)
@@ -304,6 +368,12 @@ class LoraAdapter(PeftAdapter):
     def words(self) -> str:
         """Kind and sizes as a plan states them."""
         return f"{self.type}, rank {self.rank}, alpha {self.alpha:g}"
+
+
+_READ_BY = {"num_init_rows": ("corda", "eva"), "corda_method": ("corda",), "rho": ("eva",)}
+"""Fields that only some values of `init_lora_weights` read, and which."""
+
+_UNREAD = {name: LoraAdapter.model_fields[name].default for name in _READ_BY}
 
 
 class QloraAdapter(LoraAdapter):
