@@ -832,6 +832,24 @@ STARTS = {
 }
 
 
+PARAMETERS = ["mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        f"{AXOLOTL_FULL}adapter: lora\nlora_target_parameters: {PARAMETERS}\n",
+        f"model: m\ntuner_type: lora\ndataset: x.jsonl\ntarget_parameters: {PARAMETERS}\n",
+        f"model_name_or_path: m\ndataset_name: x\nuse_peft: true\nlora_target_parameters: {PARAMETERS}\n"
+        "max_length: 64\nper_device_train_batch_size: 1\n",
+    ],
+    ids=["axolotl", "ms-swift", "trl"],
+)
+def test_parameters_that_get_an_adapter_are_carried_over(config, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    assert migrate(tmp_path / "config.yaml").recipe.adapter.target_parameters == PARAMETERS
+
+
 @pytest.mark.parametrize("name", STARTS)
 def test_initial_weights_of_adapters_are_carried_over_or_named(name, tmp_path) -> None:
     config, start, refused = STARTS[name]

@@ -1,17 +1,21 @@
 """What an adapter section names in vain, or cannot have of a model: told with what there is."""
 
+from math import prod
+
 import pytest
 
 from tests.estimates.shapes import H100, LLAMA_1B
 from tests.planner.golden import ROWS, recipe
 from tunekit.errors import PlanError
 from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
 from tunekit.planner.decisions.adapters import adapter_faults
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
 from tunekit.recipe.sections.adapters import LoraAdapter
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+LEAVES = ("gate_up_proj", "down_proj")
 UNFUSED = "k_proj, o_proj, q_proj, v_proj"
 MOE = "Qwen/Qwen3-30B-A3B"
 
@@ -64,6 +68,48 @@ OF_EXPERTS = {
         f"limit it to {UNFUSED}",
     ),
 }
+
+NAMED = {
+    "no such": (
+        {"target_parameters": ["experts.w1"]},
+        f"{MOE} has no parameter named experts.w1; available: experts.down_proj, experts.gate_up_proj",
+    ),
+    "a linear layer": (
+        {"target_parameters": ["q_proj.weight"], "target_modules": ["v_proj"]},
+        "q_proj.weight: model.layers.0.self_attn.q_proj.weight (4096 x 2048) is no stack of experts' matrices; "
+        "available: experts.down_proj, experts.gate_up_proj",
+    ),
+    "twice": (
+        {"target_parameters": ["experts.down_proj"]},
+        "experts.down_proj is adapted by adapter.target_modules already; remove it from one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_parameters_that_get_an_adapter_are_stacks_that_no_module_names(name):
+    options, message = NAMED[name]
+    with pytest.raises(PlanError) as caught:
+        planned(known_model(MOE), **options)
+    assert f"adapter.target_parameters: {message}" in str(caught.value)
+
+
+def test_a_stack_that_is_named_itself_gets_the_rank_and_not_twice_that():
+    model = known_model(MOE)
+    adapters = (LoraAdapter(rank=4, target_modules=[], target_parameters=[f"experts.{leaf}"]) for leaf in LEAVES)
+    for adapter in adapters:
+        assert not list(adapter_faults(adapter, model))
+        shapes = [shape for name, shape in model.tensors.items() if adapter.targets_parameter(name)]
+        counted = sum(4 * experts * (outputs + inputs) for experts, outputs, inputs in shapes)
+        assert counted and num_trainable_params(model, adapter) == counted
+        assert sum(prod(shape) for shape in trained_tensors(model, adapter).values()) == counted
+
+
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_what_peft_cannot_do_with_parameters_is_refused_with_the_recipe(option):
+    with pytest.raises(ValueError, match="unsupported by PEFT with target_parameters; unset one of them"):
+        LoraAdapter(target_parameters=["experts.down_proj"], **option)
+
 
 STARTS = {
     "quantized": (

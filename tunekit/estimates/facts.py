@@ -20,7 +20,14 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from tunekit.estimates.memory.experts import ROUTERS, Mixture, adapted_experts, expert_adapters, mixture_of
+from tunekit.estimates.memory.experts import (
+    ROUTERS,
+    Mixture,
+    adapted_experts,
+    expert_adapters,
+    mixture_of,
+    parameter_sizes,
+)
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.recipe.sections.adapters import (
@@ -39,7 +46,7 @@ further keeps all others."""
 
 
 _OF_RANKS = ("rank", "rank_pattern", "init_lora_weights", "rho")
-_CHOOSING = ("type", *_OF_RANKS, "target_modules", "exclude_modules", "layers_to_transform")
+_CHOOSING = ("type", *_OF_RANKS, "target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
 """Fields of an adapter section that say which modules get an adapter, and of which rank."""
 
 
@@ -678,7 +685,7 @@ class ModelFacts(Facts):
             ranks = adapter.ranks_of(sizes)
             adapters = Counter((*size, ranks[name]) for name, size in sizes.items() if not _is_expert(name))
             for name in filter(_is_expert, sizes):
-                shapes = expert_adapters(name, self.tensors, self.num_experts)
+                shapes = expert_adapters(name, self.tensors, self.num_experts, is_double=adapter.doubles_rank(name))
                 adapters.update((outputs, inputs, each * ranks[name]) for outputs, inputs, each in shapes)
             self._adapted[key] = Linears(sizes, adapters, ranks)
         return self._adapted[key]
@@ -704,6 +711,8 @@ class ModelFacts(Facts):
             and _leaf(name) not in (former or ())
             and _leaf(name) not in refused
         }
+        if isinstance(adapter, LoraAdapter) and adapter.target_parameters:
+            matched |= parameter_sizes(self.tensors, filter(adapter.targets_parameter, self.tensors))
         if not former or adapter.target_regex is not None:
             return matched
         return matched | adapted_experts(self.tensors, former, adapter.target_modules)

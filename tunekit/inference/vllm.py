@@ -79,8 +79,11 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
 
 def _is_beyond(adapter: LoraAdapter) -> bool:
     """Return whether vLLM refuses an adapter for its kind, or would scale all modules by one rank and alpha."""
-    others = (adapter.use_dora, adapter.lora_bias, adapter.modules_to_save, adapter.trainable_token_indices)
-    return any((*others, adapter.rank_pattern, adapter.alpha_pattern)) or adapter.rank > RANKS[-1]
+    others = (adapter.use_dora, adapter.lora_bias, adapter.modules_to_save, adapter.target_parameters)
+    return (
+        any((*others, adapter.trainable_token_indices, adapter.rank_pattern, adapter.alpha_pattern))
+        or adapter.rank > RANKS[-1]
+    )
 
 
 class VllmModel:

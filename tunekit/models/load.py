@@ -673,7 +673,8 @@ def _check_names(model: "PeftModel", adapter: PeftAdapter) -> None:
     Raises:
         ModelError: One is not.
     """
-    adapted = cast(Any, model).base_model.targeted_module_names
+    tuner = cast(Any, model).base_model
+    adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
     names = [name for name, _ in model.get_base_model().named_modules()]
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in dict(adapter).get(field) or {}:
@@ -758,6 +759,7 @@ def peft_config(
         modules_to_save=adapter.modules_to_save,
         exclude_modules=excluded,
         trainable_token_indices=rows,
+        target_parameters=adapter.target_parameters,
     )
 
 

@@ -11,7 +11,7 @@ experts stay as they are.
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 Sizes = dict[str, tuple[int, int]]
@@ -117,7 +117,15 @@ def adapted_experts(
     return sizes
 
 
-def expert_adapters(name: str, tensors: Mapping[str, tuple[int, ...]], num_experts: int) -> list[tuple[int, int, int]]:
+def parameter_sizes(tensors: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> Sizes:
+    """Return the sizes of all matrices of each named stack of experts taken together."""
+    stacks = {name: tensors[name] for name in names if len(tensors[name]) == 3}
+    return {name: (num * outputs, num * inputs) for name, (num, outputs, inputs) in stacks.items()}
+
+
+def expert_adapters(
+    name: str, tensors: Mapping[str, tuple[int, ...]], num_experts: int, *, is_double: bool
+) -> list[tuple[int, int, int]]:
     """Outputs and inputs of the adapter of a layer's experts, and how many times its rank it has for all of them.
 
     Nothing where the tensor is but a part of the one that has the adapter.
@@ -126,11 +134,12 @@ def expert_adapters(name: str, tensors: Mapping[str, tuple[int, ...]], num_exper
         name: A tensor that `adapted_experts` found.
         tensors: Shapes by name.
         num_experts: Experts of the layer.
+        is_double: Whether a stack has twice the rank.
     """
     *_, outputs, inputs = shape = tensors.get(name) or tensors[name + ".weight"]
     leaf = last_part(name)
     if len(shape) > 2:
-        return [(outputs, inputs, num_experts * (2 if leaf == "gate_up_proj" else 1))]
+        return [(outputs, inputs, num_experts * (2 if is_double else 1))]
     if ".experts.0." not in name or leaf in {"w3", "up_proj"}:
         return []
     return [(outputs, inputs, num_experts) if _FUSED[leaf] == "down_proj" else (2 * outputs, inputs, 2 * num_experts)]

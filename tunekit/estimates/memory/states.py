@@ -93,7 +93,7 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
         *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
         shapes = adapter.shapes_of(name, outputs, inputs)
         if isinstance(adapter, LoraAdapter):
-            rank = own_rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
+            rank = own_rank * math.prod(experts) * (2 if experts and adapter.doubles_rank(name) else 1)
             shapes |= {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
         trained |= {f"{name}.{part}": shape for part, shape in shapes.items()}
     return trained | token_rows(model, adapter)

@@ -863,7 +863,9 @@ def _experts(model: ModelFacts, adapter: Adapter, num_tokens: float) -> tuple[fl
     if not isinstance(adapter, FullAdapter):
         all_gate_up, all_down = mixture.expert_params(h)
         rank = adapter.rank if isinstance(adapter, LoraAdapter) else 0
-        ranks = 2 * rank * all_gate_up * trained.gate_up + rank * all_down * trained.down
+        stacks = [name for name in model.adapted(adapter).ranks if name.endswith("experts.gate_up_proj")]
+        times = 2 if any(map(adapter.doubles_rank, stacks)) else 1
+        ranks = times * rank * all_gate_up * trained.gate_up + rank * all_down * trained.down
         ranks += rank * router * trained.router
         # Twice forward: torch tries a parametrization when it is registered, which PEFT does in each forward pass.
         forward, backward = forward + 4 * ranks / num_tokens, backward + 4 * ranks / num_tokens

@@ -37,6 +37,7 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
         yield problem, "set adapter.type=lora or full"
     if isinstance(adapter, LoraAdapter):
         yield from expert_faults(model, adapter)
+        yield from _parameter_faults(model, adapter)
     yield from _target_faults(model, adapter)
     yield from _choice_faults(model, adapter)
     if isinstance(adapter, LoraAdapter):
@@ -102,7 +103,8 @@ def _target_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
         problem += f"{', '.join(refused)} past the modules, where an adapter would have no effect"
         yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"
     missing = [target for target in targets if target not in refused and not model.adapter_linears([target])]
-    if missing or not (refused or regex or model.adapter_linears(adapter.target_modules)):
+    adapts_others = isinstance(adapter, LoraAdapter) and targets == [] and adapter.target_parameters
+    if missing or not (refused or regex or adapts_others or model.adapter_linears(adapter.target_modules)):
         named = ", ".join(missing) or adapter.target_modules
         yield f"adapter.target_modules: {model.path} has no linear layer named {named}", f"available: {endings}"
 
@@ -171,6 +173,29 @@ def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         yield f"{problem} does not go with use_dora: {why}", "unset one of them"
     if adapter.use_rslora and (adapter.rank_pattern or adapter.alpha_pattern):
         yield f"{problem} with use_rslora needs one rank and alpha", "unset rank_pattern and alpha_pattern"
+
+
+def _parameter_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
+    """Yield parameters that this model does not have, or that are no matrices of experts, or adapted anyway."""
+    former = model.former_linears
+    by_module = adapted_experts(model.tensors, former, adapter.target_modules) if former else {}
+    stacks = [name for name, shape in model.tensors.items() if len(shape) == 3 and not model.is_untrained(name)]
+    endings = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+    hint = f"available: {', '.join(endings)}" if endings else "unset it: the model has no fused experts"
+    for ending in adapter.target_parameters or ():
+        named = [name for name in model.tensors if is_any_of(name, [ending])]
+        stacked = [name for name in named if name in stacks]
+        problem = f"adapter.target_parameters: {ending}"
+        if not named:
+            yield f"adapter.target_parameters: {model.path} has no parameter named {ending}", hint
+        elif len(stacked) < len(named):
+            odd = next(name for name in named if name not in stacked)
+            shape = " x ".join(map(str, model.tensors[odd]))
+            yield f"{problem}: {odd} ({shape}) is no stack of experts' matrices", hint
+        elif any(name in by_module for name in stacked):
+            yield f"{problem} is adapted by adapter.target_modules already", "remove it from one of them"
+    if adapter.target_parameters and isinstance(adapter, QloraAdapter) and model.published_as == "mxfp4":
+        yield "adapter.target_parameters: experts in MXFP4 stay as they are", "set adapter.type=lora, or unset it"
 
 
 def _eva_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:

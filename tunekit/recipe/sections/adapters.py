@@ -176,6 +176,10 @@ class PeftAdapter(Section):
         """
         return {name: self.rank_of(name) for name in sizes}
 
+    def doubles_rank(self, name: str) -> bool:
+        """Return whether a tensor of fused experts gets twice the rank, since it is two of their former layers."""
+        return name.endswith("gate_up_proj")
+
     def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
         """Return the shapes of what is trained of a linear layer, by PEFT's name for it.
 
@@ -265,6 +269,10 @@ class LoraAdapter(PeftAdapter):
     lora_bias: bool = False
     """Train a bias behind each matrix B. It is merged only into layers that have a bias."""
 
+    target_parameters: Annotated[list[str], Field(min_length=1)] | None = None
+    """Matrices of fused experts to adapt besides `target_modules`, which may be empty then, by name suffixes such as
+    [experts.gate_up_proj, experts.down_proj]. All experts of a layer get one each, of the same rank."""
+
     trainable_token_indices: Annotated[list[int], Field(min_length=1)] | None = None
     """Ids of tokens whose rows of embedding and head are trained beside the adapter, such as those of a chat template
     that the model has never seen. Tokens that the recipe adds are trained in any case."""
@@ -327,6 +335,11 @@ class LoraAdapter(PeftAdapter):
         if self.lora_bias and self.init_lora_weights not in (True, "gaussian"):
             what = f"unsupported with init_lora_weights {self.init_lora_weights}, which begins with other updates"
             yield Conflict(("lora_bias",), what, "unset one of them")
+        if self.target_parameters:
+            plain = self.init_lora_weights in (True, "gaussian")
+            refused = {"dropout": self.dropout > 0, "use_dora": self.use_dora, "lora_bias": self.lora_bias}
+            for name in [name for name, is_set in {**refused, "init_lora_weights": not plain}.items() if is_set]:
+                yield Conflict((name,), "unsupported by PEFT with target_parameters", "unset one of them")
         for name, starts in _READ_BY.items():
             if dict(self)[name] != _UNREAD[name] and self.init_lora_weights not in starts:
                 yield Conflict((name,), f"only read with init_lora_weights {' or '.join(starts)}", "unset it")
@@ -336,7 +349,15 @@ class LoraAdapter(PeftAdapter):
     @property
     def chooses_by_name(self) -> bool:
         """True if modules are chosen or ranked by more than their last names."""
-        return super().chooses_by_name or bool(self.rank_pattern)
+        return super().chooses_by_name or bool(self.rank_pattern or self.target_parameters)
+
+    def doubles_rank(self, name: str) -> bool:
+        """Return whether a tensor of fused experts gets twice the rank: not where it is named itself."""
+        return super().doubles_rank(name) and not self.targets_parameter(name)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether a parameter that is no module's weight gets an adapter by its own name."""
+        return is_any_of(name, self.target_parameters or ())
 
     def rank_of(self, name: str) -> int:
         """Return the rank of a module's adapter."""
