@@ -50,7 +50,7 @@ from tunekit.estimates.models.model_config import (
     num_experts_per_token_of,
 )
 from tunekit.models.fusion.tiling import _tile
-from tunekit.models.load import keep_trained, peft_config
+from tunekit.models.load import freeze_ranks, keep_trained, peft_config
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, PeftAdapter, QloraAdapter
@@ -318,6 +318,7 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
         else:
             config = peft_config(adapter, base)
         model = get_peft_model(base, config)
+        freeze_ranks(model)
         keep_trained(model)
     if step.mlp_tile_tokens is not None:
         for layer in base.get_decoder().layers:

@@ -14,8 +14,16 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import BYTES, num_live_layers
-from tunekit.models.load import peft_config
-from tunekit.recipe.sections.adapters import FullAdapter, Ia3Adapter, LoraAdapter, OftAdapter, QloraAdapter, VeraAdapter
+from tunekit.models.load import freeze_ranks, peft_config
+from tunekit.recipe.sections.adapters import (
+    AdaloraAdapter,
+    FullAdapter,
+    Ia3Adapter,
+    LoraAdapter,
+    OftAdapter,
+    QloraAdapter,
+    VeraAdapter,
+)
 
 TOKENS = 2 * 64
 
@@ -69,6 +77,7 @@ def with_adapter(model, adapter):
         return model, model
     if not isinstance(adapter, LoraAdapter):
         wrapped = get_peft_model(model, peft_config(adapter, model))
+        freeze_ranks(wrapped)
         return wrapped, wrapped.get_base_model()
     config = LoraConfig(
         r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout, use_dora=adapter.use_dora,
@@ -133,6 +142,8 @@ ADAPTERS = {
     "vera on two": VeraAdapter(rank=8, target_modules=["o_proj", "up_proj"]),
     "oft": OftAdapter(oft_block_size=8),
     "oft alike": OftAdapter(oft_block_size=8, block_share=True),
+    "adalora": AdaloraAdapter(init_r=8, target_r=4),
+    "adalora on two": AdaloraAdapter(init_r=8, target_r=4, target_modules=["o_proj", "up_proj"]),
     "oft on two": OftAdapter(oft_block_size=8, target_modules=["o_proj", "up_proj"]),
 }
 

@@ -14,6 +14,7 @@ from tunekit.errors import PlanError, RecipeError
 from tunekit.migration.migration import migrate
 from tunekit.migration.report import Migration
 from tunekit.recipe.load import load_recipe
+from tunekit.recipe.sections.adapters import AdaloraAdapter
 
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())
@@ -830,6 +831,25 @@ STARTS = {
         ["loftq: adapter.init_lora_weights takes it for a base in 4 bits, adapter.type=qlora"],
     ),
 }
+
+
+SWIFT = "model: m\ndataset: x.jsonl\nadalora_init_r: 16\nadalora_tfinal: 20\nlora_rank: 4\nlora_dropout: 0.1\n"
+
+
+def test_adalora_is_carried_over_with_what_it_reads(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{SWIFT}tuner_type: adalora\n")
+    made = migrate(tmp_path / "config.yaml")
+    wanted = {"type": "adalora", "init_r": 16, "tfinal": 20, "dropout": 0.1, "alpha": 32.0}
+    assert made.recipe.adapter == AdaloraAdapter(**wanted)
+    assert line_of(made, "lora_rank").words == "not used with tuner_type adalora"
+    assert not made.of_kind("unsupported")
+    (tmp_path / "config.yaml").write_text(f"{SWIFT}tuner_type: lora\n")
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter.type == "lora" and made.recipe.adapter.rank == 4
+    assert line_of(made, "adalora_init_r").words == "only used with tuner_type adalora"
+    (tmp_path / "config.yaml").write_text(f"{SWIFT}tuner_type: adalora\nquant_bits: 4\nquant_method: bnb\n")
+    (line,) = migrate(tmp_path / "config.yaml").of_kind("unsupported")
+    assert line.words == "adalora is unsupported: adapter accepts full, lora, qlora; the recipe uses qlora"
 
 
 PARAMETERS = ["mlp.experts.down_proj"]

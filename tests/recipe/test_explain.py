@@ -43,7 +43,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
             "data.train.format",
             "data.train.format: auto, messages, sharegpt, alpaca, prompt_completion, text, tokens, preference,",
         ),
-        ("adapter.type", "adapter.type: one of full, lora, qlora, ia3, vera, oft; default lora"),
+        ("adapter.type", "adapter.type: one of full, lora, qlora, ia3, vera, oft, adalora; default lora"),
         ("adapter.quant_type", "adapter.quant_type: one of nf4, fp4; default nf4; with adapter.type qlora"),
         ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
         ("train.warmup_steps", "train.warmup_steps: a number of at least 0; default 0.03"),
@@ -74,7 +74,8 @@ def test_a_section_is_explained_with_all_its_fields_each_once() -> None:
     assert "adapter.rank" in keys
     assert "adapter.quant_type" in keys
     assert keys.count("adapter.rank") == 2, "those of LoRA and VeRA differ"
-    assert len(keys) == len(set(keys)) + 1
+    assert keys.count("adapter.alpha") == 2, "those of LoRA and AdaLoRA differ"
+    assert len(keys) == len(set(keys)) + 2
 
 
 def test_everything_is_every_field() -> None:
@@ -196,5 +197,5 @@ def test_a_key_that_variants_mean_otherwise_is_told_for_each() -> None:
 
 
 def test_a_key_that_variants_share_is_told_once() -> None:
-    assert explain("adapter").count("adapter.alpha: ") == 1
-    assert "with adapter.type lora or qlora" in explain("adapter.alpha")
+    assert explain("adapter").count("adapter.alpha_pattern: ") == 1
+    assert "with adapter.type lora or qlora" in explain("adapter.alpha_pattern")

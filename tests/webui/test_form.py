@@ -41,12 +41,12 @@ FITTING: dict[str, Any] = {
     "train.learning_rates": {r"embed\.[a-z]": 1e-5, "b": 0.5}, "output.report_to": ["wandb", "mlflow"],
     "adapter.layers_to_transform": [0, 2], "adapter.trainable_token_indices": [7, 9],
     "adapter.rank_pattern": {"q_proj": 8}, "adapter.alpha_pattern": {"q_proj": 8.5},
-    "adapter.target_modules": ["q_proj", "v_proj"],
+    "adapter.target_modules": ["q_proj", "v_proj"], "adapter.init_r": 16,
     "parallel.nvme_path": "/tmp", "output.name": "a.b-1", "output.sample_prompts": ["Hi", " a\n\"b\" ", "[]"],
 }  # fmt: skip
 """Values where any would not do, by keys without positions."""
 
-ADAPTERS = {"sft": "qlora", "dpo": "full", "orpo": "ia3", "cpo": "vera", "reward": "oft"}
+ADAPTERS = {"sft": "qlora", "dpo": "full", "orpo": "ia3", "cpo": "vera", "reward": "oft", "kto": "adalora"}
 """Kinds of adapter by method, so that all come up; LoRA for the others."""
 
 WEIGHTS = {"data.train": [{"path": "a", "weight": 1}, {"path": "c", "weight": 2}]}
@@ -63,6 +63,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.streaming": {"train.max_steps": 5},
     "train.pure_bf16": {"adapter.type": "full"},
     "train.early_stopping_threshold": {"train.early_stopping_patience": 2},
+    "adapter.num_init_rows": {"adapter.init_lora_weights": "corda"},
+    "adapter.corda_method": {"adapter.init_lora_weights": "corda"},
+    "adapter.rho": {"adapter.init_lora_weights": "eva"},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},

@@ -79,6 +79,8 @@ class RunTrainer(Base):  # type: ignore[misc]
     """Mixin over a trainer of TRL's: each method calls what stands around it, and that calls TRL's."""
 
     _around: Mapping[str, tuple[Callable[..., Any], ...]] = MappingProxyType({})
+    rank_allocation: Any = None
+    """Distribution of ranks, of an adapter that has it."""
     stored_buffers: Sequence[str] = ()
     """Names of buffers of the model that checkpoints hold, where FSDP2 divides it."""
 

@@ -9,6 +9,7 @@ from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
+from tunekit.recipe.sections.adapters import AdaloraAdapter
 
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
@@ -35,7 +36,9 @@ def prepare(draft: Draft) -> None:
         draft.put("method.loss_type", "simpo", "rlhf_type")
     tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", "lora")))
     is_small = draft.get("quant_bits", draft.get("quantization_bit")) == 4 and draft.get("quant_method", "bnb") == "bnb"
-    adapter = "full" if tuner in ("full", "llamapro") else "qlora" if is_small else "lora"
+    kinds = {"full": "full", "llamapro": "full", "adalora": "adalora"}
+    adapter = kinds.get(tuner, "lora")
+    adapter = "qlora" if is_small and adapter != "full" else adapter
     draft.put("adapter.type", adapter, "tuner_type", "train_type", "sft_type")
     if tuner == "llamapro":
         draft.put("adapter.new_layers", draft.get("llamapro_num_new_blocks", 4), "llamapro_num_new_blocks")
@@ -69,6 +72,23 @@ def _is_file(path: str) -> bool:
     return path.endswith(_FILES) or path.startswith(("/", "./", "../")) or Path(path).exists()
 
 
+def adalora(draft: Draft, entry: Entry) -> Fate:
+    """A setting of AdaLoRA, by PEFT's name behind the tool's prefix."""
+    if draft.values["adapter.type"] != "adalora":
+        return Fate("silent", "only used with tuner_type adalora")
+    return draft.carry(entry, f"adapter.{entry.key.removeprefix('adalora_')}", entry.value)
+
+
+def _leave_out_lora(draft: Draft) -> None:
+    """Leave out what AdaLoRA does not read of LoRA's settings."""
+    read = AdaloraAdapter.model_fields
+    for target in [key for key in draft.values if key.startswith("adapter.") and key.split(".")[1] not in read]:
+        del draft.values[target]
+        draft.assumed = [assumed for assumed in draft.assumed if assumed.key != target]
+        for key in draft.origins.pop(target, []):
+            draft.fates[key] = Fate("silent", "not used with tuner_type adalora")
+
+
 def finish(draft: Draft) -> None:
     """Record ms-swift's defaults for what the file does not set, and what looks wrong."""
     is_full = not draft.has_adapter
@@ -86,6 +106,8 @@ def finish(draft: Draft) -> None:
         if draft.get("target_regex"):
             draft.values["adapter.target_modules"] = text(draft.get("target_regex"))
         draft.assume({"adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05})
+    if draft.values["adapter.type"] == "adalora":
+        _leave_out_lora(draft)
     hf.drops_too_long(draft, "truncation_strategy", "delete")
     if draft.original.task == "pt" and draft.get("use_chat_template") is None:
         draft.differ("use_chat_template", False, f"the default in swift pt: {reason('plain_text')}")

@@ -257,8 +257,9 @@ def logging(draft: Draft, entry: Entry) -> Fate:
 
 def tuner(draft: Draft, entry: Entry) -> Fate:
     """The kind of training: all weights, or an adapter."""
-    if entry.value not in ("full", "lora", "freeze"):
-        raise UnfitError(f"{entry.value} is unsupported: adapter accepts full, lora, qlora; the recipe uses lora")
+    if entry.value not in ("full", "lora", "freeze", draft.values["adapter.type"]):
+        kind = draft.values["adapter.type"]
+        raise UnfitError(f"{entry.value} is unsupported: adapter accepts full, lora, qlora; the recipe uses {kind}")
     return carried("adapter.type", draft.values["adapter.type"])
 
 

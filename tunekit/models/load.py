@@ -42,6 +42,7 @@ from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
+    AdaloraAdapter,
     Adapter,
     FullAdapter,
     Ia3Adapter,
@@ -654,6 +655,7 @@ def attach_adapter(
             if isinstance(module, TrainableTokensWrapper):
                 # Fused heads ask for it, and PEFT shows the weight alone. A head with a bias is refused.
                 module.bias = None
+    freeze_ranks(adapted)
     _check_names(adapted, adapter)
     _check_readable(adapted)
     if trained is not None:
@@ -663,6 +665,15 @@ def attach_adapter(
     elif adapter.splits_base and config.init_lora_weights is not True:
         keep_initial(adapted)
     return adapted
+
+
+def freeze_ranks(model: "torch.nn.Module") -> None:
+    """Freeze the number by which AdaLoRA divides: PEFT trains it where it casts an adapter to float32 (0.21.2)."""
+    from peft.tuners.adalora import AdaLoraLayer
+
+    for module in model.modules():
+        if isinstance(module, AdaLoraLayer):
+            cast(Any, module).ranknum.requires_grad_(False)
 
 
 def _check_names(model: "PeftModel", adapter: PeftAdapter) -> None:
@@ -731,11 +742,11 @@ def peft_config(
         new_tokens: Ids of tokens whose rows are trained beside a new adapter.
     """
     if not isinstance(adapter, LoraAdapter):
-        return _config_by_names(adapter, model, task)
+        return _config_by_names(adapter, model, task, trained)
     from peft import LoraConfig
 
     if trained is not None and (trained / ADAPTER_CONFIG).is_file():
-        stated = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        stated = _stated(trained)
         excluded, rows = stated.get("exclude_modules"), stated.get("trainable_token_indices")
     else:
         tokens = dict.fromkeys((*new_tokens, *(adapter.trainable_token_indices or ())))
@@ -763,12 +774,18 @@ def peft_config(
     )
 
 
-def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task) -> "PeftConfig":
+def _stated(folder: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter in a folder."""
+    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return config
+
+
+def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task, trained: Path | None) -> "PeftConfig":
     """Return the section of an adapter other than LoRA as PEFT has it, with its modules by their full names.
 
     Not all kinds have PEFT's fields that narrow modules down.
     """
-    from peft import IA3Config, OFTConfig, VeraConfig
+    from peft import AdaLoraConfig, IA3Config, OFTConfig, VeraConfig
 
     names = _names_of(adapter, model)
     common: dict[str, Any] = {
@@ -789,6 +806,12 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task)
             )
         case OftAdapter():
             return OFTConfig(**common, oft_block_size=adapter.oft_block_size, block_share=adapter.block_share)
+        case AdaloraAdapter():
+            stated = _stated(trained) if trained is not None else {}
+            # The schedule of a run comes with its trainer.
+            sizes = {"init_r": adapter.init_r, "target_r": adapter.target_r, "lora_alpha": adapter.alpha}
+            pattern = stated.get("rank_pattern")
+            return AdaLoraConfig(**common, **sizes, lora_dropout=adapter.dropout, total_step=1, rank_pattern=pattern)
         case _:
             raise TypeError(f"no configuration of PEFT for {adapter.type}")
 

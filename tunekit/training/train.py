@@ -22,7 +22,7 @@ from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.probe.chat_template import template_in_time
 from tunekit.process.signals import Wishes
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import AdaloraAdapter, FullAdapter, LoraAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
@@ -41,6 +41,7 @@ from tunekit.training.checkpointing.safe_load import check_states
 from tunekit.training.checkpointing.save import Saver, result_saved
 from tunekit.training.engines import engine
 from tunekit.training.model_card import write_card
+from tunekit.training.rank_allocation import RankAllocation
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -117,6 +118,8 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     if recipe.train.averages:
         # The result is the average, as in checkpoints.
         trainer.optimizer.eval()
+    if trainer.rank_allocation is not None:
+        trainer.rank_allocation.finish()
     watch.enter("saving")
     draft = run.path / ".saving-model"
     with result_saved(record, draft):
@@ -185,6 +188,8 @@ def build(
     engine.before_wrapping(trainer, plan)
     if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.splits_base:
         save_and_load_plain(trainer, recipe.adapter)
+    if isinstance(recipe.adapter, AdaloraAdapter):
+        trainer.rank_allocation = RankAllocation(trainer, recipe.adapter, schedule.num_steps)
     if has_groups(recipe):
         give_learning_rates(trainer, recipe)
     follow(trainer, watch.heart, layers)

@@ -33,6 +33,7 @@ from typing import Literal
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.adapters import (
+    AdaloraAdapter,
     Adapter,
     FullAdapter,
     Ia3Adapter,
@@ -100,7 +101,12 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
 
 
 def shared_matrices(model: ModelFacts, adapter: Adapter) -> tuple[Shape, ...]:
-    """Return the shapes of frozen matrices that the adapters of all layers share, as large as the largest needs."""
+    """Return the shapes of frozen tensors beside trained ones.
+
+    VeRA has matrices that the adapters of all layers share, as large as the largest needs, and AdaLoRA a rank for each.
+    """
+    if isinstance(adapter, AdaloraAdapter):
+        return ((1,),) * len(model.adapted(adapter).sizes)
     if not isinstance(adapter, VeraAdapter):
         return ()
     sizes = model.adapted(adapter).sizes.values()
@@ -298,7 +304,9 @@ def trained_bytes(
         tensors = trained_tensors(model, adapter)
         shared = sum(4 * math.prod(shape) for shape in shared_matrices(model, adapter))
         adapters = shared + adapters_bytes(tensors, adapter)
-        model.trained_bytes[key] = adapters, states_bytes(tensors, optim, trained_dtype)
+        # AdaLoRA keeps of each trained value its importance, and the means of that and of how much it varies.
+        scores = 3 * adapters_bytes(tensors, adapter) if isinstance(adapter, AdaloraAdapter) else 0
+        model.trained_bytes[key] = adapters, states_bytes(tensors, optim, trained_dtype) + scores
     return model.trained_bytes[key]
 
 
@@ -550,8 +558,9 @@ def kept_beside(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) ->
 def kept_matrices(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) -> int:
     """Return the bytes of weights that a layer's adapters compute anew in each forward pass, and keep.
 
-    (IA)3 multiplies its factors by 1. Under autocast VeRA's frozen matrices are cast for each layer. OFT keeps of each
-    block the matrix Q, its square and cube, and the rotation, and under autocast the copies that each product casts.
+    (IA)3 multiplies its factors by 1. AdaLoRA multiplies directions by values, and adds to the rank; under autocast the
+    other directions are cast, as VeRA's frozen matrices are for each layer. OFT keeps of each block the matrix Q, its
+    square and cube, and the rotation, and under autocast the copies that each product casts.
     """
     if isinstance(adapter, FullAdapter | LoraAdapter):
         return 0
@@ -559,6 +568,9 @@ def kept_matrices(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) 
     if isinstance(adapter, Ia3Adapter):
         factors = (adapter.shapes_of(name, *size)["ia3_l"] for name, size in sizes.items())
         total = 4 * sum(math.prod(shape) for shape in factors)
+    elif isinstance(adapter, AdaloraAdapter):
+        total = len(sizes) * 4 + e * adapter.init_r * sum(inputs for _, inputs in sizes.values())
+        total += e * adapter.init_r * sum(outputs for outputs, _ in sizes.values()) if casted else 0
     elif isinstance(adapter, VeraAdapter):
         total = e * adapter.rank * sum(map(sum, sizes.values())) if casted else 0
     else:

@@ -11,6 +11,7 @@ from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
+    AdaloraAdapter,
     Adapter,
     FullAdapter,
     Ia3Adapter,
@@ -236,9 +237,17 @@ MAX_BLOCK = 256
 """Largest block that a remedy names."""
 
 
-def start_refusal(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterator[tuple[str, str]]:
     """Yield why an adapter cannot begin as asked beside this method and these rows, or in this layout."""
     adapter, method = recipe.adapter, recipe.method
+    if isinstance(adapter, AdaloraAdapter):
+        if layout.strategy not in ("single", "ddp"):
+            yield "adapter.type=adalora distributes ranks by whole gradients", "use ddp, or adapter.type=lora"
+        if recipe.train.optimizer == "schedule_free_adamw":
+            why = "adapter.type=adalora sets values to 0, which an average of weights has not"
+            yield why, "use another train.optim"
+        if continues:
+            yield "an adapter of AdaLoRA has lost ranks that training further would distribute", "use adapter.type=full"
     if not isinstance(adapter, LoraAdapter) or not (adapter.splits_base or adapter.needs_sources):
         return
     name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import DataFacts, Device, Hardware, ModelFacts, Origin, is_embedding
+from tunekit.estimates.facts import (
+    DataFacts,
+    Device,
+    Hardware,
+    ModelFacts,
+    Origin,
+    continued_adapter,
+    is_embedding,
+)
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.learning_rates import has_groups, unmatched
 from tunekit.estimates.memory.states import Dtype, reference_of, token_rows, trained_tensors, unties_head
@@ -313,7 +321,9 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     recipe, optim = setting.recipe, setting.recipe.train.optimizer
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
     is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
-    yield from start_refusal(recipe, layout)
+    yield from start_refusal(
+        recipe, layout, continues=continued_adapter(setting.model.origin, recipe.adapter) is not None
+    )
     if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
         if layout.strategy not in ("single", "ddp"):
             yield "training a part of a model is untested there", "use ddp, or train all parameters"

@@ -37,7 +37,14 @@ from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    AdaloraAdapter,
+    Adapter,
+    FullAdapter,
+    LoraAdapter,
+    PeftAdapter,
+    QloraAdapter,
+)
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.section import STOCHASTIC_OPTIMS, Optim, TrainSection
 
@@ -444,6 +451,25 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
         save_steps=train.save_steps or math.ceil(often / together) * together,
         save_together=together,
     )
+
+
+def check_allocation(adapter: Adapter, schedule: Schedule | None, dtype: Dtype) -> None:
+    """Refuse steps without a change of ranks that leave none with one, and gradients that are scaled.
+
+    Raises:
+        PlanError: They do, or float16 scales them.
+    """
+    if not isinstance(adapter, AdaloraAdapter):
+        return
+    if dtype == "float16":
+        problem = "adapter.type: adalora adds gradients of weights to those that float16 scales"
+        raise PlanError(problem, hint="set model.dtype=float32, or adapter.type=lora")
+    if schedule is None:
+        return
+    fixed, num_steps = adapter.tinit + adapter.tfinal, schedule.num_steps
+    if fixed >= num_steps:
+        problem = f"adapter.tinit, adapter.tfinal: {fixed} steps together, and the run has {num_steps}"
+        raise PlanError(problem, hint="lower them, or train longer")
 
 
 def check_stopping(recipe: Recipe, schedule: Schedule | None) -> None:

@@ -486,11 +486,68 @@ class OftAdapter(PeftAdapter):
         return f"{self.type}, blocks of {self.oft_block_size}{' alike' if self.block_share else ''}"
 
 
-_Any = FullAdapter | LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter
+class AdaloraAdapter(PeftAdapter):
+    """Low-rank updates among which a run distributes ranks by importance (AdaLoRA, arXiv 2303.10512)."""
+
+    type: Literal["adalora"] = "adalora"
+    """LoRA with ranks that are distributed in training."""
+
+    init_r: Annotated[int, Field(gt=1)] = 12
+    """Rank of each module at first, and in memory throughout."""
+
+    target_r: Annotated[int, Field(gt=0)] = 8
+    """Mean rank of modules at the end."""
+
+    alpha: Annotated[float, Field(gt=0)] = 24
+    """Scaling: the update is multiplied by alpha / `init_r`."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter input. Above 0 it costs activation memory."""
+
+    tinit: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps before ranks begin to fall."""
+
+    tfinal: Annotated[int, Field(ge=0)] = 0
+    """Last optimizer steps, in which ranks stay."""
+
+    deltaT: Annotated[int, Field(gt=0)] = 1
+    """Optimizer steps between two distributions of ranks."""
+
+    beta1: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Share of its past in the mean of a weight's importance."""
+
+    beta2: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """The same in the mean of how much that varies."""
+
+    orth_reg_weight: Annotated[float, Field(ge=0)] = 0.5
+    """Weight of what keeps directions orthogonal, which is part of the logged loss."""
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        yield from super()._conflicts_within()
+        if self.target_r >= self.init_r:
+            yield Conflict(
+                ("target_r",), f"must be less than init_r, got {self.target_r} and {self.init_r}", "lower it"
+            )
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a module's adapter before ranks are distributed."""
+        return self.init_r
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shapes of directions and values of a layer (section 3.1)."""
+        return {"lora_A": (self.init_r, inputs), "lora_E": (self.init_r, 1), "lora_B": (outputs, self.init_r)}
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        return f"{self.type}, rank {self.init_r} to {self.target_r} in the mean, alpha {self.alpha:g}"
+
+
+_Any = FullAdapter | LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter
 Adapter = Annotated[_Any, Field(discriminator="type"), BeforeValidator(type_alone)]
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
 
 AnyPeftAdapter = Annotated[
-    LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter, Field(discriminator="type")
+    LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter, Field(discriminator="type")
 ]
 """The adapters among them."""
