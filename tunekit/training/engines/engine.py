@@ -128,12 +128,13 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
         fsdp2.set_buffers_aside(trainer)
         fsdp2.untie_head(trainer)
         fsdp2.hide_shared_head(trainer)
-    if plan.layout.strategy == "ddp" and isinstance(plan.recipe.adapter, QloraAdapter):
+    # A group of one process is wrapped by DDP too.
+    if plan.layout.strategy in ("single", "ddp") and isinstance(plan.recipe.adapter, QloraAdapter):
         leave_stacks_alone(trainer)
 
 
 def leave_stacks_alone(trainer: Trainer) -> None:
-    """Keep DDP from sending experts in 4 bits to the other processes: all have read them from the same files."""
+    """Keep DDP from sending weights in few bits to the other processes: all have read them from the same files."""
     from tunekit.models.quantization import Stack
 
     names = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, Stack)]
