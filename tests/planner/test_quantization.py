@@ -5,8 +5,11 @@ import pytest
 from tests.planner.golden import ROWS, recipe
 from tunekit.errors import PlanError
 from tunekit.estimates.hardware.machines import find_machine
+from tunekit.estimates.memory.states import quantised_bytes
+from tunekit.estimates.models.model_config import known_models
 from tunekit.planner.resolve import resolve
-from tunekit.probe.model import known_model
+from tunekit.probe.model import _from_config, known_model
+from tunekit.recipe.sections.adapters import QloraAdapter
 
 ON_ATTENTION = {"type": "qlora", "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -50,18 +53,134 @@ def test_weights_published_in_few_bits_are_made_dense_for_lora(method):
     ("method", "adapter", "hint"),
     [
         ("fp8", "qlora", "set adapter.type to lora, or use a 16-bit copy of the model"),
-        ("bitsandbytes", "lora", "set adapter.type to qlora, or use the model that they were made of"),
-        ("bitsandbytes", "full", "set adapter.type to qlora, or use the model that they were made of"),
-        ("gptq", "qlora", "use the model that they were made of"),
-        ("bitsandbytes_8bit", "qlora", "use the model that they were made of"),
+        ("fbgemm_fp8", "qlora", "set adapter.type to lora, or use a 16-bit copy of the model"),
+        ("compressed-tensors", "qlora", "set adapter.type to lora, or use a 16-bit copy of the model"),
+        ("hqq", "lora", "use the model that they were made of"),
+        ("torchao", "full", "use the model that they were made of"),
     ],
 )
 def test_weights_that_an_adapter_cannot_be_trained_on_are_refused(method, adapter, hint):
     with pytest.raises(
-        PlanError, match=f"^model.path: the weights of Qwen/Qwen3-0.6B are published in {method}"
+        PlanError, match=f"^model.path: the weights of Qwen/Qwen3-0.6B are published in {method}, which is not"
     ) as error:
         planned(published(method), {"type": adapter})
     assert error.value.hint == hint
+
+
+def as_published(name="Qwen/Qwen3-0.6B", **stated):
+    """A known model as config.json has it quantized."""
+    return _from_config({**known_models()[name].config, "quantization_config": stated}, name, True)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+LLM_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (GPTQ, "base in GPTQ 4 bits as published"),
+        ({**GPTQ, "bits": 8}, "base in GPTQ 8 bits as published"),
+        (AWQ, "base in AWQ 4 bits as published"),
+        (LLM_INT8, "base in bitsandbytes 8 bits as published"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "base in bitsandbytes 4 bits as published"),
+    ],
+)
+def test_qlora_keeps_a_base_as_it_is_published(stated, words):
+    plan = planned(as_published(**stated), "qlora")
+    assert precision(plan) == f"bfloat16 compute, {words}"
+    (why,) = [reason.why for reason in plan.reasons if reason.topic == "precision"]
+    assert "; packed weights take " in why
+    dense = planned(as_published(**stated), "lora")
+    (why,) = [reason.why for reason in dense.reasons if reason.topic == "precision"]
+    assert why.endswith(" with adapter.type=qlora")
+
+
+def test_a_kept_base_takes_the_bytes_of_its_layout():
+    """By the formula: 4 bits a value, and a scale of 16 bits and a zero point of 4 for each 128."""
+    model = as_published(**GPTQ)
+    num = model.num_linear_params
+    assert quantised_bytes(model, QloraAdapter()) == num // 2 + num // 128 * 2 + num // 128 // 2
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
+def test_kept_weights_of_other_packages_are_not_divided(strategy):
+    with pytest.raises(PlanError, match="weights published in AWQ are not divided or sent") as error:
+        planned(as_published(**AWQ), "qlora", "8xh100", strategy=strategy)
+    assert error.value.hint == "use ddp, or adapter.type=lora"
+    assert planned(as_published(**AWQ), "qlora", "8xh100").layout.strategy == "ddp"
+
+
+def test_weights_published_in_4_bits_are_not_read_for_fsdp2():
+    stated = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(PlanError, match="transformers does not read weights published in bitsandbytes 4 bits"):
+        planned(as_published(**stated), "qlora", "8xh100", strategy="fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "stated"),
+    [
+        ({"type": "qlora", "quant_type": "fp4"}, GPTQ),
+        ({"type": "qlora", "double_quant": False}, AWQ),
+        (
+            {"type": "qlora", "quant_type": "nf4"},
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        ),
+    ],
+)
+def test_a_data_type_that_the_published_weights_lack_is_refused(adapter, stated):
+    with pytest.raises(PlanError, match="are published in few bits, and kept as they are"):
+        planned(as_published(**stated), adapter)
+
+
+def test_compressed_tensors_are_read_by_their_package():
+    asked = recipe(model={"path": "m"}, adapter="lora", data={"max_length": 2048}, train={"max_steps": 5})
+    hardware = find_machine("h100").hardware().model_copy(update={"compressed_tensors": False})
+    with pytest.raises(PlanError, match="which is not installed") as error:
+        resolve(asked, hardware, published("compressed-tensors"), ROWS)
+    assert error.value.hint == "pip install 'tunekit[compressed-tensors]'"
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+
+
+def compressed(*schemes, layout="pack-quantized", **others):
+    groups = {f"group_{at}": {"targets": ["Linear"], "weights": scheme} for at, scheme in enumerate(schemes)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "format": layout, **others}
+
+
+@pytest.mark.parametrize(
+    ("stated", "why"),
+    [
+        ({**GPTQ, "bits": 3}, "in GPTQ with 3 bits; 4 and 8 are read"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "in GPTQ's layout marlin; gptq and gptq_v2 are read"),
+        ({**GPTQ, "is_marlin_format": True}, "in GPTQ's layout marlin; gptq and gptq_v2 are read"),
+        ({**GPTQ, "pack_dtype": "int16"}, "in GPTQ with words of int16; int32 is read"),
+        ({**GPTQ, "dynamic": {"-:.*k_proj": {}}}, "in GPTQ with other settings for some layers (dynamic)"),
+        ({**AWQ, "version": "GEMV"}, "in AWQ's layout gemv; only gemm is read"),
+        (compressed(INT4, INT4), "in compressed-tensors with 2 schemes; one is read"),
+        (compressed(INT4, layout="marlin-24"), "in compressed-tensors' format marlin-24, which is not read"),
+        (
+            compressed({**INT4, "actorder": "group"}),
+            "in compressed-tensors with inputs in another order (actorder: group), which is not read",
+        ),
+        (
+            compressed(INT4, sparsity_config={"format": "sparse-24-bitmask"}),
+            "in compressed-tensors' sparse format sparse-24-bitmask, which is not read",
+        ),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused_by_name(stated, why):
+    with pytest.raises(PlanError) as error:
+        planned(as_published(**stated), "lora")
+    assert error.value.problem == f"model.path: the weights of Qwen/Qwen3-0.6B are published {why}"
+    assert error.value.hint == "use the model that they were made of"
+
+
+def test_packed_experts_are_refused():
+    with pytest.raises(PlanError, match="published in gptq, of which experts are not read"):
+        planned(as_published("Qwen/Qwen3-30B-A3B", **GPTQ), ON_ATTENTION)
 
 
 def test_the_published_types_of_known_models():

@@ -254,6 +254,8 @@ class Hardware(Facts):
     """The same of torchao."""
     schedulefree: bool | None = None
     """The same of schedulefree."""
+    compressed_tensors: bool | None = None
+    """The same of compressed-tensors."""
     cxx: bool | None = None
     """True if there is a C++ compiler, which torch.compile needs for a CPU."""
     deepspeed: bool | None = None
@@ -371,6 +373,22 @@ _TEXT = re.compile(
 _LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
 
 
+KEPT_PACKED = ("gptq", "awq", "bitsandbytes_8bit")
+"""Quantizations whose linear layers stay as they are published below an adapter on few bits, outside bitsandbytes."""
+
+
+class PackedWeights(Facts):
+    """Linear layers of a checkpoint that hold their weights in few bits."""
+
+    bits: int
+    weights: Mapping[str, int]
+    """Bytes of each as it is kept, with its scales, by the name of its module."""
+    quant_type: str | None = None
+    """Data type of bitsandbytes' 4 bits."""
+    double_quant: bool | None = None
+    """True if constants of bitsandbytes' 4 bits are quantized too."""
+
+
 class ModelFacts(Facts):
     """A causal language model seen from its config.json, and from the headers of its weight files where it has them.
 
@@ -421,6 +439,10 @@ class ModelFacts(Facts):
     has_chat_template: bool
     published_as: str | None = None
     """Quantization of the stored weights, by transformers' `quant_method`; None where they are not quantized."""
+    packed: PackedWeights | None = None
+    """Weights that a quantized checkpoint holds in few bits and that can be kept so."""
+    why_unread: str | None = None
+    """Reason that the layout of a quantized checkpoint is not read, behind "its weights are published"."""
     origin: Origin | None = None
     """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
     judges: bool = False
@@ -580,9 +602,16 @@ class ModelFacts(Facts):
 
     @cached_property
     def quantised_linears(self) -> Linears:
-        """Those that QLoRA keeps in 4 bits."""
+        """Those that QLoRA keeps in 4 bits, or as a checkpoint has them packed."""
+        if self.packed is not None:
+            return Linears({name: sizes for name, sizes in self.linears.items() if name in self.packed.weights})
         dense = read_past_of(self.model_type)
         return Linears({name: sizes for name, sizes in self.linears.items() if _leaf(name) not in dense})
+
+    @property
+    def keeps_packed(self) -> bool:
+        """True if QLoRA keeps linear layers as they are published, outside bitsandbytes' 4 bits."""
+        return self.published_as in KEPT_PACKED
 
     @cached_property
     def latent_widths(self) -> dict[str, int]:

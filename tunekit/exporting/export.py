@@ -337,7 +337,11 @@ def _checked(subject: Subject) -> Check:
 
 
 def _notes(found: Trained, kind: Kind) -> Iterator[str]:
-    if isinstance(found.adapter, QloraAdapter) and kind == "merged":
+    from tunekit.models.load import is_quantized
+
+    if kind == "merged" and found.adapter is not None and is_quantized(config_of(found)):
+        yield f"merged into the weights of {found.base.path}, dequantized"
+    elif isinstance(found.adapter, QloraAdapter) and kind == "merged":
         if found.adapter.is_of_4bit_base:
             yield "merged into the values that adapted weights had in 4 bits"
         else:

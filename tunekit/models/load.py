@@ -264,7 +264,7 @@ def load_model(
         files = read_config(section)
         config = None
         if quantization is not None or is_quantized(files):
-            from tunekit.models.quantization import how_to_read
+            from tunekit.models.published import how_to_read
 
             config = how_to_read(files, quantization, torch_dtype)
         if head_seed is not None:

@@ -26,18 +26,14 @@ from transformers.integrations.mxfp4 import FP4_VALUES, Mxfp4Dequantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
-from transformers.utils.quantization_config import (
-    FineGrainedFP8Config,
-    Mxfp4Config,
-    QuantizationConfigMixin,
-    QuantizationMethod,
-)
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationMethod
 
 from tunekit.estimates.models.model_config import read_past_of
+from tunekit.models.packed import Packed
 from tunekit.recipe.sections.adapters import QloraAdapter
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 BLOCK_SIZE = 64
 """Values of a weight in 4 bits that share a scale, as transformers has bitsandbytes quantize it."""
@@ -79,7 +75,7 @@ class Nf4:
 
     def dense(self) -> Tensor:
         """Return the values."""
-        return _dequantized(self.packed, self.state)
+        return dequantized(self.packed, self.state)
 
     def with_bytes(self, packed: Tensor) -> "Nf4":
         """Return matrices with these scales."""
@@ -154,7 +150,7 @@ class Mxfp4:
 
 
 class Stack(Tensor):
-    """Frozen matrices in 4 bits, of shape (experts, rows, columns).
+    """Frozen matrices in few bits, of shape (experts, rows, columns), or one of a linear layer, (rows, columns).
 
     Operations that only look at it from another side (`detach`, `transpose`) give a stack, all others compute with its
     values, which are made for that operation alone.
@@ -164,11 +160,11 @@ class Stack(Tensor):
         is_transposed: True if rows and columns are exchanged.
     """
 
-    matrices: Nf4 | Mxfp4
+    matrices: Nf4 | Mxfp4 | Packed
     is_transposed: bool
 
     @staticmethod
-    def __new__(cls: type[Self], matrices: Nf4 | Mxfp4, *, is_transposed: bool = False) -> "Stack":
+    def __new__(cls: type[Self], matrices: Nf4 | Mxfp4 | Packed, *, is_transposed: bool = False) -> "Stack":
         """Make a stack of what is stored."""
         like = matrices.like.transpose(-2, -1) if is_transposed else matrices.like
         device = matrices.tensors[0].device
@@ -196,7 +192,9 @@ class Stack(Tensor):
         first, kwargs = args[0], kwargs or {}
         if func is aten.detach.default:
             return first.seen()
-        if func is aten.transpose.int and {dim % first.dim() for dim in args[1:]} == {1, 2}:
+        if func is aten.t.default and isinstance(first, Stack):
+            return first.seen(turned=True)
+        if func is aten.transpose.int and {first.dim() - 1 - dim % first.dim() for dim in args[1:]} == {0, 1}:
             return first.seen(turned=True)
         if func is aten._to_copy.default and kwargs.get("dtype", first.dtype) == first.dtype:
             matrices = first.matrices.to(kwargs.get("device") or first.device)
@@ -207,7 +205,7 @@ class Stack(Tensor):
             return first
         if func._schema.is_mutable and isinstance(first, Stack):
             if func is not aten.add_.Tensor:
-                raise TypeError(f"{func} would change weights in 4 bits in place")
+                raise TypeError(f"{func} would change weights in few bits in place")
             values = first.dense().add_(*map(_values, args[1:]), **kwargs)
             first.matrices = first.matrices.requantized(values.transpose(-2, -1) if first.is_transposed else values)
             return first
@@ -340,29 +338,6 @@ class _Keep(Mxfp4Dequantize):  # type: ignore[misc]
         return {full_layer_name: nn.Parameter(Stack(storage, is_transposed=True), requires_grad=False)}
 
 
-def how_to_read(
-    config: "PretrainedConfig", adapter: QloraAdapter | None, dtype: torch.dtype
-) -> QuantizationConfigMixin | None:
-    """Return how transformers reads the weights of a model.
-
-    Weights published in MXFP4 or float8 are made dense, but for MXFP4 below an adapter on weights in 4 bits: they are
-    that already, and stay as they are published.
-
-    Args:
-        config: The model's configuration, which is changed where it states how its weights are quantized.
-        adapter: The section that asks for weights in 4 bits, or None.
-        dtype: Type of the products.
-    """
-    stated = vars(config).get("quantization_config")
-    if stated is None or stated["quant_method"] == QuantizationMethod.BITS_AND_BYTES:
-        return None if adapter is None else quantization_config(adapter, dtype)
-    if adapter is not None:
-        config.quantization_config = {**stated, "quant_method": KEPT}
-        return None
-    dense = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}.get(stated["quant_method"])
-    return None if dense is None else cast(QuantizationConfigMixin, dense(dequantize=True))
-
-
 def quantization_config(adapter: QloraAdapter, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return how transformers quantizes a model that it reads.
 
@@ -424,13 +399,13 @@ def forward_4bit(layer: Any, x: Tensor) -> Tensor:
     state, dtype = state_of(layer), layer.compute_dtype or x.dtype
     bias = None if layer.bias is None else layer.bias.to(dtype)
     if x.device.type == "cpu" and layer.in_features % BLOCK_SIZE:
-        product = linear(x.to(dtype), _dequantized(layer.weight.data, state).to(dtype), bias)
+        product = linear(x.to(dtype), dequantized(layer.weight.data, state).to(dtype), bias)
     else:
         product = matmul_4bit(x.to(dtype), layer.weight, quant_state=state, bias=bias)
     return product.to(x.dtype)
 
 
-def _dequantized(packed: Tensor, state: QuantState) -> Tensor:
+def dequantized(packed: Tensor, state: QuantState) -> Tensor:
     """Return the values of a quantized tensor, read as rows of a block each where its own rows end within one."""
     values: Tensor
     if state.shape[-1] % state.blocksize == 0:

@@ -43,7 +43,7 @@ def make_shardable(model: nn.Module) -> None:
     """
     # Only the first process has something stored.
     stored = dict(_stored(model)) if get_rank() == 0 else {}
-    scales = {name: _scales_by_name(stack.matrices) for name, stack in stored.items()}
+    scales = {name: _scales_by_name(cast(Nf4 | Mxfp4, stack.matrices)) for name, stack in stored.items()}
     told: list[Any] = [{name: _described(stack, scales[name]) for name, stack in stored.items()}]
     broadcast_object_list(told, src=0)
     for name, (kind, shapes) in told[0].items():

@@ -75,6 +75,7 @@ def probe_node() -> Hardware:
         liger_kernel=find_spec("liger_kernel") is not None,
         torchao=find_spec("torchao") is not None,
         schedulefree=find_spec("schedulefree") is not None,
+        compressed_tensors=find_spec("compressed_tensors") is not None,
         cxx=which(os.environ.get("CXX", "g++")) is not None,
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,

@@ -34,6 +34,7 @@ from tunekit.estimates.models.model_config import (
     sliding_window_of,
     text_config,
 )
+from tunekit.estimates.models.published import method_of, packed_weights, why_unread
 from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
@@ -394,10 +395,11 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
             hint="the folder is incomplete: save the tokenizer beside the model",
         )
     tensors = stored if stored is not None else _folder_tensors(folder, path)
-    if _quant_method(config) is not None and (is_known(config) or _is_of_transformers(config)):
+    packed = None
+    if method_of(config) is not None and (is_known(config) or _is_of_transformers(config)):
         # What is stored then are packed blocks and their scales, not the weights that are trained.
-        tensors = _config_tensors(config, path)
-    return _facts(config, path, tensors, _has_chat_template(folder))
+        packed, tensors = tensors, _config_tensors(config, path)
+    return _facts(config, path, tensors, _has_chat_template(folder), packed)
 
 
 def _read_config(folder: Path, path: str) -> dict[str, Any]:
@@ -432,7 +434,18 @@ def _in_causal_table(architectures: Sequence[str]) -> bool:
     return not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).isdisjoint(architectures)
 
 
-def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_template: bool) -> ModelFacts:
+def _facts(
+    config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_template: bool, packed: Tensors | None = None
+) -> ModelFacts:
+    """Facts of a model.
+
+    Args:
+        config: Its config.json.
+        path: Its name.
+        tensors: Shape and type of its parameters.
+        has_chat_template: True if its tokenizer has a template.
+        packed: Tensors in its files, where they are quantized and at hand.
+    """
     types = [dtype for _, dtype in tensors.values()]
     is_supported = is_known(config)
     text = text_config(complete(config) if is_supported else config)
@@ -449,7 +462,7 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
     num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     shapes = {name: shape for name, (shape, _) in tensors.items() if _is_loaded(name, num_layers)}
     num_experts = num_experts_of(text)
-    return ModelFacts(
+    facts = ModelFacts(
         path=path,
         architecture=config["architectures"][0],
         model_type=text.get("model_type") or "",
@@ -471,9 +484,11 @@ def _facts(config: Mapping[str, Any], path: str, tensors: Tensors, has_chat_temp
         num_experts_per_token=num_experts_per_token_of(text),
         router_aux_loss_coef=router_aux_loss_coef_of(text) if num_experts else None,
         has_chat_template=has_chat_template,
-        published_as=_quant_method(config),
+        published_as=method_of(config),
+        why_unread=why_unread(config),
         is_multimodal="text_config" in config,
     )
+    return facts.model_copy(update={"packed": packed_weights(config, facts.linears, packed)})
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -484,15 +499,6 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     own = {"rope_parameters": _by_config_class(config, "rope_parameters")}
     return rope_of(own) if has_rope(own) else None
-
-
-def _quant_method(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization that a config.json states, by transformers' name."""
-    stated = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if stated is None:
-        return None
-    method = str(stated.get("quant_method") or "bitsandbytes")
-    return f"{method}_8bit" if stated.get("load_in_8bit") else method
 
 
 _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")

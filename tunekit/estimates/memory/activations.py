@@ -192,6 +192,7 @@ def products_of(
     e = BYTES[dtype]
     mlp, casted = leaves & _MLP, autocast and e == 2
     fused = kernels and is_fused(model, adapter)
+    in_4_bits = isinstance(adapter, QloraAdapter) and not model.keeps_packed
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
     mask = 1 if device == "cuda" else 4 if casted else e
     return Products(
@@ -202,7 +203,7 @@ def products_of(
         device=device,
         e=e,
         casted=casted,
-        casts_inputs=casted and not (lora and (fused or (isinstance(adapter, QloraAdapter) and device == "cuda"))),
+        casts_inputs=casted and not (lora and (fused or (in_4_bits and device == "cuda"))),
         mask=mask if lora and lora.dropout and not fused else 0,
         # Of a part of a model as of all of it: an upper bound.
         tables=trained_tables(model, FullAdapter() if full else adapter),
@@ -218,7 +219,7 @@ def products_of(
         widens=adapter.type
         if casted and {last_part(name) for name in names} & _WIDE_IN.get(adapter.type, set())
         else None,
-        quantised=isinstance(adapter, QloraAdapter),
+        quantised=in_4_bits,
         trained_bytes=BYTES[trained_dtype],
         fused=fused,
     )
@@ -227,6 +228,8 @@ def products_of(
 def is_fused(model: ModelFacts, adapter: Adapter) -> bool:
     """Return whether tunekit's kernels compute all of a decoder layer, with what is trained of it."""
     if isinstance(adapter, LoraAdapter) and (adapter.use_dora or adapter.lora_bias):
+        return False
+    if isinstance(adapter, QloraAdapter) and model.keeps_packed:
         return False
     return model.model_type in model_types().fused and isinstance(adapter, FullAdapter | LoraAdapter)
 

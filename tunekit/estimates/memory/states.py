@@ -56,6 +56,9 @@ BLOCK_4BIT, BLOCK_8BIT = 64, 256
 BLOCK_MXFP4 = 32
 """Values that share an exponent of a byte in MXFP4 (OCP Microscaling Formats 1.0)."""
 
+CHUNK_VALUES, CHUNK_BYTES = 2**22, 16
+"""Values of a packed weight that are written out at a time, and bytes for each while they are computed."""
+
 CODE_4BIT_BYTES, CODE_8BIT_BYTES = 4 * 16, 4 * 256
 """Size of the float32 table of a quantized type's values."""
 
@@ -250,9 +253,11 @@ def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype, trained_dty
 def num_quantised(model: ModelFacts) -> int:
     """Number of parameters that QLoRA keeps in 4 bits: of linear layers but the head, and of experts.
 
-    Of a model published in MXFP4 it keeps the experts as they are, and nothing else.
+    Of a model published in MXFP4 it keeps the experts as they are, and nothing else; of other packed ones the linear
+    layers that are packed.
     """
     stacks = sum(math.prod(shape) * times for shape, times in model.expert_stacks.items())
+    stacks = 0 if model.packed is not None else stacks
     return stacks if model.published_as == "mxfp4" else model.quantised_linears.num_params + stacks
 
 
@@ -262,17 +267,20 @@ def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
         return 0
     if model.published_as == "mxfp4":
         return num_quantised(model) // 2 + num_quantised(model) // BLOCK_MXFP4
+    if model.packed is not None:
+        return sum(model.packed.weights.values())
     shapes = (*model.quantised_linears.shapes.items(), *model.expert_stacks.items())
-    return sum(times * _quantised_bytes(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
+    return sum(times * bytes_in_4_bits(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
 
 
 def scales_bytes(model: ModelFacts, adapter: Adapter) -> int:
-    """Bytes of what belongs to weights in 4 bits besides their values: scales and tables."""
-    values = num_quantised(model) // 2 if isinstance(adapter, QloraAdapter) else 0
+    """Bytes of what belongs to weights in few bits besides their values: scales and tables."""
+    bits = 4 if model.packed is None else model.packed.bits
+    values = num_quantised(model) * bits // 8 if isinstance(adapter, QloraAdapter) else 0
     return quantised_bytes(model, adapter) - values
 
 
-def _quantised_bytes(size: int, *, double: bool) -> int:
+def bytes_in_4_bits(size: int, *, double: bool) -> int:
     """Bytes of a weight in 4 bits: half a byte a value, a constant for every 64 of them, and the table of the type.
 
     The constants are float32, or with double quantization 8-bit values, which have a float32 constant for every 256 of
@@ -288,11 +296,12 @@ def _quantised_bytes(size: int, *, double: bool) -> int:
 def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
     """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used.
 
-    Experts are counted where they are computed.
+    Experts are counted where they are computed. Packed weights are made dense a part at a time.
     """
     if not isinstance(adapter, QloraAdapter) or model.published_as == "mxfp4":
         return 0
-    return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.quantised_linears.shapes)
+    size = max((outputs * inputs for outputs, inputs in model.quantised_linears.shapes), default=0)
+    return BYTES[dtype] * size + (CHUNK_BYTES * min(CHUNK_VALUES, size) if model.keeps_packed else 0)
 
 
 def trained_bytes(

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tunekit.kernels.lora import Linear, Low, lora_linears, lora_parts
 from tunekit.kernels.nf4 import Quantized
 from tunekit.models.fusion.proof import Fusion, Kept, Trial, before_fusion, is_fused, stand_in
-from tunekit.models.quantization import state_of
+from tunekit.models.quantization import Stack, state_of
 
 Part = tuple[Tensor, tuple[Tensor, Tensor, float] | None]
 """Output of a linear layer before its update, and the update as the kernel of gated blocks takes it: h of shape
@@ -113,7 +113,7 @@ def _read_base(module: nn.Module, x: Tensor) -> Linear | None:
         return None
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
-        return None if weight.requires_grad or isinstance(weight, DTensor) else Linear(weight, bias)
+        return None if weight.requires_grad or isinstance(weight, DTensor | Stack) else Linear(weight, bias)
     if type(module) is Linear4bit:
         quantised = _read_quantised(module, x)
         return None if quantised is None else Linear(quantised, cast("Tensor | None", module.bias))
@@ -195,6 +195,8 @@ def _why_not(layer: Any) -> str | None:
         return f"no kernel for low-rank updates of {type(base).__name__}"
     if type(base) is Linear4bit and (reason := _why_not_quantised(base)):
         return reason
+    if isinstance(base.weight, Stack):
+        return f"no kernel for weights in {type(base.weight.matrices).__name__}"
     variants = sorted({type(layer.lora_variant[name]).__name__ for name in layer.lora_variant})
     if variants:
         return f"no kernel for this variant of LoRA: {', '.join(variants)}"

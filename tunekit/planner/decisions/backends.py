@@ -376,6 +376,8 @@ def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | No
         return f"tiled MLPs are untested with {model.model_type}"
     if not isinstance(adapter, FullAdapter | LoraAdapter):
         return f"tiled MLPs are untested with adapter.type={adapter.type}"
+    if isinstance(adapter, QloraAdapter) and model.keeps_packed:
+        return f"tiled MLPs are untested with weights kept in {model.published_as}"
     if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora):
         return f"tiled MLPs are untested with adapter.{'dropout' if adapter.dropout else 'use_dora'}"
     if train.pure_bf16:

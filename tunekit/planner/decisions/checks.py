@@ -22,6 +22,7 @@ from tunekit.estimates.models.rope import faults as rope_faults
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
+from tunekit.planner.decisions.published import published_faults, published_refusals
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -104,7 +105,7 @@ def _faults(
     yield from _token_faults(recipe, model)
     if reason := model_types().refused.get(model.model_type):
         yield f"model.path: {model.model_type} models are not supported: {reason}", None
-    yield from _published_faults(recipe, model)
+    yield from published_faults(recipe, hardware, model)
     yield from adapter_faults(recipe.adapter, model)
     yield from _merge_faults(recipe, model)
     for pattern in unmatched(recipe, trained_tensors(model, recipe.adapter)) if train.learning_rates else ():
@@ -241,18 +242,6 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
         )
 
 
-def _published_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Refuse quantized weights that this adapter cannot be trained on, or that are not made dense as they are read."""
-    method, is_qlora = model.published_as, isinstance(recipe.adapter, QloraAdapter)
-    problem = f"model.path: the weights of {model.path} are published in {method}"
-    if method == "bitsandbytes" and not is_qlora:
-        yield f"{problem} 4 bits", "set adapter.type to qlora, or use the model that they were made of"
-    elif method == "fp8" and is_qlora:
-        yield f"{problem}, which is not quantized again", "set adapter.type to lora, or use a 16-bit copy of the model"
-    elif method not in (None, "bitsandbytes", "fp8", "mxfp4"):
-        yield f"{problem}, which cannot be trained", "use the model that they were made of"
-
-
 def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
     origin = model.origin
@@ -333,6 +322,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield "several learning rates are untested there", "use ddp, fsdp2, zero1 or zero2 without offloading"
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
+    yield from published_refusals(recipe, setting.model, layout)
     if isinstance(recipe.adapter, QloraAdapter):
         yield from _qlora_refusals(recipe.adapter, setting.model, layout)
     repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))

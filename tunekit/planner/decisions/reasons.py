@@ -34,6 +34,7 @@ from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCENT, workers_for
 from tunekit.kernels.chunks import chunk_rows
+from tunekit.planner.decisions.published import base_cost, base_words
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
 from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.schema import Recipe
@@ -94,12 +95,11 @@ def precision_reason(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     if recipe.train.pure_bf16:
         stored += " and gradients"
         why += _bf16_words(recipe.train)
-    if isinstance(recipe.adapter, QloraAdapter) and model.expert_stacks:
+    if model.published_as is not None:
+        stored = base_words(recipe, model, stored, dtype)
+        why += base_cost(recipe, model, dtype)
+    elif isinstance(recipe.adapter, QloraAdapter) and model.expert_stacks:
         stored = "4-bit base, experts included"
-        if model.published_as == "mxfp4":
-            stored = f"experts in MXFP4 as published, {dtype} for the rest of the base"
-    elif model.published_as in ("fp8", "mxfp4"):
-        stored += f", dequantized from {model.published_as}"
     summed = f"; gradients reduced in {layout.reduces_in(dtype, trained_dtype)}" if layout.num_processes > 1 else ""
     return Reason(topic="precision", choice=f"{dtype} compute, {stored}", why=f"{why}{summed}")
 

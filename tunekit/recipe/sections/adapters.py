@@ -223,7 +223,7 @@ class LoraAdapter(PeftAdapter):
     adapts_experts = True
 
     type: Literal["lora"] = "lora"
-    """Low-rank adaptation."""
+    """Low-rank adaptation. A base that is published quantized is made dense."""
 
     rank: Annotated[int, Field(gt=0)] = 16
     """Rank of the update matrices; their size grows with it."""
@@ -398,10 +398,10 @@ _UNREAD = {name: LoraAdapter.model_fields[name].default for name in _READ_BY}
 
 
 class QloraAdapter(LoraAdapter):
-    """LoRA on a base model quantized to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314)."""
+    """LoRA on a base model quantized to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314), or as it is published."""
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
-    """LoRA on a 4-bit base model."""
+    """LoRA on a 4-bit base model. A base published in GPTQ, AWQ, MXFP4 or bitsandbytes' 4 or 8 bits stays as it is."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
     """4-bit data type of the base weights."""
