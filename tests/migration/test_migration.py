@@ -917,3 +917,12 @@ def test_learning_rates_by_group_are_carried_over(config, key, value, tmp_path) 
     made = migrate(tmp_path / "config.yaml")
     assert made.recipe.model_dump()[section][field] == value
     assert not made.of_kind("unsupported")
+
+
+@pytest.mark.parametrize(("switch", "kind"), [("true", "qlora"), ("false", "lora")])
+def test_a_base_in_gptq_is_kept_below_an_adapter(switch, kind, tmp_path) -> None:
+    config = f"{AXOLOTL_FULL}adapter: lora\nlora_r: 8\ngptq: {switch}\ngptq_disable_exllama: true\n"
+    (tmp_path / "config.yaml").write_text(config)
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter.type == kind
+    assert not made.of_kind("unsupported")

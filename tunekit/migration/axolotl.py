@@ -19,7 +19,7 @@ def prepare(draft: Draft) -> None:
     _method(draft)
     kind = draft.get("adapter")
     if kind in ("lora", "qlora"):
-        is_small = kind == "qlora" or draft.get("load_in_4bit") is True
+        is_small = kind == "qlora" or draft.get("load_in_4bit") is True or draft.get("gptq") is True
         draft.put("adapter.type", "qlora" if is_small else "lora", "adapter")
     else:
         draft.put("adapter.type", "full")
@@ -94,6 +94,13 @@ def adapter(draft: Draft, entry: Entry) -> Fate:
     if entry.value in ("lora", "qlora"):
         return carried("adapter.type", draft.values["adapter.type"])
     raise UnfitError(f"{entry.value}: adapter.type accepts full, lora and qlora")
+
+
+def gptq(draft: Draft, entry: Entry) -> Fate:
+    """A base that is published in GPTQ, and kept so below an adapter."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    return carried("adapter.type", draft.values["adapter.type"])
 
 
 def lr_scheduler(draft: Draft, entry: Entry) -> Fate:
