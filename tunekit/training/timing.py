@@ -34,7 +34,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import distributed
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
