@@ -16,7 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
 from tunekit.kernels.adamw import AdamW
+from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW
 from tunekit.kernels.muon import Muon
+from tunekit.recipe.sections.section import LOW_RANK_OPTIMS
 
 
 def works(optim: str, folder: str) -> bool:
@@ -30,7 +32,7 @@ def works(optim: str, folder: str) -> bool:
     inputs = torch.randn(16, 128)
     for model in (whole, divided):
         matrices, vectors = [[one for one in model.parameters() if one.dim() == dim] for dim in (2, 1)]
-        optimizer = kind([{"params": matrices, "use_muon": True}, {"params": vectors}], **options)
+        optimizer = kind([{"params": matrices, "use_muon": True, "low_rank": True}, {"params": vectors}], **options)
         for _ in range(5):
             model(inputs).square().mean().backward()
             optimizer.step()
@@ -48,6 +50,8 @@ def optimizer_class(optim: str, folder: str) -> tuple[Any, dict[str, Any]]:
         return AdamW, {"lr": 1e-2, "states": "float32"}
     if optim == "muon":
         return Muon, {"lr": 1e-2}
+    if optim in LOW_RANK_OPTIMS:
+        return {"galore_adamw": GaLoreAdamW, "apollo_adamw": ApolloAdamW}[optim], {"lr": 1e-2, "rank": 8}
     arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=True, report_to="none", learning_rate=1e-2)
     return Trainer.get_optimizer_cls_and_kwargs(arguments)
 

@@ -6,6 +6,7 @@ from tests.estimates.shapes import LAPTOP, LLAMA_1B
 from tunekit.estimates.facts import DataFacts, Device, Figures
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
+from tunekit.estimates.memory.states import optimizer_bytes_per_param
 from tunekit.estimates.throughput.speed import RunRecord, Speed, duration, optimizer_bytes, speed_of
 from tunekit.estimates.throughput.step import Range, Step, Transfer
 from tunekit.planner.plan import Plan
@@ -15,8 +16,8 @@ from tunekit.recipe.schema import Recipe
 
 def test_an_adamw_step_reads_and_writes_forty_bytes_a_parameter():
     # Weights 8, gradients 16, and two float32 states that are read and written: 16.
-    assert optimizer_bytes(1000, "adamw_torch_fused") == 40_000
-    assert optimizer_bytes(1000, "sgd") == 24_000
+    assert optimizer_bytes(1000, optimizer_bytes_per_param("adamw_torch_fused")) == 40_000
+    assert optimizer_bytes(1000, optimizer_bytes_per_param("sgd")) == 24_000
 
 
 DEVICE = Device(

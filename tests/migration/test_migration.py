@@ -460,7 +460,7 @@ UNSUPPORTED = {
     "llamafactory-doubtful.yaml": {
         "lora_ranks": "did you mean 'lora_rank'?",
         "max_samples": "all rows of a file are used",
-        "use_galore": "GaLore is unsupported",
+        "use_galore": "galore_adamw trains all weights: adapter lora has none for it",
     },
     "trl-doubtful.yaml": {
         "load_in_4bit": "4-bit weights need an adapter to train",
@@ -565,6 +565,46 @@ def test_axolotls_muon_comes_along_with_a_word_on_the_size_of_its_updates(tmp_pa
     made = migrate(tmp_path / "axolotl.yaml")
     assert made.recipe.train.optim == "muon"
     assert any("set train.learning_rate as for AdamW" in one.words for one in made.suspicious)
+
+
+LOW_RANK = {
+    "LLaMA-Factory": (
+        "llamafactory-pretrain.yaml", ("use_muon: true", "use_apollo: true\napollo_rank: 1\napollo_scale_type: tensor"),
+        "apollo_adamw", {"rank": 1, "update_proj_gap": 200, "scale": 32.0, "scale_type": "tensor"}, None,
+    ),
+    "LLaMA-Factory, parts": (
+        "llamafactory-pretrain.yaml", ("use_muon: true", "use_galore: true\ngalore_target: attn,mlp.up"),
+        "galore_adamw", {"rank": 16, "update_proj_gap": 200, "scale": 2.0}, ["attn", r"mlp\.up"],
+    ),
+    "TRL": (
+        "trl-sft-full.yaml",
+        ("learning_rate:", "optim: galore_adamw\noptim_args: rank=64, update_proj_gap=100\n"
+         "optim_target_modules: ['.*.attn.*', mlp]\nlearning_rate:"),
+        "galore_adamw", {"rank": 64, "update_proj_gap": 100}, [".*.attn.*", "mlp"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", LOW_RANK)
+def test_galore_and_apollo_come_along_with_their_arguments(tool, tmp_path) -> None:
+    name, (old, new), optim, args, modules = LOW_RANK[tool]
+    text = (CONFIGS / name).read_text()
+    assert text.count(old) == 1
+    (tmp_path / name).write_text(text.replace(old, new))
+    train = migrate(tmp_path / name).recipe.train
+    assert (train.optim, train.optim_args.model_dump(exclude_unset=True)) == (optim, args)
+    assert train.optim_target_modules == modules
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("galore_proj_type: reverse_std", "tunekit has std alone"), ("galore_layerwise: true", "unsupported with galore")],
+)
+def test_what_tunekits_galore_has_not_is_unsupported(key, words, tmp_path) -> None:
+    text = (CONFIGS / "llamafactory-pretrain.yaml").read_text().replace("use_muon: true", f"use_galore: true\n{key}")
+    (tmp_path / "full.yaml").write_text(text)
+    (line,) = migrate(tmp_path / "full.yaml").of_kind("unsupported")
+    assert line.key == key.partition(":")[0] and words in line.words
 
 
 def test_devices_multiply_the_batch_of_a_step() -> None:

@@ -200,6 +200,25 @@ REFUSED = {
         "FSDP2, full shard, CPU offload: Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, "
         "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
     ),
+    "GaLore in flat copies": (
+        {"adapter": "full", "train": {"optim": "galore_adamw"}, "parallel": {"strategy": "zero2"}},
+        "ZeRO-2: galore_adamw projects whole matrices, and DeepSpeed divides flat copies of all weights; "
+        "use fsdp2, or use train.optim=adamw_torch_fused",
+    ),
+    "APOLLO on split layers": (
+        {"adapter": "full", "train": {"optim": "apollo_adamw"}, "parallel": {"tp_size": 2}},
+        "FSDP2, full shard, tensor parallel 2: apollo_adamw on tensor parallel layers: unsupported; "
+        "use fsdp2 without tp_size, or use train.optim=adamw_torch_fused",
+    ),
+    "GaLore on the CPU": (
+        {
+            "adapter": "full",
+            "train": {"optim": "galore_adamw"},
+            "parallel": {"strategy": "fsdp2", "offload_param_device": "cpu"},
+        },
+        "FSDP2, full shard, CPU offload: galore_adamw projects each matrix: on the CPU, where offloading puts it, "
+        "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
+    ),
     "averages of flat copies": (
         {
             "adapter": "full",
@@ -282,6 +301,37 @@ def test_what_cannot_be_run_correctly_is_refused_by_name(name):
     with pytest.raises(PlanError) as caught:
         resolve(recipe(**sections), find_machine("8xh100").hardware(), LLAMA_8B, ROWS)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"optim_args": {"rank": 4096}},
+            "train.optim_args.rank: 4096 is no less than the sides of all matrices; "
+            "set it below 4096, or use train.optim=adamw_torch_fused",
+        ),
+        (
+            {"optim_target_modules": ["self_attn", "fc1"]},
+            "train.optim_target_modules[1]: no trained matrix of llama-3.1-8b matches 'fc1'; "
+            "remove it, or train what it names",
+        ),
+    ],
+)
+def test_a_low_rank_that_no_matrix_has_is_refused(train, message):
+    asked = recipe(adapter="full", train={"optim": "galore_adamw", **train})
+    with pytest.raises(PlanError) as caught:
+        resolve(asked, find_machine("h100").hardware(), LLAMA_8B, ROWS)
+    assert str(caught.value) == message
+
+
+def test_a_plan_says_what_states_of_a_low_rank_save_and_counts_what_is_gathered():
+    asked = recipe(adapter="full", train={"optim": "galore_adamw"}, parallel={"strategy": "fsdp2"})
+    plan = resolve(asked, find_machine("8xh100").hardware(), LLAMA_8B, ROWS)
+    (reason,) = [reason for reason in plan.reasons if reason.topic == "optimizer states"]
+    # Bytes as worked out in `tests/estimates/test_states.py`.
+    assert reason.choice == "9.99 GiB instead of 59.8 GiB"
+    assert reason.why.startswith("rank 128 for 6.98 B parameters in matrices, AdamW for the other 1.05 B; ")
 
 
 def test_an_optimizer_whose_package_is_missing_is_refused_with_the_command():

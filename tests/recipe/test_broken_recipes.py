@@ -204,8 +204,8 @@ BROKEN = {
         ),
     ),
     "a_misspelt_key_of_another_section": (
-        GOOD + "train: {traget_modules: [q_proj]}\n",
-        "recipe.yaml:3:9: train.traget_modules: unknown key; did you mean 'adapter.target_modules'?",
+        GOOD + "train: {dropuot: 0.1}\n",
+        "recipe.yaml:3:9: train.dropuot: unknown key; did you mean 'adapter.dropout'?",
     ),
     "an_argument_of_trl_outside_trainer_args": (
         GOOD + "train: {adam_beta2: 0.95}\n",
@@ -303,7 +303,7 @@ BROKEN = {
     "an_unknown_optimizer": (
         GOOD + "train: {optim: AdamW}\n",
         (
-            "recipe.yaml:3:16: train.optim: must be one of 25 names (`tunekit explain train.optim` lists "
+            "recipe.yaml:3:16: train.optim: must be one of 27 names (`tunekit explain train.optim` lists "
             "them), got 'AdamW'; did you mean 'adamw_torch'?"
         ),
     ),
@@ -475,6 +475,28 @@ BROKEN = {
     "an_average_in_bfloat16": (
         GOOD + "train:\n  ema_decay: 0.9\n  pure_bf16: true\nadapter: full\n",
         "recipe.yaml:4:3: train.ema_decay: bfloat16 rounds off what a step adds to an average; unset one of them",
+    ),
+    "a_low_rank_of_another_optimizer": (
+        GOOD + "adapter: full\ntrain:\n  optim_args:\n    rank: 8\n  optim_target_modules: ['(']\n",
+        (
+            "recipe.yaml:5:3: train.optim_args: adamw_torch_fused takes none; "
+            "unset it, or set optim to galore_adamw or apollo_adamw\n"
+            "recipe.yaml:7:26: train.optim_target_modules[0]: '(' is no regular expression: missing ), unterminated "
+            "subpattern at position 0; escape special characters with a backslash"
+        ),
+    ),
+    "channels_of_galore": (
+        GOOD + "adapter: full\ntrain:\n  optim: galore_adamw\n  optim_args:\n    scale_type: tensor\n",
+        "recipe.yaml:7:5: train.optim_args.scale_type: galore_adamw scales no channels; unset it",
+    ),
+    "a_low_rank_of_an_adapter": (
+        GOOD + "train:\n  optim: apollo_adamw\nmethod:\n  type: sft\n  trainer_args:\n    optim_args: rank=8\n",
+        (
+            "recipe.yaml:4:3: train.optim: projects to a low rank, which all that adapter.type lora trains has; "
+            "use adamw_torch_fused, or set adapter.type=full\n"
+            "recipe.yaml:8:5: method.trainer_args.optim_args: apollo_adamw does not read them; "
+            "use train.optim_args, or unset it"
+        ),
     ),
     "epochs_and_steps": (
         GOOD + ("train:\n  num_epochs: 1\n  max_steps: 10\n"),

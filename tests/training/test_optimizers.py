@@ -29,40 +29,56 @@ def folder(tmp_path_factory):
     return folder
 
 
+LOW_RANK = ["galore_adamw", "apollo_adamw"]
+
+MORE = {
+    "schedule_free_adamw": {"lr_scheduler_type": "constant"},
+    **{name: {"optim_args": {"rank": 4, "update_proj_gap": 3}} for name in LOW_RANK},
+}
+"""Settings that go with an optimizer. A run is cut off after the fourth of its steps."""
+
+
 def recipe_for(folder, adapter="full", train=None, **parallel):
-    schedule = {"lr_scheduler_type": "constant"} if train["optim"] == "schedule_free_adamw" else {}
-    return test_learning_rates.recipe_for(folder, adapter, {**train, **schedule}, **parallel)
+    return test_learning_rates.recipe_for(folder, adapter, {**train, **MORE.get(train["optim"], {})}, **parallel)
+
+
+def of_optimizers(*names, adapters=("full", "lora")):
+    """Cases of optimizers with adapters, and of those that train all weights."""
+    cases = [(optim, adapter) for optim in names for adapter in adapters]
+    cases += [(optim, "full") for optim in LOW_RANK]
+    return pytest.mark.parametrize(("optim", "adapter"), cases)
+
+
+ADAPTERS = {"full": "full", "lora": LORA}
 
 
 def losses(run):
     return [event["loss"] for event in run.events() if event["event"] == "log"]
 
 
-@pytest.mark.parametrize("optim", ["muon", "schedule_free_adamw"])
-@pytest.mark.parametrize("adapter", ["full", LORA], ids=["full", "lora"])
+@of_optimizers("muon", "schedule_free_adamw")
 def test_a_run_holds_and_saves_what_is_planned(optim, adapter, folder):
-    run = tunekit.train(recipe_for(folder, adapter, {"optim": optim}))
+    run = tunekit.train(recipe_for(folder, ADAPTERS[adapter], {"optim": optim}))
     trained = trained_tensors(probe_model(run.recipe.model), run.recipe.adapter)
-    planned = states_bytes(trained, optim)
+    planned = states_bytes(trained, optim, low_rank=run.recipe.train.low_rank)
     assert run.plan.memory.parts["optimizer"] == run.result()["held_bytes"]["optimizer"] == planned
     states = torch.load(run.path / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.pt", weights_only=True)["state"]
     assert sum(value.nbytes for state in states.values() for value in state.values()) == planned
     assert losses(run)[-1] < losses(run)[0]
 
 
-@pytest.mark.parametrize("optim", ["muon", "schedule_free_adamw"])
-@pytest.mark.parametrize("adapter", ["full", LORA], ids=["full", "lora"])
+@of_optimizers("muon", "schedule_free_adamw")
 def test_a_run_that_was_cut_off_goes_on_exactly(optim, adapter, folder):
-    alone = Run(made(recipe_for(folder, adapter, {"optim": optim})))
+    alone = Run(made(recipe_for(folder, ADAPTERS[adapter], {"optim": optim})))
     worked(alone.path)
-    run = Run(made(recipe_for(folder, adapter, {"optim": optim})))
+    run = Run(made(recipe_for(folder, ADAPTERS[adapter], {"optim": optim})))
     in_processes(1, cut_off, run.path)
     worked(run.path)
     expected = saved_weights(alone.model_path)
     assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
-@pytest.mark.parametrize("optim", ["muon"])
+@pytest.mark.parametrize("optim", ["muon", *LOW_RANK])
 def test_processes_that_divide_a_run_and_were_cut_off_go_on_exactly(optim, folder):
     recipes = [recipe_for(folder, "full", {"optim": optim}, num_processes=2, strategy="fsdp2") for _ in range(2)]
     alone, run = (Run(made(recipe)) for recipe in recipes)
@@ -73,13 +89,17 @@ def test_processes_that_divide_a_run_and_were_cut_off_go_on_exactly(optim, folde
     assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
-@pytest.mark.parametrize(("optim", "strategy"), [("muon", "ddp"), ("muon", "fsdp2"), ("schedule_free_adamw", "ddp")])
-@pytest.mark.parametrize("adapter", ["full", LORA], ids=["full", "lora"])
+SPREAD = [("muon", "ddp"), ("muon", "fsdp2"), ("schedule_free_adamw", "ddp")]
+SPREAD = [(*case, adapter) for case in SPREAD for adapter in ADAPTERS]
+SPREAD += [(optim, strategy, "full") for optim in LOW_RANK for strategy in ("ddp", "fsdp2")]
+
+
+@pytest.mark.parametrize(("optim", "strategy", "adapter"), SPREAD)
 def test_two_processes_take_the_steps_of_one(optim, strategy, adapter, folder):
     asked = {"optim": optim, "max_steps": 2}
-    alone = Run(made(recipe_for(folder, adapter, asked)))
+    alone = Run(made(recipe_for(folder, ADAPTERS[adapter], asked)))
     worked(alone.path)
-    run = Run(made(recipe_for(folder, adapter, asked, num_processes=2, strategy=strategy)))
+    run = Run(made(recipe_for(folder, ADAPTERS[adapter], asked, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
     expected = saved_weights(alone.model_path)
     for name, value in saved_weights(run.model_path).items():

@@ -12,7 +12,7 @@ base first, if all weights are to be trained.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -725,8 +725,8 @@ class ModelFacts(Facts):
         return {}
 
     @cached_property
-    def trained_bytes(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Cache of `states.trained_bytes`, by adapter, optimizer and type."""
+    def trained_bytes(self) -> dict[tuple[Hashable, ...], tuple[int, int]]:
+        """Cache of `states.trained_bytes`, by adapter, optimizer, type and low rank."""
         return {}
 
     def _matched(self, adapter: PeftAdapter) -> dict[str, tuple[int, int]]:

@@ -26,7 +26,8 @@ from transformers import TrainerCallback
 
 from tunekit.data.images.collate import PICTURES, TEXT
 from tunekit.estimates.learning_rates import plain_name
-from tunekit.estimates.memory.states import uses_muon
+from tunekit.estimates.memory.states import has_low_rank, uses_muon
+from tunekit.recipe.sections.section import OptimArgs
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -308,6 +309,7 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
     have.
     """
     from tunekit.kernels.adamw import AdamW, States
+    from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW
     from tunekit.kernels.muon import Muon
 
     args = trainer.args
@@ -315,6 +317,18 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
     if train.optimizer == "muon":
         trainer.optimizer_cls_and_kwargs = (Muon, kwargs)
         _divide_groups(trainer, "use_muon", lambda name, weight: uses_muon(plain_name(name), weight.shape), True)
+        return
+    if train.low_rank is not None:
+        low_rank, options = train.low_rank, train.optim_args or OptimArgs()
+        kwargs |= {"rank": options.rank, "update_proj_gap": options.update_proj_gap}
+        if train.optimizer == "galore_adamw":
+            trainer.optimizer_cls_and_kwargs = (GaLoreAdamW, {**kwargs, "scale": options.scale or 0.25})
+        else:
+            more = {"scale": options.scale or 1.0, "scale_type": options.scale_type, "seed": train.seed}
+            trainer.optimizer_cls_and_kwargs = (ApolloAdamW, {**kwargs, **more})
+        _divide_groups(
+            trainer, "low_rank", lambda name, weight: has_low_rank(plain_name(name), weight.shape, low_rank), True
+        )
         return
     states: States = "8bit" if train.optimizer.endswith("8bit") else train.trained_dtype
     trainer.optimizer_cls_and_kwargs = (AdamW, {**kwargs, "states": states, "seed": train.seed})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
+from tunekit.migration import optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry, read_mapping
@@ -102,6 +103,7 @@ def finish(draft: Draft) -> None:
     """Record LLaMA-Factory's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 2048})
     hf.trainer_defaults(draft, 5e-5)
+    optimizers.assume_defaults(draft)
     if draft.get("finetuning_type") == "freeze" and not any(key.startswith("adapter.") for key in _parts(draft)):
         draft.assume({"adapter.last_layers": 2})
     if draft.has_adapter:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tunekit.migration import optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text
 from tunekit.migration.original import Entry
@@ -108,6 +109,7 @@ def finish(draft: Draft) -> None:
         draft.assume({"adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05})
     if draft.values["adapter.type"] == "adalora":
         _leave_out_lora(draft)
+    optimizers.assume_defaults(draft)
     hf.drops_too_long(draft, "truncation_strategy", "delete")
     if draft.original.task == "pt" and draft.get("use_chat_template") is None:
         draft.differ("use_chat_template", False, f"the default in swift pt: {reason('plain_text')}")

@@ -30,6 +30,7 @@ from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import (
     EXPANDS_ENV,
+    OUR_OPTIMS,
     TAG,
     Conflict,
     OutputSection,
@@ -97,6 +98,12 @@ class Recipe(Section):
         if self.train.optim == "muon" and not isinstance(self.adapter, FullAdapter | LoraAdapter):
             what = f"updates matrices, of which adapter.type {self.adapter.type} trains none"
             yield Conflict(("train", "optim"), what, "use adamw_torch_fused")
+        if self.train.low_rank is not None and not isinstance(self.adapter, FullAdapter):
+            what = f"projects to a low rank, which all that adapter.type {self.adapter.type} trains has"
+            yield Conflict(("train", "optim"), what, "use adamw_torch_fused, or set adapter.type=full")
+        if self.train.optimizer in OUR_OPTIMS and "optim_args" in self.method.trainer_args:
+            what = f"{self.train.optimizer} does not read them"
+            yield Conflict(("method", "trainer_args", "optim_args"), what, "use train.optim_args, or unset it")
         if not self.train.pure_bf16:
             return
         key = ("train", "pure_bf16")

@@ -31,7 +31,7 @@ from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.section import Optim
+from tunekit.recipe.sections.section import LowRank, Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """Bytes of a process besides these parts. On a CPU: the libraries, the tokenized rows and the allocator's cache, 0.5
@@ -102,6 +102,7 @@ def estimate(
     optim: Optim,
     trained_dtype: Dtype = "float32",
     has_ema: bool = False,
+    low_rank: LowRank | None = None,
     num_tokens: int,
     mask_length: int | None,
     sliding_mask_length: int | None,
@@ -127,6 +128,7 @@ def estimate(
         optim: Optimizer.
         trained_dtype: Type of trained weights and of their gradients.
         has_ema: Whether an average of the trained weights is kept beside them.
+        low_rank: Matrices whose states have a low rank.
         num_tokens: Tokens of a micro-batch with its padding.
         mask_length: Length of a row of the attention mask: to which sequences are padded, or of all that lie one behind
             the other; None without a mask.
@@ -179,6 +181,7 @@ def estimate(
         accumulates=accumulates,
         trained_dtype=trained_dtype,
         has_ema=has_ema,
+        low_rank=low_rank,
         head_kind=passes.head,
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
@@ -186,8 +189,8 @@ def estimate(
     if optim == "schedule_free_adamw":
         # It takes all parameters at once on a CPU too.
         copied = products.trained_bytes * trained
-    elif optim == "muon":
-        copied = states.muon_cost_of(shard, adapter, trained_dtype, layout.num_shards).step_bytes
+    elif (cost := states.matrix_cost_of(shard, adapter, optim, trained_dtype, low_rank, layout.num_shards)) is not None:
+        copied = cost.step_bytes
     dense = states.dense_bytes(shard, adapter, dtype)
     # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
@@ -270,6 +273,7 @@ def _engine(
     accumulates: bool,
     trained_dtype: Dtype,
     has_ema: bool,
+    low_rank: LowRank | None,
     head_kind: HeadKind,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
     """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
@@ -278,7 +282,7 @@ def _engine(
     trained, w = states.num_trainable_params(model, adapter), BYTES[trained_dtype]
     optimizer_bytes = states.optimizer_bytes_per_param(optim, trained_dtype)
     if layout.strategy in ("single", "ddp"):
-        adapters, of_optimizer = states.trained_bytes(model, adapter, optim, trained_dtype)
+        adapters, of_optimizer = states.trained_bytes(model, adapter, optim, trained_dtype, low_rank)
         weights = states.weights_bytes(model, adapter, dtype, trained_dtype)
         # The fused heads sum the gradient of their weight in float32, and cast it.
         summed = 4 if w < 4 and head_kind != "whole" else 0
@@ -287,8 +291,9 @@ def _engine(
     if layout.strategy == "fsdp2":
         units = units_of(model, adapter, layout.num_shards)
         of_optimizer = int(optimizer_bytes * units.all.trained)
-        if optim == "muon":
-            of_optimizer = states.muon_cost_of(model, adapter, trained_dtype, layout.num_shards).states_bytes
+        cost = states.matrix_cost_of(model, adapter, optim, trained_dtype, low_rank, layout.num_shards)
+        if cost is not None:
+            of_optimizer = cost.states_bytes
         of_optimizer += w * units.all.trained * has_ema
         kept_state = fsdp2_kept(units, dtype, layout, of_optimizer, devices_per_node, w)
         needs = fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates, w=w)
@@ -414,7 +419,7 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
     """
     trained, train = states.num_trainable_params(model, recipe.adapter), recipe.train
-    _, of_optimizer = states.trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
+    _, of_optimizer = states.trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype, train.low_rank)
     weights = _saved_bytes(recipe, model)
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained

@@ -25,6 +25,7 @@ the weight.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,7 @@ from tunekit.recipe.sections.adapters import (
     VeraAdapter,
     layer_of,
 )
-from tunekit.recipe.sections.section import Optim
+from tunekit.recipe.sections.section import LOW_RANK_OPTIMS, LowRank, Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -66,12 +67,24 @@ MIN_8BIT_VALUES = 4096
 """Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
 
 
-_NUM_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0, "ademamix": 3, "lion": 1, "schedule": 2}
+_NUM_STATES = {
+    "adamw": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "sgd": 0,
+    "ademamix": 3,
+    "lion": 1,
+    "schedule": 2,
+    "galore": 2,
+    "apollo": 2,
+}
 """Values that an optimizer keeps of each trained one, by the first word of its name behind `paged_`: those of torch and
 bitsandbytes, as transformers makes them, SGD without momentum. Adafactor is a case of its own."""
 
-_WITH_STEP: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "tunekit_adamw"})
-"""Optimizers of torch, and one of tunekit: they keep values in the type of the weight, and count the steps of each
+_WITH_STEP: frozenset[Optim] = LOW_RANK_OPTIMS | frozenset[Optim](
+    {"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "tunekit_adamw"}
+)
+"""Optimizers of torch, and some of tunekit: they keep values in the type of the weight, and count the steps of each
 tensor in another one of float32. Those of bitsandbytes keep values in float32 or 8 bits."""
 
 
@@ -305,17 +318,21 @@ def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
 
 
 def trained_bytes(
-    model: ModelFacts, adapter: Adapter, optim: Optim, trained_dtype: Dtype = "float32"
+    model: ModelFacts,
+    adapter: Adapter,
+    optim: Optim,
+    trained_dtype: Dtype = "float32",
+    low_rank: LowRank | None = None,
 ) -> tuple[int, int]:
     """Bytes of adapters and of what is trained whole beside them, and of the optimizer's states; counted once."""
-    key = (repr(adapter), optim, trained_dtype)
+    key = (repr(adapter), optim, trained_dtype, low_rank)
     if key not in model.trained_bytes:
         tensors = trained_tensors(model, adapter)
         shared = sum(4 * math.prod(shape) for shape in shared_matrices(model, adapter))
         adapters = shared + adapters_bytes(tensors, adapter)
         # AdaLoRA keeps of each trained value its importance, and the means of that and of how much it varies.
         scores = 3 * adapters_bytes(tensors, adapter) if isinstance(adapter, AdaloraAdapter) else 0
-        model.trained_bytes[key] = adapters, states_bytes(tensors, optim, trained_dtype) + scores
+        model.trained_bytes[key] = adapters, states_bytes(tensors, optim, trained_dtype, low_rank) + scores
     return model.trained_bytes[key]
 
 
@@ -324,14 +341,21 @@ def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
     return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
 
 
-def states_bytes(trained: Mapping[str, Shape], optim: Optim, trained_dtype: Dtype = "float32") -> int:
+def states_bytes(
+    trained: Mapping[str, Shape], optim: Optim, trained_dtype: Dtype = "float32", low_rank: LowRank | None = None
+) -> int:
     """Bytes of an optimizer's states for what is trained, after its first step.
 
     8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861). Those of bitsandbytes share a table
     for signed and one for unsigned values; embeddings keep float32 states (transformers asks for it), and so does what
     is small. Those of tunekit have no table, and are of all tensors. Muon keeps one value of each in the type of the
-    weight, and what AdamW updates beside it has two and a step.
+    weight, and what AdamW updates beside it has two and a step. GaLore and APOLLO have states of a low rank.
     """
+    if low_rank is not None:
+        others = {name: shape for name, shape in trained.items() if not has_low_rank(name, shape, low_rank)}
+        matrices = [shape for name, shape in trained.items() if name not in others]
+        total = sum(_low_rank_bytes(shape, low_rank, BYTES[trained_dtype]) for shape in matrices)
+        return total + states_bytes(others, optim, trained_dtype)
     if optim == "tunekit_adamw_8bit":
         sizes = [math.prod(shape) for shape in trained.values()]
         return sum(2 * (size + 4 * math.ceil(size / BLOCK_8BIT)) + 4 for size in sizes)
@@ -378,9 +402,28 @@ def uses_muon(name: str, shape: Shape) -> bool:
     return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
 
 
+def has_low_rank(name: str, shape: Shape, low_rank: LowRank) -> bool:
+    """Return whether the states of a trained tensor have a low rank: of a matrix whose sides are both greater.
+
+    These are the matrices of layers, or those whose names match.
+    """
+    if len(shape) != 2 or min(shape) <= low_rank.rank:
+        return False
+    if low_rank.target_modules is None:
+        return uses_muon(name, shape)
+    return not is_embedding(name) and any(re.search(pattern, name) for pattern in low_rank.target_modules)
+
+
+def _low_rank_bytes(shape: Shape, low_rank: LowRank, e: int) -> int:
+    """Bytes of two moments and the number of steps; beside them GaLore keeps the projection, APOLLO a norm."""
+    lesser, greater = sorted(shape)
+    beside = low_rank.rank * lesser if low_rank.optim == "galore_adamw" else 1
+    return e * (2 * low_rank.rank * greater + beside) + 4
+
+
 @dataclass(frozen=True)
-class MuonCost:
-    """Bytes and operations of `muon` on a device."""
+class MatrixCost:
+    """Bytes and operations, on a device, of an optimizer that updates matrices otherwise than other tensors."""
 
     states_bytes: int
     step_bytes: int
@@ -389,11 +432,11 @@ class MuonCost:
     """Bytes of the matrices that devices divide, whole."""
     flops: int
     num_params: int
-    """Parameters that Muon updates, on all devices."""
+    """Parameters that are updated so, on all devices."""
 
 
 @cache
-def muon_cost(trained: tuple[tuple[str, Shape], ...], trained_dtype: Dtype, num_shards: int = 1) -> MuonCost:
+def muon_cost(trained: tuple[tuple[str, Shape], ...], trained_dtype: Dtype, num_shards: int = 1) -> MatrixCost:
     """Return what `muon` costs a device that holds one of `num_shards` shards, cut along the first dimension.
 
     An update is in bfloat16: the momentum, normalized, after an iteration and before it, and two products of it with
@@ -414,12 +457,67 @@ def muon_cost(trained: tuple[tuple[str, Shape], ...], trained_dtype: Dtype, num_
         gathered_bytes += 2 * less * more * is_cut
         flops += 5 * num * (4 * less * less * more + 2 * less**3) // (num_shards if is_cut else 1)
         num_params += math.prod(shape)
-    return MuonCost(states_bytes(shards, "muon", trained_dtype), step_bytes, gathered_bytes, flops, num_params)
+    return MatrixCost(states_bytes(shards, "muon", trained_dtype), step_bytes, gathered_bytes, flops, num_params)
 
 
-def muon_cost_of(model: ModelFacts, adapter: Adapter, trained_dtype: Dtype, num_shards: int = 1) -> MuonCost:
+def muon_cost_of(model: ModelFacts, adapter: Adapter, trained_dtype: Dtype, num_shards: int = 1) -> MatrixCost:
     """Return what `muon` costs a device for a model."""
     return muon_cost(tuple(trained_tensors(model, adapter).items()), trained_dtype, num_shards)
+
+
+@cache
+def low_rank_cost(
+    trained: tuple[tuple[str, Shape], ...], low_rank: LowRank, trained_dtype: Dtype, num_shards: int = 1
+) -> MatrixCost:
+    """Return what GaLore or APOLLO costs a device that holds one of `num_shards` shards of the weights.
+
+    Each device has the states of whole matrices, gathers the gradient of each, and computes its update. Singular
+    vectors take 6 m n² + 20 n³ operations (Golub and Van Loan, Matrix Computations, 8.6: R-SVD), in float32 and on a
+    copy.
+    """
+    e, rank, is_galore = BYTES[trained_dtype], low_rank.rank, low_rank.optim == "galore_adamw"
+    matrices = [shape for name, shape in trained if has_low_rank(name, shape, low_rank)]
+    others = {
+        name: (-(-rows // num_shards), *more)
+        for name, shape in trained
+        if not has_low_rank(name, shape, low_rank)
+        for rows, *more in [shape or (1,)]
+    }
+    flops = step_bytes = 0
+    for lesser, greater in map(sorted, matrices):
+        whole, low = lesser * greater, rank * greater
+        flops += (4 if is_galore else 2) * rank * whole
+        moments = 3 * e * low
+        if is_galore:
+            flops += (6 * lesser * whole + 20 * lesser**3) // low_rank.update_proj_gap
+            vectors = 4 * (whole + lesser * lesser + lesser)
+            step = max(moments, e * (low + whole), vectors + (4 if e == 4 else 8) * whole)
+        else:
+            # Beside the update, norms of channels and of the whole.
+            drawn = rank * lesser * (4 if e == 4 else 4 + e)
+            norms = e * (2 * low + 3 * greater)
+            step = max(moments, drawn, e * (rank * lesser + low), norms, e * (whole + greater + 3))
+        step_bytes = max(step_bytes, step + (e * whole if num_shards > 1 else 0))
+    num_params = sum(map(math.prod, matrices))
+    states = sum(_low_rank_bytes(shape, low_rank, e) for shape in matrices)
+    states += states_bytes(others, low_rank.optim, trained_dtype)
+    return MatrixCost(states, step_bytes, e * num_params if num_shards > 1 else 0, flops, num_params)
+
+
+def matrix_cost_of(
+    model: ModelFacts,
+    adapter: Adapter,
+    optim: Optim,
+    trained_dtype: Dtype,
+    low_rank: LowRank | None,
+    num_shards: int = 1,
+) -> MatrixCost | None:
+    """Return what an optimizer that updates matrices otherwise costs a device for a model; None for others."""
+    if optim == "muon":
+        return muon_cost_of(model, adapter, trained_dtype, num_shards)
+    if low_rank is None:
+        return None
+    return low_rank_cost(tuple(trained_tensors(model, adapter).items()), low_rank, trained_dtype, num_shards)
 
 
 _LARGE = {"layer": (4096, 4096)}

@@ -26,16 +26,16 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
-    muon_cost_of,
+    matrix_cost_of,
     num_trainable_params,
     optimizer_bytes_per_param,
+    trained_bytes,
     trained_tables,
 )
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
 from tunekit.estimates.throughput import step as steps
 from tunekit.estimates.throughput.step import Range, Step
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.section import Optim
 
 MIN_ALLOCATED_BYTES = 2**30
 """Runs with less tell nothing of the reserve: torch takes memory in pieces of 20 MiB and more (`kLargeBuffer` in its
@@ -279,15 +279,14 @@ class Speed(Facts):
 
 
 def optimizer_bytes(
-    num_trained: int, optim: Optim, trained_dtype: Dtype = "float32", *, has_ema: bool = False
+    num_trained: int, states_each: float, trained_dtype: Dtype = "float32", *, has_ema: bool = False
 ) -> float:
     """Bytes of memory that an optimizer step reads and writes for `num_trained` parameters.
 
     Weights read and written (8 in float32), gradients read for their norm, scaled by it and read again (4 + 8 + 4),
-    states read and written. An average is read and written, and the weights are read for it.
+    states of `states_each` bytes read and written. An average is read and written, and the weights are read for it.
     """
-    values = 9 if has_ema else 6
-    return num_trained * (values * BYTES[trained_dtype] + 2 * optimizer_bytes_per_param(optim, trained_dtype))
+    return num_trained * ((9 if has_ema else 6) * BYTES[trained_dtype] + 2 * states_each)
 
 
 def step_of(
@@ -373,9 +372,12 @@ def step_of(
     trained = num_trainable_params(model, recipe.adapter)
     optim, trained_dtype = recipe.train.optimizer, recipe.train.trained_dtype
     has_ema = recipe.train.ema_decay is not None
-    kept_bytes = (2 if has_ema else 1) * BYTES[trained_dtype] + optimizer_bytes_per_param(optim, trained_dtype)
-    moved_bytes = optimizer_bytes(trained, optim, trained_dtype, has_ema=has_ema)
-    muon = muon_cost_of(model, recipe.adapter, trained_dtype, layout.num_shards) if optim == "muon" else None
+    states_each = optimizer_bytes_per_param(optim, trained_dtype)
+    cost = matrix_cost_of(model, recipe.adapter, optim, trained_dtype, recipe.train.low_rank, layout.num_shards)
+    if recipe.train.low_rank is not None:
+        states_each = trained_bytes(model, recipe.adapter, optim, trained_dtype, recipe.train.low_rank)[1] / trained
+    kept_bytes = (2 if has_ema else 1) * BYTES[trained_dtype] + states_each
+    moved_bytes = optimizer_bytes(trained, states_each, trained_dtype, has_ema=has_ema)
     head_again = 2 * steps.head_params(model) * head_share * computes_again
     return Step(
         model_type=model.model_type,
@@ -395,7 +397,7 @@ def step_of(
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
         num_trained=trained,
         optimizer_bytes=moved_bytes / (layout.num_shards * layout.tp_size),
-        optimizer_flops=0 if muon is None else muon.flops,
+        optimizer_flops=0 if cost is None else cost.flops,
         checkpoint_bytes=trained * kept_bytes,
         transfers=steps.transfers_of(
             model,
@@ -408,7 +410,7 @@ def step_of(
             passes=passes,
             trained_dtype=trained_dtype,
             offloaded_bytes=offloaded_bytes,
-            update_bytes=0 if muon is None else muon.gathered_bytes,
+            update_bytes=0 if cost is None else cost.gathered_bytes,
         ),
         num_forwards=num_forwards,
         generating=generation,

@@ -151,6 +151,7 @@ class Setting:
             optim=self.recipe.train.optimizer,
             trained_dtype=self.recipe.train.trained_dtype,
             has_ema=self.recipe.train.ema_decay is not None,
+            low_rank=self.recipe.train.low_rank,
             num_tokens=size * self.passes.sequences_per_row * length,
             mask_length=mask_length,
             sliding_mask_length=length if mask_length is None and slides else mask_length,

@@ -1,5 +1,6 @@
 """Checks of a recipe against a device and a model, for any layout and for one. Each names the place and the remedy."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from tunekit.estimates.facts import (
 )
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.learning_rates import has_groups, unmatched
-from tunekit.estimates.memory.states import Dtype, reference_of, token_rows, trained_tensors, unties_head
+from tunekit.estimates.memory.states import Dtype, has_low_rank, reference_of, token_rows, trained_tensors, unties_head
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
@@ -27,7 +28,7 @@ from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
-from tunekit.recipe.sections.section import STOCHASTIC_OPTIMS, LrSchedulerType, Optim
+from tunekit.recipe.sections.section import LOW_RANK_OPTIMS, STOCHASTIC_OPTIMS, LrSchedulerType, Optim
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
     "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
@@ -36,7 +37,7 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
 }
 """Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
 
-SHARDED_OPTIMS: frozenset[Optim] = frozenset(
+SHARDED_OPTIMS: frozenset[Optim] = LOW_RANK_OPTIMS | frozenset[Optim](
     {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw", "muon"}
 )
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
@@ -119,6 +120,7 @@ def _faults(
         yield f"{problem}{device.name} has only host memory", hint
     if optim == "schedule_free_adamw" and hardware.schedulefree is False:
         yield "train.optim: schedulefree is not installed", "pip install 'tunekit[optim]'"
+    yield from _low_rank_faults(recipe, model)
     batch, size = train.global_batch_size, train.micro_batch_size
     if size is not None and batch % size:
         problem = f"train.micro_batch_size: {size} does not divide train.global_batch_size {batch}"
@@ -137,6 +139,23 @@ def _faults(
         if obstacle is not None:
             yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
     yield from backends.float8_faults(recipe, hardware, model, dtype)
+
+
+def _low_rank_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse states of a low rank where no matrix has them, and patterns that match none."""
+    low_rank = recipe.train.low_rank
+    if low_rank is None:
+        return
+    trained = trained_tensors(model, recipe.adapter)
+    for at, pattern in enumerate(low_rank.target_modules or ()):
+        matches = [shape for name, shape in trained.items() if re.search(pattern, name) and len(shape) == 2]
+        if not matches:
+            problem = f"train.optim_target_modules[{at}]: no trained matrix of {model.path} matches {pattern!r}"
+            yield problem, "remove it, or train what it names"
+    if not any(has_low_rank(name, shape, low_rank) for name, shape in trained.items()):
+        most = max((min(shape) for shape in trained.values() if len(shape) == 2), default=0)
+        problem = f"train.optim_args.rank: {low_rank.rank} is no less than the sides of all matrices"
+        yield problem, f"set it below {most}, or use train.optim={CLOSEST_OPTIM}"
 
 
 def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -351,6 +370,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     yield from _bf16_refusals(recipe, layout)
     if optim == "muon":
         yield from _muon_refusals(layout)
+    if optim in LOW_RANK_OPTIMS:
+        yield from _low_rank_refusals(optim, layout)
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         yield f"DeepSpeed cannot run {optim} on the CPU", f"use train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
@@ -471,6 +492,19 @@ def _muon_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
         yield "Muon on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
     if layout.offload_param_device != "none":
         why = "Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, its step takes minutes"
+        yield why, f"unset parallel.offload_param_device, or {other}"
+
+
+def _low_rank_refusals(optim: Optim, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield layouts in which no process gets the gradient of a whole matrix, or not where it is decomposed in time."""
+    other = f"use train.optim={CLOSEST_OPTIM}"
+    if layout.strategy.startswith("zero"):
+        why = f"{optim} projects whole matrices, and DeepSpeed divides flat copies of all weights"
+        yield why, f"use fsdp2, or {other}"
+    if layout.tp_size > 1:
+        yield f"{optim} on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.offload_param_device != "none":
+        why = f"{optim} projects each matrix: on the CPU, where offloading puts it, its step takes minutes"
         yield why, f"unset parallel.offload_param_device, or {other}"
 
 

@@ -19,7 +19,7 @@ from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
     initial_bytes,
-    muon_cost_of,
+    matrix_cost_of,
     num_live_layers,
     num_trainable_params,
     optimizer_bytes_per_param,
@@ -253,12 +253,17 @@ def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         steps = f"over about {1 / (1 - train.ema_decay):,.0f} steps"
         why = f"decay {train.ema_decay:g}, {steps}: evaluations, checkpoints and the result are of it"
         yield Reason(topic="average of weights", choice=gib(num_bytes), why=why)
-    if train.optimizer != "muon":
+    cost = matrix_cost_of(model, recipe.adapter, train.optimizer, train.trained_dtype, train.low_rank)
+    if cost is None:
         return
-    cost, num = muon_cost_of(model, recipe.adapter, train.trained_dtype), num_trainable_params(model, recipe.adapter)
+    num = num_trainable_params(model, recipe.adapter)
     _, adamw_bytes = trained_bytes(model, recipe.adapter, "adamw_torch_fused", train.trained_dtype)
     others = f", AdamW for the other {count(num - cost.num_params)}" if num > cost.num_params else ""
-    why = f"Muon for {count(cost.num_params)} parameters in matrices{others}; updates as large as AdamW's, "
+    if train.low_rank is None:
+        why = f"Muon for {count(cost.num_params)} parameters in matrices{others}; updates as large as AdamW's, "
+    else:
+        what = f"rank {train.low_rank.rank} for {count(cost.num_params)} parameters in matrices"
+        why = f"{what}{others}; projections last {train.low_rank.update_proj_gap} steps, "
     why += f"at {cost.flops / 1e12:,.3g} TFLOP a step"
     choice = f"{gib(cost.states_bytes)} instead of {gib(adamw_bytes)}"
     yield Reason(topic="optimizer states", choice=choice, why=why)

@@ -7,7 +7,7 @@ is done when one of them fails, and where a run is written and which trackers ge
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -121,13 +121,17 @@ _PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
 _OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit", "muon"]
 _AverageOptim = Literal["schedule_free_adamw"]
-Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _AverageOptim, _OurOptim]
+LowRankOptim = Literal["galore_adamw", "apollo_adamw"]
+Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _AverageOptim, LowRankOptim, _OurOptim]
 
 STOCHASTIC_OPTIMS: frozenset[Optim] = frozenset({"tunekit_adamw", "tunekit_adamw_8bit"})
 """Optimizers that round weights in bfloat16 stochastically (`tunekit.kernels.adamw`)."""
 
-OUR_OPTIMS: frozenset[Optim] = STOCHASTIC_OPTIMS | {"muon"}
-"""Optimizers that transformers does not have."""
+LOW_RANK_OPTIMS: frozenset[Optim] = frozenset(get_args(LowRankOptim))
+"""Optimizers whose states of matrices have a low rank (`tunekit.kernels.low_rank`)."""
+
+OUR_OPTIMS: frozenset[Optim] = STOCHASTIC_OPTIMS | LOW_RANK_OPTIMS | {"muon"}
+"""Optimizers that tunekit makes, and not transformers."""
 
 _Decay = Literal["linear", "cosine", "cosine_with_restarts", "polynomial"]
 _Constant = Literal["constant", "constant_with_warmup", "inverse_sqrt"]
@@ -136,6 +140,33 @@ LrSchedulerType = Literal[_Decay, _Constant, _WithKwargs]
 
 ONE_LENGTH = ("num_epochs", "max_steps")
 """The two ways to say how long to train: a recipe gives at most one of them."""
+
+
+class LowRank(NamedTuple):
+    """Matrices whose states have a low rank, and which states."""
+
+    optim: Optim
+    rank: int
+    update_proj_gap: int
+    target_modules: tuple[str, ...] | None
+    """Regular expressions found in the names of modules; None for all matrices of layers."""
+
+
+class OptimArgs(Section):
+    """Arguments of `galore_adamw` and `apollo_adamw`, by their transformers names."""
+
+    rank: Annotated[int, Field(gt=0)] = 128
+    """Rank of the states. Matrices whose lesser side is no greater have those of AdamW."""
+
+    update_proj_gap: Annotated[int, Field(gt=0)] = 200
+    """Steps between new projections."""
+
+    scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor on GaLore's updates; its square root on APOLLO's. Default: 0.25 for galore_adamw, 1 for apollo_adamw."""
+
+    scale_type: Literal["channel", "tensor"] = "channel"
+    """Gradients that apollo_adamw scales together: those of a channel, or of a whole matrix (APOLLO-Mini, with
+    `rank: 1` and `scale: 128`)."""
 
 
 class TrainSection(Section):
@@ -176,7 +207,8 @@ class TrainSection(Section):
     optim: Optim | None = None
     """Optimizer by its transformers name, or `tunekit_adamw` and `tunekit_adamw_8bit`: AdamW that rounds bfloat16
     weights stochastically, with states in the type of the weights or in 8 bits; or `muon`: Muon for matrices of layers
-    and adapters, AdamW for embeddings, head and vectors, at AdamW's learning rate (arXiv 2502.16982).
+    and adapters, AdamW for embeddings, head and vectors, at AdamW's learning rate (arXiv 2502.16982). `galore_adamw`
+    (arXiv 2403.03507) and `apollo_adamw` (arXiv 2412.05270) keep states of a low rank, for full fine-tuning.
     `schedule_free_adamw` averages weights in place of a schedule (arXiv 2405.15682): evaluations, checkpoints and the
     result are of the average; it needs `lr_scheduler_type: constant`, and warms up itself. Default:
     `adamw_torch_fused`, or `tunekit_adamw` with `pure_bf16`."""
@@ -184,6 +216,13 @@ class TrainSection(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the trained weights, updated at each step, such as 0.999: evaluations,
     checkpoints and the result are of the average. Default: none."""
+
+    optim_args: OptimArgs | None = None
+    """Arguments of `galore_adamw` and `apollo_adamw`. Default: those of transformers."""
+
+    optim_target_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Matrices whose states have a low rank with `galore_adamw` and `apollo_adamw`, by regular expressions found in
+    their names; AdamW updates all else. Default: all in decoder layers."""
 
     pure_bf16: bool = False
     """Keep trained weights, gradients and optimizer states in bfloat16 instead of float32: half the memory. For full
@@ -266,6 +305,14 @@ class TrainSection(Section):
         return self.optimizer == "schedule_free_adamw" or self.ema_decay is not None
 
     @property
+    def low_rank(self) -> LowRank | None:
+        """Matrices whose states have a low rank; None with an optimizer that has none."""
+        if self.optimizer not in LOW_RANK_OPTIMS:
+            return None
+        args, modules = self.optim_args or OptimArgs(), self.optim_target_modules
+        return LowRank(self.optimizer, args.rank, args.update_proj_gap, None if modules is None else tuple(modules))
+
+    @property
     def trained_dtype(self) -> Literal["float32", "bfloat16"]:
         """Data type of trained weights and their gradients."""
         return "bfloat16" if self.pure_bf16 else "float32"
@@ -275,6 +322,7 @@ class TrainSection(Section):
         for pattern in self.learning_rates or ():
             if (problem := regex_problem(pattern)) is not None:
                 yield Conflict(("learning_rates", pattern), problem, ESCAPE)
+        yield from self._conflicts_of_low_rank()
         if self.optimizer == "schedule_free_adamw":
             if self.lr_scheduler_type != "constant":
                 what = f"{self.lr_scheduler_type} does not go with schedule_free_adamw, which averages weights instead"
@@ -295,6 +343,20 @@ class TrainSection(Section):
         if self.activation_offloading is True and self.gradient_checkpointing is False:
             what = "requires gradient_checkpointing: without it, more is kept than can be copied in time"
             yield Conflict(("activation_offloading",), what, "unset one of them")
+
+    def _conflicts_of_low_rank(self) -> Iterator[Conflict]:
+        """Yield settings of optimizers whose states have a low rank beside another one."""
+        args, modules = self.optim_args, self.optim_target_modules
+        for at, pattern in enumerate(modules or ()):
+            if (problem := regex_problem(pattern)) is not None:
+                yield Conflict(("optim_target_modules", at), problem, ESCAPE)
+        if self.optimizer not in LOW_RANK_OPTIMS:
+            for name, value in (("optim_args", args), ("optim_target_modules", modules)):
+                if value is not None:
+                    what = f"{self.optimizer} takes none"
+                    yield Conflict((name,), what, "unset it, or set optim to galore_adamw or apollo_adamw")
+        elif self.optimizer == "galore_adamw" and args is not None and args.scale_type != "channel":
+            yield Conflict(("optim_args", "scale_type"), "galore_adamw scales no channels", "unset it")
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":

@@ -1,0 +1,149 @@
+"""GaLore and APOLLO: the authors' packages step for step, states through a state dict, and matrices in parts."""
+
+import copy
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from apollo_torch import APOLLOAdamW
+from galore_torch import GaLoreAdamW as TheirGaLore
+
+from tests.kernels.test_muon import assert_same_bits, parameters_of, take_steps
+from tests.processes import in_processes
+from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW, random_projection
+
+RANK = {"rank": 4, "update_proj_gap": 3}
+
+OPTIONS = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.8, 0.95)}
+
+SHAPES = [(24, 24), (40, 16), (16, 72)]
+
+# Products of matrices whose strides differ are rounded differently.
+TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-12}
+
+
+def groups_of(parameters):
+    """Groups by whether a parameter is updated in a space of a low rank."""
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
+    return [{"params": matrices, "low_rank": True}, {"params": vectors}]
+
+
+def assert_close(ours, theirs, dtype):
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_galore_takes_the_steps_of_its_authors_package(dtype):
+    ours, theirs = parameters_of(SHAPES, dtype), parameters_of(SHAPES, dtype)
+    take_steps(GaLoreAdamW(groups_of(ours), **OPTIONS, **RANK, scale=0.25), ours, 8)
+    more = {**RANK, "scale": 0.25, "proj_type": "std"}
+    take_steps(TheirGaLore([{"params": theirs, **more}], **OPTIONS, no_deprecation_warning=True), theirs, 8)
+    assert_close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("scale_type", ["channel", "tensor"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_apollo_takes_the_steps_of_its_authors_package(dtype, scale_type, monkeypatch):
+    """Theirs projects by the random matrices of ours; both draw others after three steps."""
+    drawn, turns = [], []
+    monkeypatch.setattr(
+        "tunekit.kernels.low_rank.random_projection",
+        lambda *args: drawn.append(random_projection(*args)) or drawn[-1],
+    )
+    ours, theirs = parameters_of(SHAPES, dtype), parameters_of(SHAPES, dtype)
+    take_steps(ApolloAdamW(groups_of(ours), **OPTIONS, **RANK, scale=2.0, scale_type=scale_type), ours, 8)
+    first = [drawn[num] for step in (0, 3, 6) for num in range(step * len(SHAPES), (step + 1) * len(SHAPES))]
+
+    def project(self, *args, **kwargs):
+        turns.append(self)
+        return first[len(turns) - 1]
+
+    monkeypatch.setattr("apollo_torch.random_projector.GradientProjector.get_orthogonal_matrix", project)
+    more = {**RANK, "scale": 2.0, "proj_type": "std", "proj": "random", "scale_type": scale_type}
+    take_steps(APOLLOAdamW([{"params": theirs, **more}], **OPTIONS), theirs, 8)
+    assert len(turns) == len(first)
+    assert_close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("kind", [GaLoreAdamW, ApolloAdamW])
+def test_what_is_no_matrix_has_the_bits_of_torchs_fused_adamw(kind):
+    ours, theirs = parameters_of([(40,), (7,), (16, 8)]), parameters_of([(40,), (7,)])
+    take_steps(kind(groups_of(ours), **OPTIONS, **RANK), ours, 4)
+    take_steps(torch.optim.AdamW(theirs, **OPTIONS, fused=True), theirs, 4)
+    assert_same_bits(ours[:2], theirs)
+
+
+def test_random_projections_keep_norms_and_differ_by_turn_matrix_and_seed():
+    from tunekit.kernels.low_rank import _seed
+
+    seeds = {_seed(seed, turn, index) for seed in range(3) for turn in range(3) for index in range(3)}
+    assert len(seeds) == 27
+    tall, wide = (random_projection(torch.zeros(shape), 64, 1) for shape in ((512, 256), (256, 512)))
+    assert (tall.shape, wide.shape) == ((64, 256), (256, 64))
+    for numbers in (tall, wide):
+        # Of 16,384 numbers of variance 1/64.
+        assert numbers.mean().abs() < 4 / math.sqrt(64 * numbers.numel())
+        assert numbers.var().item() == pytest.approx(1 / 64, rel=4 * math.sqrt(2 / numbers.numel()))
+
+
+@pytest.mark.parametrize("kind", [GaLoreAdamW, ApolloAdamW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_state_goes_on_with_the_same_bits(kind, dtype):
+    parameters = parameters_of([*SHAPES, (9,)], dtype)
+    optimizer = kind(groups_of(parameters), **OPTIONS, **RANK)
+    take_steps(optimizer, parameters, 2)
+    others = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    other = kind(groups_of(others), lr=1.0)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((optimizer, parameters), (other, others)):
+        take_steps(*pair, 3, first=2)
+    assert_same_bits(parameters, others)
+
+
+PARTS = [(33, 20), (20, 33), (8, 12), (5, 64), (64, 5), (9,)]
+"""Rows that processes divide unevenly, and a vector."""
+
+
+def divided(kind, num_replicas):
+    """Weights after some steps, and after as many with a break in which the states go through a state dict."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    num = int(os.environ["WORLD_SIZE"])
+    sizes, names = ((num_replicas, num // num_replicas), ("replicas", "shards")) if num_replicas > 1 else ((num,), None)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    results = []
+    for breaks in (False, True):
+        model = fully_shard(torch.nn.ParameterList(parameters_of(PARTS)), mesh=mesh)
+        optimizer = kind(groups_of(model), **OPTIONS, **RANK)
+        for step in range(5):
+            torch.manual_seed(100 + step)
+            for parameter in model:
+                gradient = torch.randn(parameter.shape)
+                parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            optimizer.step()
+            if breaks and step == 1:
+                saved = get_optimizer_state_dict(model, optimizer)
+                optimizer = kind(groups_of(model), lr=1.0)
+                set_optimizer_state_dict(model, optimizer, saved)
+        results.append([parameter.full_tensor().detach().numpy() for parameter in model])
+    torch.distributed.destroy_process_group()
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [GaLoreAdamW, ApolloAdamW])
+@pytest.mark.parametrize(("num", "num_replicas"), [(2, 1), (4, 2)])
+def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(kind, num, num_replicas):
+    parameters = parameters_of(PARTS)
+    take_steps(kind(groups_of(parameters), **OPTIONS, **RANK), parameters, 5)
+    for results in in_processes(num, divided, kind, num_replicas):
+        for one, broken, other in zip(*results, parameters, strict=True):
+            assert np.array_equal(one, broken)
+            assert np.array_equal(one, other.detach().numpy())
