@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
+from tunekit.kernels.adam_mini import AdamMini
 from tunekit.kernels.adamw import AdamW
 from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW
 from tunekit.kernels.muon import Muon
@@ -32,7 +33,8 @@ def works(optim: str, folder: str) -> bool:
     inputs = torch.randn(16, 128)
     for model in (whole, divided):
         matrices, vectors = [[one for one in model.parameters() if one.dim() == dim] for dim in (2, 1)]
-        optimizer = kind([{"params": matrices, "use_muon": True, "low_rank": True}, {"params": vectors}], **options)
+        of_matrices = {"use_muon": True, "low_rank": True, "rows_per_block": 1}
+        optimizer = kind([{"params": matrices, **of_matrices}, {"params": vectors}], **options)
         for _ in range(5):
             model(inputs).square().mean().backward()
             optimizer.step()
@@ -50,6 +52,8 @@ def optimizer_class(optim: str, folder: str) -> tuple[Any, dict[str, Any]]:
         return AdamW, {"lr": 1e-2, "states": "float32"}
     if optim == "muon":
         return Muon, {"lr": 1e-2}
+    if optim == "adam_mini":
+        return AdamMini, {"lr": 1e-2}
     if optim in LOW_RANK_OPTIMS:
         return {"galore_adamw": GaLoreAdamW, "apollo_adamw": ApolloAdamW}[optim], {"lr": 1e-2, "rank": 8}
     arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=True, report_to="none", learning_rate=1e-2)

@@ -18,6 +18,7 @@ from tunekit.estimates.memory.states import (
     adapters_bytes,
     dequantised_bytes,
     low_rank_cost,
+    matrix_cost_of,
     muon_cost,
     muon_cost_of,
     num_trainable_params,
@@ -219,7 +220,8 @@ def assert_held_as_planned(section, adapter, optim, tmp_path):
     held = held_after_a_step(section, adapter, optim, tmp_path)
     planned = trained_tensors(probe_model(section), adapter)
     assert sum(4 * math.prod(shape) for shape in planned.values()) == held.gradients
-    assert states_bytes(planned, optim) == held.states
+    head_dim = probe_model(section).head_dim
+    assert states_bytes(planned, optim, head_dim=head_dim) == held.states
 
 
 @pytest.mark.sample(8)
@@ -235,7 +237,7 @@ def test_every_optimizer_holds_what_is_planned_of_weights_in_bfloat16(optim, sec
     held = held_after_a_step(sections["llama"], FullAdapter(), optim, tmp_path, pure_bf16=True)
     planned = trained_tensors(probe_model(sections["llama"]), FullAdapter())
     assert sum(2 * math.prod(shape) for shape in planned.values()) == held.gradients
-    assert states_bytes(planned, optim, "bfloat16") == held.states
+    assert states_bytes(planned, optim, "bfloat16", head_dim=16) == held.states
 
 
 @pytest.mark.sample(4)
@@ -309,6 +311,25 @@ def test_a_step_of_muon_takes_the_planned_bytes_for_a_time(shape, dtype):
         optimizer.step()
     planned = muon_cost((("layers.0.experts.up_proj", shape),), dtype)
     assert planned.step_bytes == tracker.peaks["forward"]
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("adapter", ["full", "norms and embedding"])
+def test_adam_mini_holds_what_is_planned_of_heads_experts_and_norms(name, adapter, sections, tmp_path):
+    assert_held_as_planned(sections[name], ADAPTERS[adapter], "adam_mini", tmp_path)
+
+
+def test_adam_mini_on_8b_keeps_one_value_of_each_and_one_of_each_block():
+    """Worked by hand: heads of 128 rows, 32 of queries and 8 of keys in a layer; rows; 65 norms; 291 tensors."""
+    trained = trained_tensors(LLAMA_8B, FullAdapter())
+    blocks = 2 * 128256 + 32 * (32 + 8 + 1024 + 4096 + 2 * 14336 + 4096 + 2) + 1
+    by_hand = 4 * 8_030_261_248 + 4 * blocks + 4 * 291
+    assert states_bytes(trained, "adam_mini", head_dim=128) == by_hand
+    whole, part = (matrix_cost_of(LLAMA_8B, FullAdapter(), "adam_mini", "float32", None, num) for num in (1, 8))
+    assert whole.states_bytes == by_hand
+    # Blocks of several rows and of norms, and steps, are whole on each device.
+    undivided = 4 * (32 * (32 + 8 + 2) + 1 + 291)
+    assert 8 * (part.states_bytes - undivided) == by_hand - undivided
 
 
 LOW_RANK = {

@@ -596,6 +596,12 @@ def test_galore_and_apollo_come_along_with_their_arguments(tool, tmp_path) -> No
     assert train.optim_target_modules == modules
 
 
+def test_llama_factorys_adam_mini_comes_along(tmp_path) -> None:
+    text = (CONFIGS / "llamafactory-pretrain.yaml").read_text().replace("use_muon", "use_adam_mini")
+    (tmp_path / "full.yaml").write_text(text)
+    assert migrate(tmp_path / "full.yaml").recipe.train.optim == "adam_mini"
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [("galore_proj_type: reverse_std", "tunekit has std alone"), ("galore_layerwise: true", "unsupported with galore")],

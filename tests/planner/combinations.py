@@ -57,6 +57,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "muon": {"train": {"optim": "muon"}},
     "galore_adamw": {"adapter": {"type": "full"}, "train": {"optim": "galore_adamw"}},
     "apollo_adamw": {"adapter": {"type": "full"}, "train": {"optim": "apollo_adamw"}},
+    "adam_mini": {"adapter": {"type": "full"}, "train": {"optim": "adam_mini"}},
     "schedule_free_adamw": {"train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}},
     "ema_decay": {"train": {"ema_decay": 0.999}},
     "learning_rates": {"train": {"learning_rates": {r"layers\.31\.": 1e-6}}},

@@ -200,6 +200,16 @@ REFUSED = {
         "FSDP2, full shard, CPU offload: Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, "
         "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
     ),
+    "Adam-mini in flat copies": (
+        {"adapter": "full", "train": {"optim": "adam_mini"}, "parallel": {"strategy": "zero2"}},
+        "ZeRO-2: adam_mini needs rows and heads, and DeepSpeed divides flat copies of all weights; "
+        "use fsdp2, or use train.optim=adamw_torch_fused",
+    ),
+    "Adam-mini on split layers": (
+        {"adapter": "full", "train": {"optim": "adam_mini"}, "parallel": {"tp_size": 2}},
+        "FSDP2, full shard, tensor parallel 2: adam_mini on tensor parallel layers: unsupported; "
+        "use fsdp2 without tp_size, or use train.optim=adamw_torch_fused",
+    ),
     "GaLore in flat copies": (
         {"adapter": "full", "train": {"optim": "galore_adamw"}, "parallel": {"strategy": "zero2"}},
         "ZeRO-2: galore_adamw projects whole matrices, and DeepSpeed divides flat copies of all weights; "

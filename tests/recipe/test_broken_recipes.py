@@ -303,7 +303,7 @@ BROKEN = {
     "an_unknown_optimizer": (
         GOOD + "train: {optim: AdamW}\n",
         (
-            "recipe.yaml:3:16: train.optim: must be one of 27 names (`tunekit explain train.optim` lists "
+            "recipe.yaml:3:16: train.optim: must be one of 28 names (`tunekit explain train.optim` lists "
             "them), got 'AdamW'; did you mean 'adamw_torch'?"
         ),
     ),
@@ -484,6 +484,11 @@ BROKEN = {
             "recipe.yaml:7:26: train.optim_target_modules[0]: '(' is no regular expression: missing ), unterminated "
             "subpattern at position 0; escape special characters with a backslash"
         ),
+    ),
+    "heads_of_an_adapter": (
+        GOOD + "train:\n  optim: adam_mini\n",
+        "recipe.yaml:4:3: train.optim: divides layers into heads and rows, which adapter.type lora does not train; "
+        "use adamw_torch_fused, or set adapter.type=full",
     ),
     "channels_of_galore": (
         GOOD + "adapter: full\ntrain:\n  optim: galore_adamw\n  optim_args:\n    scale_type: tensor\n",

@@ -164,6 +164,7 @@ def test_a_method_trains_in_4_bits_on_an_accelerator(method, workspace):
         ("full", "train.optim=adamw_8bit"),
         ("full", "train.optim=paged_adamw_8bit"),
         ("full", "train.optim=muon"),
+        ("full", "train.optim=adam_mini"),
         ("full", "train.optim=galore_adamw"),
         ("full", "train.optim=apollo_adamw"),
         ("lora", "train.gradient_checkpointing=true"),

@@ -45,7 +45,7 @@ def recipe_for(folder, adapter="full", train=None, **parallel):
 def of_optimizers(*names, adapters=("full", "lora")):
     """Cases of optimizers with adapters, and of those that train all weights."""
     cases = [(optim, adapter) for optim in names for adapter in adapters]
-    cases += [(optim, "full") for optim in LOW_RANK]
+    cases += [(optim, "full") for optim in (*LOW_RANK, "adam_mini")]
     return pytest.mark.parametrize(("optim", "adapter"), cases)
 
 
@@ -59,8 +59,9 @@ def losses(run):
 @of_optimizers("muon", "schedule_free_adamw")
 def test_a_run_holds_and_saves_what_is_planned(optim, adapter, folder):
     run = tunekit.train(recipe_for(folder, ADAPTERS[adapter], {"optim": optim}))
-    trained = trained_tensors(probe_model(run.recipe.model), run.recipe.adapter)
-    planned = states_bytes(trained, optim, low_rank=run.recipe.train.low_rank)
+    facts = probe_model(run.recipe.model)
+    trained = trained_tensors(facts, run.recipe.adapter)
+    planned = states_bytes(trained, optim, low_rank=run.recipe.train.low_rank, head_dim=facts.head_dim)
     assert run.plan.memory.parts["optimizer"] == run.result()["held_bytes"]["optimizer"] == planned
     states = torch.load(run.path / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.pt", weights_only=True)["state"]
     assert sum(value.nbytes for state in states.values() for value in state.values()) == planned
@@ -78,7 +79,7 @@ def test_a_run_that_was_cut_off_goes_on_exactly(optim, adapter, folder):
     assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
-@pytest.mark.parametrize("optim", ["muon", *LOW_RANK])
+@pytest.mark.parametrize("optim", ["muon", "adam_mini", *LOW_RANK])
 def test_processes_that_divide_a_run_and_were_cut_off_go_on_exactly(optim, folder):
     recipes = [recipe_for(folder, "full", {"optim": optim}, num_processes=2, strategy="fsdp2") for _ in range(2)]
     alone, run = (Run(made(recipe)) for recipe in recipes)
@@ -91,7 +92,7 @@ def test_processes_that_divide_a_run_and_were_cut_off_go_on_exactly(optim, folde
 
 SPREAD = [("muon", "ddp"), ("muon", "fsdp2"), ("schedule_free_adamw", "ddp")]
 SPREAD = [(*case, adapter) for case in SPREAD for adapter in ADAPTERS]
-SPREAD += [(optim, strategy, "full") for optim in LOW_RANK for strategy in ("ddp", "fsdp2")]
+SPREAD += [(optim, strategy, "full") for optim in (*LOW_RANK, "adam_mini") for strategy in ("ddp", "fsdp2")]
 
 
 @pytest.mark.parametrize(("optim", "strategy", "adapter"), SPREAD)

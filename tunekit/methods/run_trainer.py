@@ -26,7 +26,8 @@ from transformers import TrainerCallback
 
 from tunekit.data.images.collate import PICTURES, TEXT
 from tunekit.estimates.learning_rates import plain_name
-from tunekit.estimates.memory.states import has_low_rank, uses_muon
+from tunekit.estimates.memory.states import has_low_rank, rows_per_block, uses_muon
+from tunekit.estimates.models.model_config import head_dim_of
 from tunekit.recipe.sections.section import OptimArgs
 
 if TYPE_CHECKING:
@@ -308,6 +309,7 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
     """Have a trainer make an optimizer of tunekit of its parameter groups, with the arguments that torch's AdamW would
     have.
     """
+    from tunekit.kernels.adam_mini import AdamMini
     from tunekit.kernels.adamw import AdamW, States
     from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW
     from tunekit.kernels.muon import Muon
@@ -317,6 +319,16 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
     if train.optimizer == "muon":
         trainer.optimizer_cls_and_kwargs = (Muon, kwargs)
         _divide_groups(trainer, "use_muon", lambda name, weight: uses_muon(plain_name(name), weight.shape), True)
+        return
+    if train.optimizer == "adam_mini":
+        head_dim = head_dim_of(trainer.model.config.get_text_config().to_dict())
+        trainer.optimizer_cls_and_kwargs = (AdamMini, kwargs)
+        _divide_groups(
+            trainer,
+            "rows_per_block",
+            lambda name, weight: rows_per_block(plain_name(name), weight.shape, head_dim),
+            1,
+        )
         return
     if train.low_rank is not None:
         low_rank, options = train.low_rank, train.optim_args or OptimArgs()

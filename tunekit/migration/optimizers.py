@@ -33,6 +33,9 @@ _ARGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 _ONLY = {"proj_type": "std", "proj": "random"}
 """Values that tunekit has alone."""
 
+_OURS = {"galore": "galore_adamw", "apollo": "apollo_adamw", "adam_mini": "adam_mini"}
+"""Optimizers that a tool has a switch for."""
+
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -53,16 +56,16 @@ def use(draft: Draft, entry: Entry) -> Fate:
     obstacle = _obstacle(draft, name)
     if obstacle is not None:
         raise UnfitError(obstacle)
-    return draft.carry(entry, "train.optim", f"{name}_adamw")
+    return draft.carry(entry, "train.optim", _OURS[name])
 
 
 def _obstacle(draft: Draft, name: str) -> str | None:
     """Return why an optimizer on top of another one, or beside an adapter, has no counterpart."""
     base = draft.get("optim", "adamw_torch")
     if draft.values["adapter.type"] != "full":
-        return f"{name}_adamw trains all weights: adapter {draft.values['adapter.type']} has none for it"
+        return f"{_OURS[name]} trains all weights: adapter {draft.values['adapter.type']} has none for it"
     if lower(base) not in _ADAMW:
-        return f"with optim {base}: tunekit has {name}_adamw alone; set train.optim"
+        return f"with optim {base}: tunekit has {_OURS[name]} alone; set train.optim"
     return None
 
 

@@ -101,6 +101,9 @@ class Recipe(Section):
         if self.train.low_rank is not None and not isinstance(self.adapter, FullAdapter):
             what = f"projects to a low rank, which all that adapter.type {self.adapter.type} trains has"
             yield Conflict(("train", "optim"), what, "use adamw_torch_fused, or set adapter.type=full")
+        if self.train.optim == "adam_mini" and not isinstance(self.adapter, FullAdapter):
+            what = f"divides layers into heads and rows, which adapter.type {self.adapter.type} does not train"
+            yield Conflict(("train", "optim"), what, "use adamw_torch_fused, or set adapter.type=full")
         if self.train.optimizer in OUR_OPTIMS and "optim_args" in self.method.trainer_args:
             what = f"{self.train.optimizer} does not read them"
             yield Conflict(("method", "trainer_args", "optim_args"), what, "use train.optim_args, or unset it")

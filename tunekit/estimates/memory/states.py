@@ -332,7 +332,8 @@ def trained_bytes(
         adapters = shared + adapters_bytes(tensors, adapter)
         # AdaLoRA keeps of each trained value its importance, and the means of that and of how much it varies.
         scores = 3 * adapters_bytes(tensors, adapter) if isinstance(adapter, AdaloraAdapter) else 0
-        model.trained_bytes[key] = adapters, states_bytes(tensors, optim, trained_dtype, low_rank) + scores
+        of_optimizer = states_bytes(tensors, optim, trained_dtype, low_rank, model.head_dim)
+        model.trained_bytes[key] = adapters, of_optimizer + scores
     return model.trained_bytes[key]
 
 
@@ -342,7 +343,11 @@ def adapters_bytes(trained: Mapping[str, Shape], adapter: Adapter) -> int:
 
 
 def states_bytes(
-    trained: Mapping[str, Shape], optim: Optim, trained_dtype: Dtype = "float32", low_rank: LowRank | None = None
+    trained: Mapping[str, Shape],
+    optim: Optim,
+    trained_dtype: Dtype = "float32",
+    low_rank: LowRank | None = None,
+    head_dim: int = 1,
 ) -> int:
     """Bytes of an optimizer's states for what is trained, after its first step.
 
@@ -350,7 +355,11 @@ def states_bytes(
     for signed and one for unsigned values; embeddings keep float32 states (transformers asks for it), and so does what
     is small. Those of tunekit have no table, and are of all tensors. Muon keeps one value of each in the type of the
     weight, and what AdamW updates beside it has two and a step. GaLore and APOLLO have states of a low rank.
+    Adam-mini has one value of each, a float32 for each block, of which queries and keys have one in `head_dim` rows,
+    and a step.
     """
+    if optim == "adam_mini":
+        return sum(_mini_bytes(name, shape, head_dim, BYTES[trained_dtype]) for name, shape in trained.items())
     if low_rank is not None:
         others = {name: shape for name, shape in trained.items() if not has_low_rank(name, shape, low_rank)}
         matrices = [shape for name, shape in trained.items() if name not in others]
@@ -419,6 +428,28 @@ def _low_rank_bytes(shape: Shape, low_rank: LowRank, e: int) -> int:
     lesser, greater = sorted(shape)
     beside = low_rank.rank * lesser if low_rank.optim == "galore_adamw" else 1
     return e * (2 * low_rank.rank * greater + beside) + 4
+
+
+def rows_per_block(name: str, shape: Shape, head_dim: int) -> int:
+    """Return the rows of a trained tensor that share a second moment in `adam_mini`: of queries and keys those of a
+    head, 1 else; 0 for biases, which AdamW updates.
+    """
+    if name.endswith("bias"):
+        return 0
+    is_of_heads = not {"q_proj", "k_proj"}.isdisjoint(name.split(".")) and len(shape) == 2
+    return head_dim if is_of_heads and shape[0] % head_dim == 0 else 1
+
+
+def _mini_bytes(name: str, shape: Shape, head_dim: int, e: int, num_shards: int = 1) -> int:
+    """Bytes that `adam_mini` keeps of a tensor, or of one of its shards: blocks of several rows and of vectors are
+    whole.
+    """
+    rows, (first, *others) = rows_per_block(name, shape, head_dim), shape or (1,)
+    num_values = -(-first // num_shards) * math.prod(others)
+    if rows == 0:
+        return 2 * e * num_values + 4
+    num_blocks = 1 if len(shape) < 2 else first // rows if rows > 1 else num_values // others[-1]
+    return e * num_values + 4 * num_blocks + 4
 
 
 @dataclass(frozen=True)
@@ -515,6 +546,10 @@ def matrix_cost_of(
     """Return what an optimizer that updates matrices otherwise costs a device for a model; None for others."""
     if optim == "muon":
         return muon_cost_of(model, adapter, trained_dtype, num_shards)
+    if optim == "adam_mini":
+        trained, e = trained_tensors(model, adapter), BYTES[trained_dtype]
+        kept = sum(_mini_bytes(name, shape, model.head_dim, e, num_shards) for name, shape in trained.items())
+        return MatrixCost(kept, 0, 0, 0, sum(map(math.prod, trained.values())))
     if low_rank is None:
         return None
     return low_rank_cost(tuple(trained_tensors(model, adapter).items()), low_rank, trained_dtype, num_shards)

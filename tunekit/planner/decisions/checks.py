@@ -38,7 +38,7 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
 """Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
 
 SHARDED_OPTIMS: frozenset[Optim] = LOW_RANK_OPTIMS | frozenset[Optim](
-    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw", "muon"}
+    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw", "muon", "adam_mini"}
 )
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
 and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each). The scales of
@@ -372,6 +372,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield from _muon_refusals(layout)
     if optim in LOW_RANK_OPTIMS:
         yield from _low_rank_refusals(optim, layout)
+    if optim == "adam_mini":
+        yield from _mini_refusals(layout)
     if is_zero and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         yield f"DeepSpeed cannot run {optim} on the CPU", f"use train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and recipe.method.reference_use == "beforehand" and not is_full:
@@ -506,6 +508,18 @@ def _low_rank_refusals(optim: Optim, layout: Layout) -> Iterator[tuple[str, str]
     if layout.offload_param_device != "none":
         why = f"{optim} projects each matrix: on the CPU, where offloading puts it, its step takes minutes"
         yield why, f"unset parallel.offload_param_device, or {other}"
+
+
+def _mini_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield layouts in which parameters are not divided by rows."""
+    other = f"use train.optim={CLOSEST_OPTIM}"
+    if layout.strategy.startswith("zero"):
+        yield (
+            "adam_mini needs rows and heads, and DeepSpeed divides flat copies of all weights",
+            f"use fsdp2, or {other}",
+        )
+    if layout.tp_size > 1:
+        yield "adam_mini on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
 
 
 def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -259,13 +259,17 @@ def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     num = num_trainable_params(model, recipe.adapter)
     _, adamw_bytes = trained_bytes(model, recipe.adapter, "adamw_torch_fused", train.trained_dtype)
     others = f", AdamW for the other {count(num - cost.num_params)}" if num > cost.num_params else ""
+    choice = f"{gib(cost.states_bytes)} instead of {gib(adamw_bytes)}"
+    if train.optimizer == "adam_mini":
+        why = "one second moment for each head of queries and keys, each row of other matrices, and each vector"
+        yield Reason(topic="optimizer states", choice=choice, why=why)
+        return
     if train.low_rank is None:
         why = f"Muon for {count(cost.num_params)} parameters in matrices{others}; updates as large as AdamW's, "
     else:
         what = f"rank {train.low_rank.rank} for {count(cost.num_params)} parameters in matrices"
         why = f"{what}{others}; projections last {train.low_rank.update_proj_gap} steps, "
     why += f"at {cost.flops / 1e12:,.3g} TFLOP a step"
-    choice = f"{gib(cost.states_bytes)} instead of {gib(adamw_bytes)}"
     yield Reason(topic="optimizer states", choice=choice, why=why)
 
 

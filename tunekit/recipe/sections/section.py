@@ -119,7 +119,7 @@ _BnbOptim = Literal["ademamix_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit
 _PagedAdam = Literal["paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"]
 _PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
-_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit", "muon"]
+_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit", "muon", "adam_mini"]
 _AverageOptim = Literal["schedule_free_adamw"]
 LowRankOptim = Literal["galore_adamw", "apollo_adamw"]
 Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _AverageOptim, LowRankOptim, _OurOptim]
@@ -130,7 +130,7 @@ STOCHASTIC_OPTIMS: frozenset[Optim] = frozenset({"tunekit_adamw", "tunekit_adamw
 LOW_RANK_OPTIMS: frozenset[Optim] = frozenset(get_args(LowRankOptim))
 """Optimizers whose states of matrices have a low rank (`tunekit.kernels.low_rank`)."""
 
-OUR_OPTIMS: frozenset[Optim] = STOCHASTIC_OPTIMS | LOW_RANK_OPTIMS | {"muon"}
+OUR_OPTIMS: frozenset[Optim] = STOCHASTIC_OPTIMS | LOW_RANK_OPTIMS | {"muon", "adam_mini"}
 """Optimizers that tunekit makes, and not transformers."""
 
 _Decay = Literal["linear", "cosine", "cosine_with_restarts", "polynomial"]
@@ -209,6 +209,7 @@ class TrainSection(Section):
     weights stochastically, with states in the type of the weights or in 8 bits; or `muon`: Muon for matrices of layers
     and adapters, AdamW for embeddings, head and vectors, at AdamW's learning rate (arXiv 2502.16982). `galore_adamw`
     (arXiv 2403.03507) and `apollo_adamw` (arXiv 2412.05270) keep states of a low rank, for full fine-tuning.
+    `adam_mini` keeps one second moment for each head, row or vector (arXiv 2406.16793), for full fine-tuning.
     `schedule_free_adamw` averages weights in place of a schedule (arXiv 2405.15682): evaluations, checkpoints and the
     result are of the average; it needs `lr_scheduler_type: constant`, and warms up itself. Default:
     `adamw_torch_fused`, or `tunekit_adamw` with `pure_bf16`."""
