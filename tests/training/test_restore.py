@@ -378,19 +378,26 @@ ALONE, DDP, FSDP2, FSDP2_3 = ("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("adapter", "spread"),
+    ("adapter", "spread", "train"),
     [
-        ("lora", [ALONE, DDP, ALONE, FSDP2, ALONE]),
-        ("full", [FSDP2, ALONE]),
-        pytest.param("qlora", [FSDP2, FSDP2_3, ALONE, FSDP2], marks=pytest.mark.slow),
+        ("lora", [ALONE, DDP, ALONE, FSDP2, ALONE], {}),
+        ("full", [FSDP2, ALONE], {}),
+        pytest.param("qlora", [FSDP2, FSDP2_3, ALONE, FSDP2], {}, marks=pytest.mark.slow),
+        pytest.param("full", [ALONE, FSDP2, ALONE], {"optim": "adam_mini"}, marks=pytest.mark.slow),
+        pytest.param(
+            "full",
+            [ALONE, FSDP2, ALONE],
+            {"optim": "apollo_adamw", "optim_args": {"rank": 1, "scale_type": "tensor", "scale": 128}},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["lora", "full", "qlora"],
+    ids=["lora", "full", "qlora", "adam_mini", "apollo"],
 )
-def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapter, spread, folder, tmp_path):
-    calm = verbs.train(recipe_for(folder, tmp_path / "calm", adapter=adapter, steps=2 * len(spread)))
+def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapter, spread, train, folder, tmp_path):
+    calm = verbs.train(recipe_for(folder, tmp_path / "calm", adapter=adapter, steps=2 * len(spread), **train))
     strategy, num = spread[0]
     parallel = {"strategy": strategy, "num_processes": num}
-    run = verbs.make_run(recipe_for(folder, tmp_path / "run", adapter=adapter, steps=2, parallel=parallel))
+    run = verbs.make_run(recipe_for(folder, tmp_path / "run", adapter=adapter, steps=2, parallel=parallel, **train))
     work_on(run)
     for part, (strategy, num) in enumerate(spread[1:], start=2):
         notes = said(

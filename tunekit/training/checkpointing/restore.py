@@ -210,11 +210,22 @@ def _parts_of_states(trainer: Trainer, folder: Path) -> None:
     for group, group_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for parameter, number in zip(group["params"], group_saved["params"], strict=True):
             optimizer.state[parameter] = {
-                name: _as_is(value, parameter) if torch.is_tensor(value) and value.dim() else value
-                for name, value in saved["state"][number].items()
+                name: _state_as_is(name, value, parameter, group) for name, value in saved["state"][number].items()
             }
         group |= {name: value for name, value in group_saved.items() if name != "params"}
     _load_scheduler(trainer, folder)
+
+
+def _state_as_is(name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
+    """A state as its weight lies, or whole where each process has it so.
+
+    Whole are states of a low rank, and second moments of blocks of several rows, or of a vector.
+    """
+    if not torch.is_tensor(value) or not value.dim():
+        return value
+    rows = group.get("rows_per_block", 0)
+    is_block = name == "exp_avg_sq" and (rows > 1 or (rows == 1 and parameter.dim() < 2))
+    return value.to(parameter.device) if group.get("low_rank") or is_block else _as_is(value, parameter)
 
 
 def _load_scheduler(trainer: Trainer, folder: Path) -> None:
