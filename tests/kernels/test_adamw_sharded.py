@@ -1,5 +1,7 @@
 """AdamW on parameters that two real processes divide, or both have."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,7 @@ def sharded(dtype, states):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     results = []
     for breaks in (False, True):
         model = fully_shard(model_of(dtype), mesh=mesh)
@@ -73,6 +75,31 @@ def test_parts_in_bfloat16_go_on_with_the_same_bits_after_a_break():
     for one, broken, other in zip(*first, second[0], strict=True):
         assert np.array_equal(one, broken)
         assert np.array_equal(one, other)
+
+
+def distance(ones, others):
+    return (
+        sum(float(np.square(one - other.float().numpy()).sum()) for one, other in zip(ones, others, strict=True)) ** 0.5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 4])
+def test_8_bit_states_of_parts_go_on_with_the_same_bits_and_err_as_those_of_the_whole(num):
+    """Parts of 33 rows and of 7 have other blocks than the whole, and other random numbers."""
+    wholes = {}
+    for states in ("float32", "8bit"):
+        model = model_of(torch.float32)
+        optimizer = AdamW(model.parameters(), **OPTIONS, states=states, seed=4)
+        for _ in range(2):
+            take_steps(model, optimizer, torch.float32, NUM_STEPS)
+        wholes[states] = whole(model)
+    error = distance([one.numpy() for one in wholes["8bit"]], wholes["float32"])
+    first, *others = in_processes(num, sharded, torch.float32, "8bit")
+    for one, broken, *rest in zip(*first, *[other[0] for other in others], strict=True):
+        assert np.array_equal(one, broken)
+        assert all(np.array_equal(one, other) for other in rest)
+    assert 0 < distance(first[0], wholes["float32"]) < 1.5 * error
 
 
 def rounded_parts(placement):

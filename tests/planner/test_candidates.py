@@ -162,14 +162,13 @@ REFUSED = {
         "ZeRO-3: DeepSpeed updates flat float32 copies of the weights, for which tunekit_adamw has no use; "
         "use train.optim=adamw_torch_fused",
     ),
-    "our 8-bit states with fsdp2": (
+    "8-bit states of bitsandbytes of weights in bfloat16": (
         {
             "adapter": "full",
-            "train": {"pure_bf16": True, "optim": "tunekit_adamw_8bit"},
+            "train": {"pure_bf16": True, "optim": "adamw_8bit"},
             "parallel": {"strategy": "fsdp2"},
         },
-        "FSDP2, full shard, no reshard: tunekit_adamw_8bit does not support sharded tensors; "
-        "use train.optim=tunekit_adamw",
+        "FSDP2, full shard, no reshard: adamw_8bit does not support sharded tensors; use train.optim=tunekit_adamw",
     ),
     "weights in bfloat16 with tensor parallel": (
         {"adapter": "full", "train": {"pure_bf16": True}, "parallel": {"tp_size": 2}},
@@ -379,8 +378,8 @@ def test_main_memory_that_is_known_is_counted():
 def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided.
 
-    `tunekit_adamw_8bit` and `schedule_free_adamw` step on them too: they are refused for what a sharded checkpoint
-    would not hold, or not restore.
+    `schedule_free_adamw` steps on them too: it is refused for what a sharded checkpoint would not restore. 8-bit states
+    of parts are rounded by other random numbers than those of the whole (`tests/kernels/test_adamw_sharded.py`).
     """
     others = ("tunekit_adamw_8bit", "schedule_free_adamw")
     on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_") and name not in others]
@@ -389,7 +388,9 @@ def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     done = subprocess.run(
         [*command, *on_cpu], capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert {line.removeprefix("ok ") for line in done.stdout.splitlines() if line.startswith("ok ")} == SHARDED_OPTIMS
+    assert {
+        line.removeprefix("ok ") for line in done.stdout.splitlines() if line.startswith("ok ")
+    } == SHARDED_OPTIMS - {"tunekit_adamw_8bit"}
 
 
 @pytest.mark.parametrize(("batch", "micro", "used"), [(16, 4, 4), (48, 3, 8), (40, 5, 8), (24, 8, 3)])

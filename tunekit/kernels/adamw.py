@@ -59,7 +59,7 @@ class AdamW(torch.optim.Optimizer):
     """AdamW over parameters in bfloat16, which are rounded at random, or in float32.
 
     Parameters may be DTensors: each process updates its own part. Processes that hold the same part give it the same
-    bits. In 8 bits, blocks are those of a part.
+    bits. In 8 bits, blocks are those of a part: they are those of the whole where parts have multiples of 256 values.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class AdamW(torch.optim.Optimizer):
             gradient.reshape(-1),
             _local(state["m"]).view(-1),
             _local(state["v"]).view(-1),
-            state.get("m_scale"),
-            state.get("v_scale"),
+            _of_blocks(state.get("m_scale"), values),
+            _of_blocks(state.get("v_scale"), values),
             key=_key(group["seed"], step, index, _part(parameter)),
             gradient_scale=gradient_scale,
             **update,
@@ -153,9 +153,7 @@ class AdamW(torch.optim.Optimizer):
         for name in ("m", "v"):
             state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
             if self.states == "8bit":
-                local = _local(parameter)
-                num_blocks = -(-local.numel() // BLOCK)
-                state[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.float32, device=local.device)
+                state[f"{name}_scale"] = _scales(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; torch alone would cast all states to the type of their parameter."""
@@ -171,6 +169,30 @@ class AdamW(torch.optim.Optimizer):
 def _local(tensor: Tensor) -> Tensor:
     """The values that this process has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _scales(parameter: Tensor) -> Tensor:
+    """Return a zero for each block of a parameter; in processes that divide its rows, for those of the largest part.
+
+    So all have as many, as distributed checkpoints have it: a process with fewer rows leaves the last ones zero.
+    """
+    local = _local(parameter)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(-(-local.numel() // BLOCK), device=local.device)
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    num_parts = math.prod(size for placement, size in sizes if placement.is_shard())
+    rows, others = parameter.size(0), parameter.numel() // max(1, parameter.size(0))
+    num_blocks = -(-(-(-rows // num_parts) * others) // BLOCK)
+    zeros = torch.zeros(num_blocks, device=local.device)
+    shape = torch.Size([num_parts * num_blocks])
+    return DTensor.from_local(
+        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=(1,)
+    )
+
+
+def _of_blocks(scales: Tensor | None, values: Tensor) -> Tensor | None:
+    """Return the scales of the blocks that this process has."""
+    return None if scales is None else _local(scales)[: -(-values.numel() // BLOCK)]
 
 
 def _part(parameter: Tensor) -> list[int]:

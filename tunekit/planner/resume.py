@@ -12,20 +12,25 @@ from tunekit.planner.decisions.reasons import (
 )
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.section import Optim
 
 WHOLE = ("single", "ddp")
 """Strategies whose processes hold all of the weights and states, so that a checkpoint is that of one of them."""
 
 
-def obstacle(saved: Layout, layout: Layout) -> Refusal | None:
+def obstacle(saved: Layout, layout: Layout, optim: Optim = "adamw_torch_fused") -> Refusal | None:
     """Return why a checkpoint of one layout cannot be resumed in another, and in which it can; None where it can.
 
     torch's sharded checkpoints are read by any number of processes, and so are those of processes that hold everything.
-    Each is also taken apart or put together for the other. What DeepSpeed divides, it takes back as it was.
+    Each is also taken apart or put together for the other. What DeepSpeed divides, it takes back as it was; and blocks
+    of 8-bit states are those of as many parts as before.
     """
     as_before = f"parallel.strategy={saved.strategy} parallel.num_processes={saved.num_processes}"
     if layout.why_not_resumed is not None:
         return Refusal(layout.why_not_resumed, f"resume with {as_before}")
+    if optim == "tunekit_adamw_8bit" and saved.num_shards != layout.num_shards:
+        parts = f"{saved.num_shards} part{'s' * (saved.num_shards > 1)} of each weight"
+        return Refusal(f"the 8-bit states of {optim} are in blocks of {parts}", f"resume with {as_before}")
     if not saved.strategy.startswith("zero") and not layout.strategy.startswith("zero"):
         return None
     if saved.strategy == layout.strategy and _divides(saved) == _divides(layout):

@@ -294,6 +294,9 @@ def _engine(
         cost = states.matrix_cost_of(model, adapter, optim, trained_dtype, low_rank, layout.num_shards)
         if cost is not None:
             of_optimizer = cost.states_bytes
+        elif optim == "tunekit_adamw_8bit":
+            shards = states.shards_of(states.trained_tensors(model, adapter), layout.num_shards)
+            of_optimizer = states.states_bytes(shards, optim)
         of_optimizer += w * units.all.trained * has_ema
         kept_state = fsdp2_kept(units, dtype, layout, of_optimizer, devices_per_node, w)
         needs = fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates, w=w)

@@ -389,6 +389,13 @@ def states_bytes(
     return total + (min(num_states, 2) * CODE_8BIT_BYTES if quantised else 0)
 
 
+def shards_of(trained: Mapping[str, Shape], num_shards: int) -> dict[str, Shape]:
+    """Return the shape of the largest shard of each trained tensor, cut along the first dimension."""
+    return {
+        name: (-(-rows // num_shards), *others) for name, shape in trained.items() for rows, *others in [shape or (1,)]
+    }
+
+
 def _family(optim: Optim) -> str:
     return optim.removeprefix("paged_").removeprefix("tunekit_").partition("_")[0]
 

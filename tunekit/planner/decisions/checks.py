@@ -38,11 +38,21 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
 """Argument that a schedule of transformers has no default for: its possible names, and a value to show."""
 
 SHARDED_OPTIMS: frozenset[Optim] = LOW_RANK_OPTIMS | frozenset[Optim](
-    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "tunekit_adamw", "muon", "adam_mini"}
+    {
+        "adamw_torch",
+        "adamw_torch_fused",
+        "sgd",
+        "adagrad",
+        "rmsprop",
+        "tunekit_adamw",
+        "tunekit_adamw_8bit",
+        "muon",
+        "adam_mini",
+    }
 )
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
-and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each). The scales of
-`tunekit_adamw_8bit` belong to the part of one process, which sharded checkpoints do not hold."""
+and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each). Blocks of
+`tunekit_adamw_8bit` are those of a part."""
 
 CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers that DeepSpeed runs on the CPU, where states are offloaded to: torch's own. The fused one takes as
