@@ -115,6 +115,12 @@ def test_idle_accelerators_are_mentioned():
     assert "1 idle: the batch does not divide evenly over all" in plan.explain()
 
 
+APPLE = LAPTOP.model_copy(
+    update={
+        "accelerators": (T4.device.model_copy(update={"kind": "mps", "name": "Apple M3", "compute_capability": None}),)
+    }
+)
+
 REFUSED = {
     "float16-on-cpu": (
         recipe(model={"path": "m", "dtype": "float16"}),
@@ -164,6 +170,21 @@ REFUSED = {
         LAPTOP,
         "train.optim: paged_adamw_8bit pages its states between an accelerator and host memory; "
         "CPU (test) has only host memory; use adamw_8bit",
+    ),
+    "paged-on-mps": (
+        recipe(train={"optim": "paged_adamw_8bit"}),
+        APPLE,
+        "train.optim: paged_adamw_8bit pages its states by CUDA, which Apple M3 does not have; use adamw_torch_fused",
+    ),
+    "paged-in-32-bits-on-mps": (
+        recipe(train={"optim": "paged_lion_32bit"}),
+        APPLE,
+        "train.optim: paged_lion_32bit pages its states by CUDA, which Apple M3 does not have; use lion_32bit",
+    ),
+    "8-bits-on-mps": (
+        recipe(train={"optim": "adamw_bnb_8bit"}),
+        APPLE,
+        "train.optim: adamw_bnb_8bit: bitsandbytes has no 8-bit optimizers for Apple M3; use adamw_torch_fused",
     ),
 }
 

@@ -28,7 +28,7 @@ from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
-from tunekit.recipe.sections.section import LOW_RANK_OPTIMS, STOCHASTIC_OPTIMS, LrSchedulerType, Optim
+from tunekit.recipe.sections.section import LOW_RANK_OPTIMS, OUR_OPTIMS, STOCHASTIC_OPTIMS, LrSchedulerType, Optim
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
     "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
@@ -122,13 +122,8 @@ def _faults(
     for pattern in unmatched(recipe, trained_tensors(model, recipe.adapter)) if train.learning_rates else ():
         problem = f"train.learning_rates: no trained parameter of {model.path} matches {pattern!r}"
         yield problem, "remove it, or train what it names"
-    optim = train.optimizer
-    if optim.startswith("paged_") and device.kind == "cpu":
-        twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
-        problem = f"train.optim: {optim} pages its states between an accelerator and host memory; "
-        hint = f"use {twins.get(optim, optim.removeprefix('paged_'))}"
-        yield f"{problem}{device.name} has only host memory", hint
-    if optim == "schedule_free_adamw" and hardware.schedulefree is False:
+    yield from _bitsandbytes_faults(train.optimizer, device)
+    if train.optimizer == "schedule_free_adamw" and hardware.schedulefree is False:
         yield "train.optim: schedulefree is not installed", "pip install 'tunekit[optim]'"
     yield from _low_rank_faults(recipe, model)
     batch, size = train.global_batch_size, train.micro_batch_size
@@ -149,6 +144,22 @@ def _faults(
         if obstacle is not None:
             yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
     yield from backends.float8_faults(recipe, hardware, model, dtype)
+
+
+def _bitsandbytes_faults(optim: Optim, device: Device) -> Iterator[tuple[str, str]]:
+    """Refuse optimizers of bitsandbytes that a device has no memory or no kernel for (bitsandbytes 0.50)."""
+    is_8bit = optim.endswith("8bit") and optim not in OUR_OPTIMS
+    twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
+    twin = twins.get(optim, optim.removeprefix("paged_"))
+    if optim.startswith("paged_") and device.kind == "cpu":
+        problem = f"train.optim: {optim} pages its states between an accelerator and host memory; "
+        yield f"{problem}{device.name} has only host memory", f"use {twin}"
+    elif optim.startswith("paged_") and device.kind == "mps":
+        hint = f"use {CLOSEST_OPTIM if is_8bit else twin}"
+        yield f"train.optim: {optim} pages its states by CUDA, which {device.name} does not have", hint
+    elif is_8bit and device.kind == "mps":
+        problem = f"train.optim: {optim}: bitsandbytes has no 8-bit optimizers for {device.name}"
+        yield problem, f"use {CLOSEST_OPTIM}"
 
 
 def _low_rank_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
