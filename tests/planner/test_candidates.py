@@ -334,6 +334,15 @@ def test_a_low_rank_that_no_matrix_has_is_refused(train, message):
     assert str(caught.value) == message
 
 
+def test_a_low_rank_is_refused_where_no_matrix_is_trained():
+    asked = recipe(adapter={"type": "full", "unfrozen_parameters": ["norm"]}, train={"optim": "apollo_adamw"})
+    with pytest.raises(PlanError) as caught:
+        resolve(asked, find_machine("h100").hardware(), LLAMA_8B, ROWS)
+    assert str(caught.value) == (
+        "train.optim: apollo_adamw projects matrices, of which none is trained; use train.optim=adamw_torch_fused"
+    )
+
+
 def test_a_plan_says_what_states_of_a_low_rank_save_and_counts_what_is_gathered():
     asked = recipe(adapter="full", train={"optim": "galore_adamw"}, parallel={"strategy": "fsdp2"})
     plan = resolve(asked, find_machine("8xh100").hardware(), LLAMA_8B, ROWS)

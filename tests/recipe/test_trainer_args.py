@@ -101,7 +101,7 @@ def test_what_is_free_and_right_passes_to_trl_as_it_is() -> None:
         "loss_type": "dft",
         "lr_scheduler_kwargs": {"num_cycles": 2},
         "label_names": None,
-        "optim_target_modules": ["q_proj"],
+        "optim_args": "alpha=0.9",
     }
     assert load_recipe({**SOURCE, "method": {"type": "sft", "trainer_args": args}}).method.trainer_args == args
 

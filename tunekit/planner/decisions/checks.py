@@ -175,8 +175,12 @@ def _low_rank_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
             yield problem, "remove it, or train what it names"
     if not any(has_low_rank(name, shape, low_rank) for name, shape in trained.items()):
         most = max((min(shape) for shape in trained.values() if len(shape) == 2), default=0)
-        problem = f"train.optim_args.rank: {low_rank.rank} is no less than the sides of all matrices"
-        yield problem, f"set it below {most}, or use train.optim={CLOSEST_OPTIM}"
+        other = f"use train.optim={CLOSEST_OPTIM}"
+        if most < 2:
+            yield f"train.optim: {low_rank.optim} projects matrices, of which none is trained", other
+        else:
+            problem = f"train.optim_args.rank: {low_rank.rank} is no less than the sides of all matrices"
+            yield problem, f"set it below {most}, or {other}"
 
 
 def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
