@@ -206,8 +206,8 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
         yield problem, f"set it to {limit} or less{longer}"
 
 
-CHANGES = ("rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
-"""Fields of a model section that change the model that is trained."""
+CHANGES = ("image_processor", "rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
+"""Fields of a model section that change the model that is trained, or what it reads."""
 
 
 def _changed_faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -246,16 +246,9 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
     Raises:
         PlanError: They cannot, or the recipe says how to read pictures where there are none.
     """
-    others = {"method.teacher": recipe.method.teacher} if has_teacher(recipe.method) else {}
-    if is_rewarded(recipe.method):
-        rewards = enumerate(recipe.method.rewards)
-        others |= {f"method.rewards[{i}].model": one.model for i, one in rewards if isinstance(one, ModelReward)}
     if not rows.has_pictures:
-        others["model"] = recipe.model
-    for name, section in others.items():
-        if section.image_processor is not None:
-            raise PlanError(f"{name}.image_processor: no effect, it reads no pictures", hint="unset it")
-    if not rows.has_pictures:
+        if recipe.model.image_processor is not None:
+            raise PlanError("model.image_processor: no effect, the rows have no pictures", hint="unset it")
         return
     data, parallel = recipe.data, recipe.parallel
     if not model.is_multimodal:
