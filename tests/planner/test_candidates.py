@@ -131,6 +131,16 @@ def test_a_layout_that_is_asked_for_is_taken(parallel, name):
     assert plan.layout.name == name
 
 
+def test_4_bit_weights_are_not_sharded_by_a_torch_that_cannot():
+    hardware, of_torch = find_machine("8xh100").hardware(), "FSDP2 of torch 2.11 does not shard 4-bit weights"
+    sharded = recipe(adapter="qlora", parallel={"strategy": "fsdp2"})
+    assert (
+        resolve(sharded, hardware.model_copy(update={"shards_4bit": True}), LLAMA_1B, ROWS).layout.strategy == "fsdp2"
+    )
+    with pytest.raises(PlanError, match=of_torch):
+        resolve(sharded, hardware.model_copy(update={"shards_4bit": False}), LLAMA_1B, ROWS)
+
+
 REFUSED = {
     "qlora with zero3": (
         {"adapter": "qlora", "parallel": {"strategy": "zero3"}},

@@ -256,6 +256,8 @@ class Hardware(Facts):
     """The same of schedulefree."""
     compressed_tensors: bool | None = None
     """The same of compressed-tensors."""
+    shards_4bit: bool | None = None
+    """True if torch's FSDP2 shards weights that are no floating-point numbers, as of 2.12."""
     cxx: bool | None = None
     """True if there is a C++ compiler, which torch.compile needs for a CPU."""
     deepspeed: bool | None = None

@@ -5,10 +5,12 @@ import platform
 import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+
+from packaging.version import Version
 
 from tunekit.estimates.facts import Figures, Hardware
 from tunekit.estimates.hardware.catalogue import NOTES, reported_as
@@ -76,6 +78,7 @@ def probe_node() -> Hardware:
         torchao=find_spec("torchao") is not None,
         schedulefree=find_spec("schedulefree") is not None,
         compressed_tensors=find_spec("compressed_tensors") is not None,
+        shards_4bit=Version(version("torch")).release >= (2, 12),
         cxx=which(os.environ.get("CXX", "g++")) is not None,
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,

@@ -368,7 +368,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     yield from published_refusals(recipe, setting.model, layout)
     if isinstance(recipe.adapter, QloraAdapter):
-        yield from _qlora_refusals(recipe.adapter, setting.model, layout)
+        yield from _qlora_refusals(recipe.adapter, setting, layout)
     repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))
     if repeated is not None and (layout.strategy == "zero3" or (is_fsdp2 and repeated == "the decoder")):
         name, key = "FSDP2" if is_fsdp2 else "ZeRO-3", "data.packing" if recipe.data.packing else "data.padding_free"
@@ -444,9 +444,12 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield from _ulysses_refusals(setting, layout)
 
 
-def _qlora_refusals(adapter: QloraAdapter, model: ModelFacts, layout: Layout) -> Iterator[tuple[str, str]]:
+def _qlora_refusals(adapter: QloraAdapter, setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield layouts that do not divide or send weights in 4 bits."""
-    other, adapted = "use ddp, or adapter.type=lora", model.adapted(adapter).kinds
+    model, other = setting.model, "use ddp, or adapter.type=lora"
+    adapted = model.adapted(adapter).kinds
+    if layout.strategy == "fsdp2" and setting.hardware.shards_4bit is False:
+        yield "FSDP2 of torch 2.11 does not shard 4-bit weights", "install torch 2.12 or newer, or use ddp"
     if layout.strategy == "zero3":
         yield "ZeRO-3 does not shard bitsandbytes 4-bit weights", "use fsdp2, ddp, or adapter.type=lora"
     elif layout.strategy.startswith("zero") and model.expert_stacks:
