@@ -39,6 +39,10 @@ UNTIED = llama_facts(
     path="drawn", hidden=2048, intermediate=8192, layers=59, heads=16, kv_heads=16, vocab=262_144, tied=False
 )
 
+WIDE_TABLE = llama_facts(
+    path="drawn", hidden=8192, intermediate=20480, layers=8, heads=64, kv_heads=64, vocab=262_144, tied=True
+)
+
 SHARDED = ("fsdp2", "zero1", "zero2", "zero3")
 
 
@@ -107,6 +111,7 @@ def test_the_parts_are_those_of_the_phase_that_needs_most(asked, model, strategy
 
 @given(recipes(), models, st.sampled_from(["single", "ddp", "fsdp2", "zero2", "zero3"]), st.booleans())
 @example(recipe(adapter="lora"), UNTIED, "fsdp2", True)
+@example(recipe(adapter="qlora"), WIDE_TABLE, "fsdp2", False)
 def test_longer_sequences_never_need_less(asked, model, strategy, checkpointing):
     assume(not (asked.adapter.type == "qlora" and strategy == "zero3"))
     layout = Layout(strategy=strategy, dp_shard_size=8 if strategy not in ("single", "ddp") else 1)

@@ -16,7 +16,6 @@ import torch
 from peft import EvaConfig, LoraConfig, get_eva_state_dict, initialize_lora_eva_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.config import CordaConfig
-from peft.tuners.lora.corda import calib_cov_distribution, collect_eigens_for_layer, crop_corda_eigens
 from torch import Tensor
 
 from tunekit.errors import DataError, ModelError
@@ -103,6 +102,8 @@ def see_inputs(
         names: Names of the modules to adapt.
         documents: Rows to see.
     """
+    from peft.tuners.lora.corda import calib_cov_distribution, collect_eigens_for_layer, crop_corda_eigens
+
     decoder, device, was_training = model.get_decoder(), model.device, model.training
     config = copy(config)
     config.target_modules, config.corda_config = set(names), CordaConfig(corda_method=adapter.corda_method)

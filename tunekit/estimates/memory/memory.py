@@ -192,9 +192,10 @@ def estimate(
     elif (cost := states.matrix_cost_of(shard, adapter, optim, trained_dtype, low_rank, layout.num_shards)) is not None:
         copied = cost.step_bytes
     dense = states.dense_bytes(shard, adapter, dtype)
-    # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place.
+    # One weight at a time, in the layers; at the end of the forward pass there are the head's tensors in its place,
+    # which FSDP2 has in a phase of its own.
     dequantised = states.dequantised_bytes(shard, adapter, dtype)
-    beside_head = max(0, dequantised - head.kept - head.forward)
+    beside_head = dequantised if layout.strategy == "fsdp2" else max(0, dequantised - head.kept - head.forward)
     # The head's table with the rows of new tokens, its gradient behind it, and that of the embedding's at the end.
     table = states.row_copies_bytes(shard, adapter)
     copies: dict[Phase, int] = {"forward": table, "head": 2 * table, "first layer": table, "embedding": table}
