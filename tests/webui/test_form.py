@@ -106,6 +106,8 @@ def other_value(entry: tunekit.Entry) -> Any:
         return FITTING[name]
     if name.endswith((".short_factor", ".long_factor")):
         return [1.0, 2.5]
+    if name.endswith(".image_processor"):
+        return {"max_pixels": 501760, "size": {"longest_edge": 5}}
     if entry.kind == "bool":
         return not entry.default
     if entry.kind == "choice":
