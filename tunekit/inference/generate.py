@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.images.expand import ImageTokens
 from tunekit.errors import DataError, DiskError, RunError
 from tunekit.inference import inference_model
-from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
+from tunekit.inference.prompts import Prompt, prompt_ids, prompt_text, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event
@@ -117,7 +118,9 @@ def generate(
     file_prompts, rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
     send_nothing_at_all()
     with _Answers(Path(out), name, rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
-        ids = _encoded(trained, file_prompts)
+        if with_vllm and any(prompt.pictures for prompt in file_prompts):
+            raise RunError("vLLM is not given pictures", hint="pass --backend transformers")
+        ids, pictured = _encoded(trained, file_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = inference_model.device_for(device)
         chosen = inference_model.dtype_on(trained, where) if dtype == "auto" else dtype
@@ -126,7 +129,7 @@ def generate(
             making = VllmModel(trained, chosen).answer
         else:
             loaded = inference_model.load(trained, device=device, dtype=chosen)
-            making = partial(inference_model.answer, loaded, batch_size=batch_size)
+            making = partial(inference_model.answer, loaded, batch_size=batch_size, pictured=pictured)
         tell({"event": "generate", "phase": "ready", "name": trained.name, "device": where})
         began = time.perf_counter()
         for index, reply in making(ids, sampling):
@@ -147,8 +150,10 @@ def generate(
     )
 
 
-def _encoded(found: inference_model.Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
-    """Token ids of prompts.
+def _encoded(
+    found: inference_model.Trained, prompts: Sequence[Prompt]
+) -> tuple[list[Sequence[int]], dict[int, inference_model.Pictured]]:
+    """Token ids of prompts, and those with pictures by their numbers.
 
     Raises:
         DataError: The template refuses one, or one leaves no room for an answer; the first of them are named.
@@ -156,9 +161,19 @@ def _encoded(found: inference_model.Trained, prompts: Sequence[Prompt]) -> list[
     longest, tokenizer = inference_model.longest_of(found), inference_model.tokenizer_of(found)
     encoded: list[Sequence[int]] = []
     faults: list[str] = []
-    for prompt in prompts:
+    pictured: dict[int, inference_model.Pictured] = {}
+    images = None
+    if any(prompt.pictures for prompt in prompts):
+        images = ImageTokens(inference_model.processor_of(found, tokenizer))
+    for number, prompt in enumerate(prompts):
         try:
-            ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))
+            if prompt.pictures and images is not None and not isinstance(prompt.said, str):
+                text = prompt_text(found, tokenizer, prompt.said, prompt.tools, in_parts=True)
+                pictured[number] = inference_model.Pictured(text, prompt.pictures)
+                text, _, _ = images.expand(text, (), prompt.pictures, prompt.place)
+                ids = array("I", tokenizer(text, add_special_tokens=False)["input_ids"])
+            else:
+                ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))
         except RunError as error:
             faults.append(f"{prompt.place}: {error.problem}")
             continue
@@ -171,7 +186,7 @@ def _encoded(found: inference_model.Trained, prompts: Sequence[Prompt]) -> list[
         encoded.append(ids)
     if faults:
         raise DataError(told(faults, "such row"), hint="correct or remove these rows")
-    return encoded
+    return encoded, pictured
 
 
 class _Answers(AbstractContextManager["_Answers"]):

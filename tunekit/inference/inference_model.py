@@ -4,15 +4,19 @@
 together, padded on their left, the longest first: if memory runs out, it does so at once, and the batch is halved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from tunekit.data.images.pictures import Picture, read_picture
 from tunekit.errors import MemoryShortError, ModelError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.files import is_name
 from tunekit.planner.plan import Plan
+from tunekit.probe.chat_template import take_texts
 from tunekit.probe.model import model_folder
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
@@ -28,7 +32,7 @@ from tunekit.runs.small_files import read_plan
 from tunekit.training.measured_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,7 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
     if found.run is None:
         # The model that a run started from: what the run saved has them already.
         add_new_tokens(tokenizer, found.base)
+    take_texts(tokenizer)
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
@@ -359,6 +364,11 @@ class Loaded:
     device: str
     dtype: Dtype
 
+    @cached_property
+    def processor(self) -> "ProcessorMixin":
+        """The processor of a model of pictures."""
+        return processor_of(self.found, self.tokenizer)
+
 
 def load(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["auto"] = "auto") -> Loaded:
     """Load a model to answer.
@@ -439,8 +449,40 @@ def end_tokens(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return list(dict.fromkeys(end for end in (*ends, tokenizer.eos_token_id) if end is not None))
 
 
+def processor_of(found: Trained, tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
+    """Return the processor of a model of pictures, with its tokenizer.
+
+    Raises:
+        ModelError: It has none, or lacks a package.
+    """
+    from tunekit.models.load import PROCESSOR_FILES, load_processor
+
+    section = found.base
+    if any((Path(found.folder) / name).is_file() for name in PROCESSOR_FILES):
+        section = section.model_copy(update={"path": found.folder, "image_processor": None})
+    return load_processor(section, tokenizer)
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A prompt with pictures, for a processor.
+
+    Attributes:
+        text: Its text, in which each picture is the one token that the processor replaces.
+        pictures: The pictures, in their order.
+    """
+
+    text: str
+    pictures: tuple[Picture, ...]
+
+
 def answer(
-    loaded: Loaded, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch_size: int = BATCH_SIZE
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    batch_size: int = BATCH_SIZE,
+    pictured: Mapping[int, Pictured] = MappingProxyType({}),
 ) -> Iterator[tuple[int, tuple[Answer, ...]]]:
     """The answers to prompts as they are there: the number of a prompt with its answers, the longest prompts first.
 
@@ -449,6 +491,7 @@ def answer(
         prompts: Token ids of each, no longer than the model takes.
         sampling: How to draw.
         batch_size: Answers that are given at once, at most.
+        pictured: Prompts with pictures, by their numbers. They are answered apart from those without.
 
     Raises:
         MemoryShortError: There is too little memory for a single one.
@@ -457,7 +500,7 @@ def answer(
     from transformers import set_seed
 
     longest = longest_of(loaded.found)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
+    order = sorted(range(len(prompts)), key=lambda index: (index in pictured, len(prompts[index])), reverse=True)
     waiting = [index for index in order for _ in range(sampling.num_samples)]
     results: dict[int, list[Answer]] = {}
     if sampling.seed is None:
@@ -466,8 +509,11 @@ def answer(
         set_seed(sampling.seed)
     start = 0
     while start < len(waiting):
-        batch = _alike([prompts[index] for index in waiting[start : start + batch_size]], sampling, longest)
-        batch_answers = _answers(loaded, batch, sampling, longest)
+        numbers = waiting[start : start + batch_size]
+        numbers = [index for index in numbers if (index in pictured) == (numbers[0] in pictured)]
+        batch = _alike([prompts[index] for index in numbers], sampling, longest)
+        shown = [pictured[index] for index in numbers[: len(batch)] if index in pictured]
+        batch_answers = _answers(loaded, batch, shown, sampling, longest)
         if batch_answers is None and len(batch) == 1:
             hint = "lower --max-new-tokens, remove long prompts, or free memory"
             raise MemoryShortError(f"out of memory while answering a prompt of {len(batch[0]):,} tokens", hint=hint)
@@ -493,9 +539,17 @@ def room_of(num_tokens: int, sampling: Sampling, longest: int | None) -> int:
 
 
 def _answers(
-    loaded: Loaded, batch: list[Sequence[int]], sampling: Sampling, longest: int | None
+    loaded: Loaded, batch: list[Sequence[int]], shown: list[Pictured], sampling: Sampling, longest: int | None
 ) -> list[Answer] | None:
-    """The answers to a batch; None where memory ran out."""
+    """The answers to a batch; None where memory ran out.
+
+    Args:
+        loaded: The model.
+        batch: Token ids of each prompt.
+        shown: The prompts for the processor, where they have pictures.
+        sampling: How to draw.
+        longest: Tokens that the model takes.
+    """
     import torch
 
     tokenizer, width = loaded.tokenizer, max(map(len, batch))
@@ -504,11 +558,24 @@ def _answers(
     ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in batch], device=loaded.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=loaded.device)
     model: Any = loaded.model
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if shown:
+        processor: Any = loaded.processor
+        features = processor(
+            text=[prompt.text for prompt in shown],
+            images=[[read_picture(picture) for picture in prompt.pictures] for prompt in shown],
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
+        inputs = dict(features.to(loaded.device))
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     try:
         with torch.inference_mode():
             output = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                **inputs,
                 max_new_tokens=room_of(width, sampling, longest),
                 pad_token_id=padding,
                 eos_token_id=ends or None,

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from tunekit.data.formats.convert import asked_in
 from tunekit.data.formats.messages import plain, with_system
 from tunekit.data.formats.row_formats import BadRow, Row, counted
-from tunekit.data.sources.files import OPENERS, Fault
+from tunekit.data.images.in_rows import as_parts, with_pictures
+from tunekit.data.images.pictures import Picture
+from tunekit.data.sources.files import OPENERS, Fault, LocalFile
 from tunekit.data.sources.load import find_files
 from tunekit.data.sources.rows import RowStore, place
 from tunekit.errors import DataError, RunError
@@ -35,11 +37,13 @@ class Prompt:
         place: Where it stands; empty where that is nowhere.
         said: A conversation, or a text.
         tools: What the model may call, as JSON schemas.
+        pictures: Its pictures, whose places in the conversation have marks.
     """
 
     place: str
     said: str | Sequence[Mapping[str, object]]
     tools: Sequence[Row] | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 def read_prompts(
@@ -68,7 +72,8 @@ def read_prompts(
                 if isinstance(record.value, Fault):
                     where += f":{record.value.column}" if record.value.column else ""
                     raise BadRow(record.value.what)
-                prompts.append(_prompt(record.value, where, system, taken))
+                folder = file.path.parent if isinstance(file, LocalFile) else None
+                prompts.append(_prompt(record.value, where, system, taken, folder))
                 assert isinstance(record.value, dict)
                 rows.append(record.value)
             except (BadRow, RecursionError) as error:
@@ -86,8 +91,9 @@ def told(faults: Sequence[str], noun: str) -> str:
     return "\n".join([*faults[:FAULTS_SHOWN], *([f"and {counted(num_more, f'more {noun}')}"] if num_more > 0 else [])])
 
 
-def _prompt(value: object, where: str, system: str | None, taken: Sequence[str]) -> Prompt:
-    question = asked_in(value)
+def _prompt(value: object, where: str, system: str | None, taken: Sequence[str], folder: Path | None) -> Prompt:
+    marked, pictures = with_pictures(value, folder) if isinstance(value, dict) else (value, [])
+    question = asked_in(marked)
     assert isinstance(value, dict)
     for column, content in value.items():
         plain(content, column)
@@ -99,7 +105,7 @@ def _prompt(value: object, where: str, system: str | None, taken: Sequence[str])
         text = with_system(text, system)
     elif system is not None and isinstance(text, str):
         text = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    return Prompt(where, text, question.get("tools"))
+    return Prompt(where, text, question.get("tools"), tuple(Picture.of_row(one) for one in pictures))
 
 
 def prompt_ids(
@@ -116,19 +122,44 @@ def prompt_ids(
     Raises:
         RunError: There is no template, or it refuses the conversation.
     """
-    from jinja2 import TemplateError
-
     if isinstance(said, str):
         if tokenizer.chat_template is None or not found.is_chat:
             plain_ids: list[int] = tokenizer(said)["input_ids"]
             return plain_ids
         said = [{"role": "user", "content": said}]
+    ids: list[int] = tokenizer(prompt_text(found, tokenizer, said, tools), add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prompt_text(
+    found: "Trained",
+    tokenizer: "PreTrainedTokenizerBase",
+    said: Sequence[Mapping[str, object]],
+    tools: Sequence[Row] | None = None,
+    *,
+    in_parts: bool = False,
+) -> str:
+    """A conversation as its model's chat template writes it, with what begins an answer.
+
+    Args:
+        found: The model.
+        tokenizer: Its tokenizer.
+        said: The conversation.
+        tools: What the model may call.
+        in_parts: Whether contents have marks of pictures, and go to the template as parts.
+
+    Raises:
+        RunError: There is no template, or it refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    messages: list[Row] = [dict(message) for message in said]
     if tokenizer.chat_template is None:
         raise RunError(f"{found.name} has no chat template for a conversation", hint="write prompts as plain text")
     try:
         with template_in_time("a conversation"):
             text = tokenizer.apply_chat_template(
-                [dict(message) for message in said],
+                as_parts(messages) if in_parts else messages,
                 tools=None if tools is None else list(tools),
                 add_generation_prompt=True,
                 tokenize=False,
@@ -136,5 +167,4 @@ def prompt_ids(
     except TemplateError as error:
         problem = f"the chat template of {found.name} rejects this conversation: {error}"
         raise RunError(problem, hint="remove the system prompt, and alternate user and assistant") from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return str(text)
