@@ -94,6 +94,7 @@ SETTINGS = {
     "data_collator",
     "learns_from_sums",
     "optimizer_cls_and_kwargs",
+    "rank_allocation",
     "stored_buffers",
     "train_dataset",
 }

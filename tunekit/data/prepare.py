@@ -426,7 +426,9 @@ class PictureInputs:
         row = self._rows.rows[index]
         if not self._rows.has_pictures:
             return None, []
-        return self._encoder.text_of(row, self._rows.place(index)), [json.dumps(one) for one in row.get("images", ())]
+        return self._encoder.text_of(row, self._rows.place(index)), [
+            json.dumps(image) for image in row.get("images", ())
+        ]
 
 
 def prepare_rows(

@@ -512,8 +512,8 @@ def answer(
         numbers = waiting[start : start + batch_size]
         numbers = [index for index in numbers if (index in pictured) == (numbers[0] in pictured)]
         batch = _alike([prompts[index] for index in numbers], sampling, longest)
-        shown = [pictured[index] for index in numbers[: len(batch)] if index in pictured]
-        batch_answers = _answers(loaded, batch, shown, sampling, longest)
+        inputs = [pictured[index] for index in numbers[: len(batch)] if index in pictured]
+        batch_answers = _answers(loaded, batch, inputs, sampling, longest)
         if batch_answers is None and len(batch) == 1:
             hint = "lower --max-new-tokens, remove long prompts, or free memory"
             raise MemoryShortError(f"out of memory while answering a prompt of {len(batch[0]):,} tokens", hint=hint)

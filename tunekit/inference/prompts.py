@@ -105,7 +105,7 @@ def _prompt(value: object, where: str, system: str | None, taken: Sequence[str],
         text = with_system(text, system)
     elif system is not None and isinstance(text, str):
         text = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    return Prompt(where, text, question.get("tools"), tuple(Picture.of_row(one) for one in pictures))
+    return Prompt(where, text, question.get("tools"), tuple(Picture.of_row(image) for image in pictures))
 
 
 def prompt_ids(

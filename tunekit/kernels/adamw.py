@@ -181,8 +181,8 @@ def _scales(parameter: Tensor) -> Tensor:
         return torch.zeros(-(-local.numel() // BLOCK), device=local.device)
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     num_parts = math.prod(size for placement, size in sizes if placement.is_shard())
-    rows, others = parameter.size(0), parameter.numel() // max(1, parameter.size(0))
-    num_blocks = -(-(-(-rows // num_parts) * others) // BLOCK)
+    rows, columns = parameter.size(0), parameter.numel() // max(1, parameter.size(0))
+    num_blocks = -(-(-(-rows // num_parts) * columns) // BLOCK)
     zeros = torch.zeros(num_blocks, device=local.device)
     shape = torch.Size([num_parts * num_blocks])
     return DTensor.from_local(

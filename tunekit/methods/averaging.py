@@ -90,10 +90,10 @@ class MovingAverage:
             group[TRAINS] = trains
             for weight in group["params"]:
                 if EMA in self._states(weight):
-                    values, others = _local(weight), _local(self._states(weight)[EMA])
+                    values, average = _local(weight), _local(self._states(weight)[EMA])
                     former = values.clone()
-                    values.copy_(others)
-                    others.copy_(former)
+                    values.copy_(average)
+                    average.copy_(former)
         # Without a backward pass, weights that FSDP2 has gathered to evaluate stay as they were.
         for module in self.trainer.model.modules():
             if isinstance(module, FSDPModule):

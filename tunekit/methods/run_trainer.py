@@ -331,7 +331,8 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
         )
         return
     if train.low_rank is not None:
-        low_rank, options = train.low_rank, train.optim_args or OptimArgs()
+        low_rank = train.low_rank
+        options: OptimArgs = train.optim_args or OptimArgs()
         kwargs |= {"rank": options.rank, "update_proj_gap": options.update_proj_gap}
         if train.optimizer == "galore_adamw":
             trainer.optimizer_cls_and_kwargs = (GaLoreAdamW, {**kwargs, "scale": options.scale or 0.25})

@@ -332,7 +332,7 @@ def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch
     """A batch of the first rows' tokens, as the trainer gives it to the model, and the labels of all of them."""
     from trl import SFTTrainer
 
-    if isinstance(trainer.data_collator, PictureCollator):
+    if isinstance(vars(trainer).get("data_collator"), PictureCollator):
         batch = trainer.data_collator(_rows_of_pictures(trainer.train_dataset))
         labels = batch.pop("labels").where(batch["attention_mask"] == 0, batch["input_ids"])
         batch.pop("scored_positions", None)

@@ -36,7 +36,7 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
     if all(flags) or not any(flags):
         return
     text, pictured = (
-        _shortest(rows, [i for i, flag in enumerate(flags) if flag is wanted]) for wanted in (False, True)
+        _shortest(rows, [i for i, flag in enumerate(flags) if flag is has_pictures]) for has_pictures in (False, True)
     )
     device, num_tokens = trainer.accelerator.device, len(text["input_ids"])
     with in_evaluation(trainer, trainer.model_wrapped):

@@ -41,8 +41,9 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._adapter, self._num_steps = trainer, adapter, num_steps
         self._tuner, self._config = cast(Any, trainer.model).base_model, trainer.model.peft_config["default"]
         self._pattern: dict[str, list[bool]] | None = None
-        for name in ("tinit", "tfinal", "deltaT", "beta1", "beta2"):
-            setattr(self._config, name, dict(adapter)[name])
+        self._config.tinit, self._config.tfinal, self._config.deltaT = adapter.tinit, adapter.tfinal, adapter.deltaT
+        self._config.beta1, self._config.beta2 = adapter.beta1, adapter.beta2
+        self._weight = adapter.orth_reg_weight
         self._config.total_step = num_steps
         # PEFT would add the loss of directions to that of a model with labels.
         self._config.orth_reg_weight = 0.0
@@ -59,8 +60,8 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
     def _add_gradients(self, training_step: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Add the loss of directions, and its gradients, to those of a step's last micro-batch."""
         loss = training_step(*args, **kwargs)
-        if self._trainer.accelerator.sync_gradients and self._adapter.orth_reg_weight:
-            loss = loss + add_orthogonality(self._tuner.model, self._adapter.orth_reg_weight)
+        if self._trainer.accelerator.sync_gradients and self._weight:
+            loss = loss + add_orthogonality(self._tuner.model, self._weight)
         return loss
 
     def on_optimizer_step(self, args: object, state: "TrainerState", *_: object, **__: object) -> None:
@@ -75,7 +76,7 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
 
     def finish(self) -> None:
         """Have PEFT save the ranks that are left, where they stay, and what the run was asked for."""
-        self._config.orth_reg_weight = self._adapter.orth_reg_weight
+        self._config.orth_reg_weight = self._weight
         if self._trainer.state.global_step >= self._num_steps - self._adapter.tfinal:
             self._config.rank_pattern = self._pattern
 

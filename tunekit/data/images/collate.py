@@ -42,7 +42,7 @@ class PictureCollator:
         tokenizer = self._processor.tokenizer
         # A row that fills a step has no text.
         texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
-        pictures = [[Picture.of_row(json.loads(one)) for one in row[PICTURES] or ()] for row in rows]
+        pictures = [[Picture.of_row(json.loads(text)) for text in row[PICTURES] or ()] for row in rows]
         images = [[read_picture(picture) for picture in of_row] for of_row in pictures]
         features = self._processor(
             text=texts,

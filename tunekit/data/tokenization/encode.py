@@ -164,7 +164,7 @@ class Encoder:
         assert self._images is not None
         row, place = rows.rows[first], rows.place(first)
         ids = self.encode(rows, range(first, first + 1)).ids.tolist()
-        self._images.check(self.text_of(row, place), [Picture.of_row(one) for one in row["images"]], ids, place)
+        self._images.check(self.text_of(row, place), [Picture.of_row(image) for image in row["images"]], ids, place)
 
     def text_of(self, row: Row, place: str) -> str:
         """Return a conversation as text in which each picture is the one token that its processor replaces."""

@@ -392,7 +392,7 @@ def states_bytes(
 def shards_of(trained: Mapping[str, Shape], num_shards: int) -> dict[str, Shape]:
     """Return the shape of the largest shard of each trained tensor, cut along the first dimension."""
     return {
-        name: (-(-rows // num_shards), *others) for name, shape in trained.items() for rows, *others in [shape or (1,)]
+        name: (-(-rows // num_shards), *sides) for name, shape in trained.items() for rows, *sides in [shape or (1,)]
     }
 
 
@@ -451,11 +451,11 @@ def _mini_bytes(name: str, shape: Shape, head_dim: int, e: int, num_shards: int 
     """Bytes that `adam_mini` keeps of a tensor, or of one of its shards: blocks of several rows and of vectors are
     whole.
     """
-    rows, (first, *others) = rows_per_block(name, shape, head_dim), shape or (1,)
-    num_values = -(-first // num_shards) * math.prod(others)
+    rows, (first, *sides) = rows_per_block(name, shape, head_dim), shape or (1,)
+    num_values = -(-first // num_shards) * math.prod(sides)
     if rows == 0:
         return 2 * e * num_values + 4
-    num_blocks = 1 if len(shape) < 2 else first // rows if rows > 1 else num_values // others[-1]
+    num_blocks = 1 if len(shape) < 2 else first // rows if rows > 1 else num_values // sides[-1]
     return e * num_values + 4 * num_blocks + 4
 
 
@@ -481,7 +481,7 @@ def muon_cost(trained: tuple[tuple[str, Shape], ...], trained_dtype: Dtype, num_
     itself, of the lesser side squared. Of shards there are those of as many matrices as devices beside a whole one. An
     iteration takes three products (`tunekit.kernels.muon`).
     """
-    shards = {name: (-(-rows // num_shards), *others) for name, shape in trained for rows, *others in [shape or (1,)]}
+    shards = {name: (-(-rows // num_shards), *sides) for name, shape in trained for rows, *sides in [shape or (1,)]}
     step_bytes = gathered_bytes = flops = num_params = 0
     for name, shape in trained:
         if not uses_muon(name, shape):

@@ -254,7 +254,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
     if not model.is_multimodal:
         problem = f"model.path: rows have pictures, but {model.path} reads text alone"
         raise PlanError(problem, hint="choose a vision-language model, or remove the pictures from the rows")
-    asked = {
+    settings = {
         "data.packing": data.packing,
         "data.padding_free": data.padding_free is True,
         "data.streaming": data.streaming,
@@ -262,7 +262,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
         "parallel.cp_size": (parallel.cp_size or 1) > 1,
         "parallel.sp_size": (parallel.sp_size or 1) > 1,
     }
-    for key, is_asked in asked.items():
+    for key, is_asked in settings.items():
         if is_asked:
             raise PlanError(f"{key}: unsupported for rows with pictures", hint="unset it")
 
