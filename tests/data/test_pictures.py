@@ -139,6 +139,11 @@ def test_a_column_of_text_that_talks_of_images_is_text(folder):
     assert not rows.has_pictures
 
 
+def test_the_character_of_a_mark_is_text_where_a_row_has_no_pictures(folder):
+    row = {"messages": [{"role": "user", "content": f"from a PDF: {MARK}"}, ANSWER]}
+    assert list(load(folder, row).rows) == [row]
+
+
 def test_messages_become_parts_for_a_chat_template():
     assert as_parts([{"role": "user", "content": f"a{MARK}{MARK}b"}, {"role": "assistant", "content": ""}]) == [
         {

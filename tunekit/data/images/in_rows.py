@@ -17,7 +17,7 @@ MARK = "\ufffc"
 """Stands for a picture in a text: Unicode's OBJECT REPLACEMENT CHARACTER."""
 
 WRITTEN = "<image>"
-"""What datasets write for a picture beside a column of them."""
+"""Mark of a picture in datasets that have a column of them."""
 
 COLUMNS = ("images", "image")
 
@@ -31,6 +31,8 @@ class _Gathered:
     def __init__(self, beside: list[object] | None) -> None:
         self.beside = beside
         self.num_taken = 0
+        self.holds_mark = False
+        """True if a text has the character of the mark by itself."""
         self.found: list[tuple[object, str]] = []
 
     def mark(self, value: object | None, where: str) -> str:
@@ -80,6 +82,8 @@ def with_pictures(row: Row, folder: Path | None) -> tuple[Row, list[dict[str, An
         )
     if not gathered.found:
         return row if beside is None else marked, []
+    if gathered.holds_mark:
+        raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
     return marked, [find_picture(value, where, folder).to_row() for value, where in gathered.found]
 
 
@@ -123,8 +127,7 @@ def _turn(turn: object, where: str, gathered: _Gathered) -> object:
 
 
 def _text(text: str, gathered: _Gathered) -> str:
-    if MARK in text:
-        raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
+    gathered.holds_mark |= MARK in text
     if not gathered.beside:
         return text
     pieces = text.split(WRITTEN)
@@ -144,7 +147,8 @@ def _part(part: object, where: str, gathered: _Gathered) -> str:
         text = fields.get("text", "")
         if not isinstance(text, str):
             raise BadRow(f"{where}.text must be a string, got {described(text)}")
-        return _text(text, gathered) if WRITTEN not in text else text
+        gathered.holds_mark |= MARK in text
+        return text
     if kind not in ("image", "image_url"):
         raise BadRow(f"{where} is of type {kind}, but only text and images are supported")
     value = next(_values(fields), None)
