@@ -26,6 +26,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,7 +46,7 @@ from tunekit.recipe.sections.data import CompleteSource, DataSection
 if TYPE_CHECKING:
     import datasets
     import numpy as np
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 ACCOUNT = "tunekit.json"
@@ -98,10 +99,10 @@ def key_of(kind: Kind, made_of: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def digest_of(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Digest of all that a tokenizer saves: vocabulary, merges, special tokens and chat template."""
+def digest_of(processing: "PreTrainedTokenizerBase | ProcessorMixin") -> str:
+    """Digest of all that a tokenizer or processor saves: vocabulary, special tokens, chat template, image settings."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        processing.save_pretrained(folder)
         return _digest_files(_files(Path(folder)))
 
 
@@ -399,7 +400,7 @@ def tokens_of(
         "tokenizer": digest_of(tokenizer),
         "max_length": max_length,
         "loss_on": rows.loss_on,
-        "processor": images.digest if images is not None and rows.has_pictures else None,
+        "processor": digest_of(images.processor) if images is not None and rows.has_pictures else None,
     }
     key = key_of("tokens", made_of)
     entry = cached(key, "tokens", rows.source, make)
@@ -419,7 +420,12 @@ class PictureInputs:
     """
 
     def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens) -> None:
-        self._rows, self._encoder = rows, Encoder(rows, tokenizer, images)
+        self._rows, self._tokenizer, self._images = rows, tokenizer, images
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        """Made when the first row is asked for: nothing is where the cache has them all."""
+        return Encoder(self._rows, self._tokenizer, self._images)
 
     def of_row(self, index: int) -> tuple[str | None, list[str]]:
         """Return the text of a row, None where it is tokens, and its pictures as JSON."""

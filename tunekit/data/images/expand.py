@@ -6,11 +6,7 @@ itself, of a blank picture, once for each size. That this gives the tokens of th
 on rows with their real pictures, before training and for each row while it is trained on.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import counted
@@ -30,18 +26,13 @@ class ImageTokens:
         processor: Processor of the model.
 
     Attributes:
+        processor: The processor.
         mark: The token that stands for a picture before it is replaced.
-        digest: Digest of all that the processor saves.
     """
 
     def __init__(self, processor: "ProcessorMixin") -> None:
-        self._processor = processor
+        self.processor: Any = processor
         self.mark: str = processor.image_token
-        with TemporaryDirectory() as folder:
-            processor.save_pretrained(folder)
-            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            contents = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-        self.digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         self._by_size: dict[tuple[int, int], tuple[str, int]] = {}
 
     def of_size(self, width: int, height: int) -> tuple[str, int]:
@@ -50,7 +41,7 @@ class ImageTokens:
             from PIL import Image
 
             blank = Image.new("RGB", (width, height))
-            features = self._processor(
+            features = self.processor(
                 text=[self.mark], images=[[blank]], add_special_tokens=False, return_text_replacement_offsets=True
             )
             # A processor without replacements leaves the one token as it is.
@@ -102,10 +93,10 @@ class ImageTokens:
             DataError: It does not.
         """
         images = [read_picture(picture) for picture in pictures]
-        features: Any = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
+        features: Any = self.processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
         if list(features) != list(ids):
             raise DataError(
-                f"{place}: {type(self._processor).__name__} makes {len(features):,} tokens of the row, but "
+                f"{place}: {type(self.processor).__name__} makes {len(features):,} tokens of the row, but "
                 f"{len(ids):,} follow from the sizes of its pictures",
                 hint="this processor's images cannot be trained on",
             )
