@@ -32,6 +32,7 @@ from tunekit.runs.small_files import read_plan
 from tunekit.training.measured_memory import is_out_of_memory
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -539,14 +540,14 @@ def room_of(num_tokens: int, sampling: Sampling, longest: int | None) -> int:
 
 
 def _answers(
-    loaded: Loaded, batch: list[Sequence[int]], shown: list[Pictured], sampling: Sampling, longest: int | None
+    loaded: Loaded, batch: list[Sequence[int]], pictured: list[Pictured], sampling: Sampling, longest: int | None
 ) -> list[Answer] | None:
     """The answers to a batch; None where memory ran out.
 
     Args:
         loaded: The model.
         batch: Token ids of each prompt.
-        shown: The prompts for the processor, where they have pictures.
+        pictured: The prompts for the processor, where they have pictures.
         sampling: How to draw.
         longest: Tokens that the model takes.
     """
@@ -555,23 +556,15 @@ def _answers(
     tokenizer, width = loaded.tokenizer, max(map(len, batch))
     ends = end_tokens(loaded.model, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
-    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in batch], device=loaded.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=loaded.device)
     model: Any = loaded.model
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    if shown:
-        processor: Any = loaded.processor
-        features = processor(
-            text=[prompt.text for prompt in shown],
-            images=[[read_picture(picture) for picture in prompt.pictures] for prompt in shown],
-            add_special_tokens=False,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-        )
-        inputs = dict(features.to(loaded.device))
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    if pictured:
+        inputs = _of_pictures(loaded, pictured)
+        width = inputs["input_ids"].shape[1]
+    else:
+        ids = [[padding] * (width - len(prompt)) + list(prompt) for prompt in batch]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch]
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        inputs = {name: tensor.to(loaded.device) for name, tensor in inputs.items()}
     try:
         with torch.inference_mode():
             output = model.generate(
@@ -591,6 +584,23 @@ def _answers(
             torch.cuda.empty_cache()
         return None
     return [_ended(row, ends, tokenizer) for row in output[:, width:].tolist()]
+
+
+def _of_pictures(loaded: Loaded, pictured: list[Pictured]) -> "dict[str, Tensor]":
+    """Inputs of a batch of prompts with pictures, padded on their left, by the model's processor."""
+    processor: Any = loaded.processor
+    features = processor(
+        text=[prompt.text for prompt in pictured],
+        images=[[read_picture(picture) for picture in prompt.pictures] for prompt in pictured],
+        add_special_tokens=False,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    )
+    inputs = dict(features.to(loaded.device))
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].to(loaded.model.dtype)
+    return inputs
 
 
 def _ended(row: list[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Answer:

@@ -149,6 +149,11 @@ def _token_scores(loss: Tensor | None, columns: Sequence[Tensor | None], labels:
     return TokenScores(loss, log_probs.view(labels.shape), *laid)
 
 
+def next_labels(labels: Tensor) -> Tensor:
+    """The label of the token behind each, `(batch, seq)`; the last one has none."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
 def places_of(labels: Tensor) -> Tensor:
     """Places of the tokens with a loss, in the order of the flattened labels."""
     return (labels.reshape(-1) != IGNORED).nonzero().squeeze(1)

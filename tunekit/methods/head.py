@@ -34,7 +34,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from tunekit.errors import DependencyError
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
-from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob, places_of
+from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob, next_labels, places_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -76,7 +76,7 @@ class ScoredPositionsCollator(DataCollatorForLanguageModeling):  # type: ignore[
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """A batch of rows."""
         batch: dict[str, Any] = super().torch_call(examples)
-        batch["scored_positions"] = (next_labels(batch["labels"]).flatten() != IGNORED).nonzero().squeeze(1)
+        batch["scored_positions"] = places_of(next_labels(batch["labels"]))
         return batch
 
 
@@ -90,11 +90,6 @@ def name_scored_positions(trainer: "Trainer") -> None:
     if type(collator) is not DataCollatorForLanguageModeling:
         raise _gone(f"the data collator is {type(collator).__name__}")
     trainer.data_collator = ScoredPositionsCollator(**vars(collator))
-
-
-def next_labels(labels: Tensor) -> Tensor:
-    """The label of the token behind each, `(batch, seq)`; the last one has none."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 @dataclass

@@ -39,6 +39,8 @@ class PictureCollator:
         """
         import torch
 
+        from tunekit.kernels.linear_ce import next_labels, places_of
+
         tokenizer = self._processor.tokenizer
         # A row that fills a step has no text.
         texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
@@ -67,6 +69,5 @@ class PictureCollator:
             labels[number, : len(row["labels"])] = torch.tensor(row["labels"])
         batch["labels"] = labels
         if self._scores_positions:
-            following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            batch["scored_positions"] = (following.flatten() != IGNORED).nonzero().squeeze(1)
+            batch["scored_positions"] = places_of(next_labels(labels))
         return batch
