@@ -123,7 +123,7 @@ LAYOUTS = {
     "compressed_int8": (compressed_int8, compressed(8, "int", "int-quantized", strategy="channel")),
     "compressed_fp8": (fbgemm, compressed(8, "float", "float-quantized", strategy="channel")),
 }
-"""How a matrix is stored with its values, and what config.json states, by layout."""
+"""Stored form of a matrix with its values, and what config.json states, by layout."""
 
 
 def save_published(folder: Path, layout: str, store=None, **stated) -> dict[str, torch.Tensor]:

@@ -1,15 +1,12 @@
 """Adam-mini: the authors' package step for step, states through a state dict, and parameters in parts."""
 
 import copy
-import os
 
-import numpy as np
 import pytest
 import torch
 from adam_mini import Adam_mini
 
-from tests.kernels.test_muon import assert_same_bits, parameters_of, take_steps
-from tests.processes import in_processes
+from tests.kernels.optimizers import assert_divided_alike, assert_same_bits, parameters_of, take_steps
 from tunekit.kernels.adam_mini import AdamMini
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.8, 0.95)}
@@ -91,42 +88,17 @@ def test_a_saved_state_goes_on_with_the_same_bits(dtype):
     assert_same_bits(parameters, others)
 
 
-def divided(num_replicas):
-    """Weights after some steps, and after as many with a break in which the states go through a state dict."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
+def adam_mini(parameters):
+    return AdamMini(groups_of(parameters), **OPTIONS)
 
-    num = int(os.environ["WORLD_SIZE"])
-    sizes, names = ((num_replicas, num // num_replicas), ("replicas", "shards")) if num_replicas > 1 else ((num,), None)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    results = []
-    for breaks in (False, True):
-        model = fully_shard(torch.nn.ParameterList(parameters_of(PARAMETERS.values())), mesh=mesh)
-        optimizer = AdamMini(groups_of(model), **OPTIONS)
-        for step in range(4):
-            torch.manual_seed(100 + step)
-            for parameter in model:
-                gradient = torch.randn(parameter.shape)
-                parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            optimizer.step()
-            if breaks and step == 1:
-                saved = get_optimizer_state_dict(model, optimizer)
-                optimizer = AdamMini(groups_of(model), lr=1.0)
-                set_optimizer_state_dict(model, optimizer, saved)
-        results.append([parameter.full_tensor().detach().numpy() for parameter in model])
-    torch.distributed.destroy_process_group()
-    return results
+
+def blank(parameters):
+    return AdamMini(groups_of(parameters), lr=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num", "num_replicas"), [(3, 1), (4, 2)])
 def test_parameters_that_processes_divide_get_the_bits_of_whole_ones(num, num_replicas):
     """Three processes divide four heads: the second and the third head lie in two of them."""
-    parameters = parameters_of(PARAMETERS.values())
-    take_steps(AdamMini(groups_of(parameters), **OPTIONS), parameters, 4)
-    for results in in_processes(num, divided, num_replicas):
-        for one, broken, other in zip(*results, parameters, strict=True):
-            assert np.array_equal(one, broken)
-            assert np.array_equal(one, other.detach().numpy())
+    shapes = list(PARAMETERS.values())
+    assert_divided_alike(adam_mini, blank, shapes, 4, num=num, num_replicas=num_replicas)

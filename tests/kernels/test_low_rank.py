@@ -2,16 +2,14 @@
 
 import copy
 import math
-import os
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from apollo_torch import APOLLOAdamW
 from galore_torch import GaLoreAdamW as TheirGaLore
 
-from tests.kernels.test_muon import assert_same_bits, parameters_of, take_steps
-from tests.processes import in_processes
+from tests.kernels.optimizers import assert_divided_alike, assert_same_bits, parameters_of, take_steps
 from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW, random_projection
 
 RANK = {"rank": 4, "update_proj_gap": 3}
@@ -108,42 +106,17 @@ PARTS = [(33, 20), (20, 33), (8, 12), (5, 64), (64, 5), (9,)]
 """Rows that processes divide unevenly, and a vector."""
 
 
-def divided(kind, num_replicas):
-    """Weights after some steps, and after as many with a break in which the states go through a state dict."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
+def low_rank(kind, parameters):
+    return kind(groups_of(parameters), **OPTIONS, **RANK)
 
-    num = int(os.environ["WORLD_SIZE"])
-    sizes, names = ((num_replicas, num // num_replicas), ("replicas", "shards")) if num_replicas > 1 else ((num,), None)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    results = []
-    for breaks in (False, True):
-        model = fully_shard(torch.nn.ParameterList(parameters_of(PARTS)), mesh=mesh)
-        optimizer = kind(groups_of(model), **OPTIONS, **RANK)
-        for step in range(5):
-            torch.manual_seed(100 + step)
-            for parameter in model:
-                gradient = torch.randn(parameter.shape)
-                parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            optimizer.step()
-            if breaks and step == 1:
-                saved = get_optimizer_state_dict(model, optimizer)
-                optimizer = kind(groups_of(model), lr=1.0)
-                set_optimizer_state_dict(model, optimizer, saved)
-        results.append([parameter.full_tensor().detach().numpy() for parameter in model])
-    torch.distributed.destroy_process_group()
-    return results
+
+def blank(kind, parameters):
+    return kind(groups_of(parameters), lr=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [GaLoreAdamW, ApolloAdamW])
 @pytest.mark.parametrize(("num", "num_replicas"), [(2, 1), (4, 2)])
 def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(kind, num, num_replicas):
-    parameters = parameters_of(PARTS)
-    take_steps(kind(groups_of(parameters), **OPTIONS, **RANK), parameters, 5)
-    for results in in_processes(num, divided, kind, num_replicas):
-        for one, broken, other in zip(*results, parameters, strict=True):
-            assert np.array_equal(one, broken)
-            assert np.array_equal(one, other.detach().numpy())
+    make, another = partial(low_rank, kind), partial(blank, kind)
+    assert_divided_alike(make, another, PARTS, 5, num=num, num_replicas=num_replicas)

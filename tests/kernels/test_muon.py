@@ -2,12 +2,12 @@
 
 import copy
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
 
+from tests.kernels.optimizers import assert_same_bits, divided, parameters_of, take_steps
 from tests.processes import in_processes
 from tunekit.kernels.muon import Muon
 
@@ -16,29 +16,11 @@ OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
 SHAPES = [(24, 24), (40, 16), (16, 72), (8, 1), (1, 5)]
 
 
-def parameters_of(shapes, dtype=torch.float32):
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-def take_steps(optimizer, parameters, num_steps, *, first=0):
-    for step in range(first, first + num_steps):
-        torch.manual_seed(100 + step)
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
-        optimizer.step()
-
-
 def groups_of(parameters):
     """Groups by whether Muon updates a parameter."""
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters if parameter.dim() == 1]
     return [{"params": matrices, "use_muon": True}, {"params": vectors}]
-
-
-def assert_same_bits(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,42 +114,21 @@ PARTS = [(33, 20), (20, 33), (7, 12), (2, 64), (64, 2), (3, 8, 5), (9,)]
 """Rows that processes divide unevenly, fewer than there are processes, experts, and a vector."""
 
 
-def divided(num_replicas):
-    """Weights after some steps, and after as many with a break in which the states go through a state dict."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
+def muon(parameters):
+    return Muon(groups_of(parameters), **OPTIONS)
 
-    num = int(os.environ["WORLD_SIZE"])
-    sizes, names = ((num_replicas, num // num_replicas), ("replicas", "shards")) if num_replicas > 1 else ((num,), None)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    results = []
-    for breaks in (False, True):
-        model = fully_shard(torch.nn.ParameterList(parameters_of(PARTS)), mesh=mesh)
-        optimizer = Muon(groups_of(model), **OPTIONS)
-        for step in range(3):
-            torch.manual_seed(100 + step)
-            for parameter in model:
-                gradient = torch.randn(parameter.shape)
-                parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            optimizer.step()
-            if breaks and step == 1:
-                saved = get_optimizer_state_dict(model, optimizer)
-                optimizer = Muon(groups_of(model), lr=1.0)
-                set_optimizer_state_dict(model, optimizer, saved)
-        results.append([parameter.full_tensor().detach().numpy() for parameter in model])
-    torch.distributed.destroy_process_group()
-    return results
+
+def blank(parameters):
+    return Muon(groups_of(parameters), lr=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num", "num_replicas"), [(2, 1), (3, 1), (4, 2)])
 def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(num, num_replicas):
     parameters = parameters_of(PARTS)
-    take_steps(Muon(groups_of(parameters), **OPTIONS), parameters, 3)
-    for found in in_processes(num, divided, num_replicas):
-        for one, broken, other in zip(*found, parameters, strict=True):
+    take_steps(muon(parameters), parameters, 3)
+    for results in in_processes(num, divided, muon, blank, PARTS, 3, num_replicas):
+        for one, broken, other in zip(*results, parameters, strict=True):
             assert np.array_equal(one, broken)
             if other.dim() == 3:
                 # A process has some of the experts, whose products are summed in another order than those of all.

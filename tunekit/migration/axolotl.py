@@ -212,7 +212,7 @@ def loftq(draft: Draft, entry: Entry) -> Fate:
 
 
 def loftq_iterations(draft: Draft, entry: Entry) -> Fate:
-    """How often LoftQ quantizes what its adapter leaves; after the first time the base is another one."""
+    """Rounds in which LoftQ quantizes what its adapter leaves; after the first one the base is another."""
     if number(entry.value) != 1:
         raise UnfitError(f"{entry.value} iterations: loftq takes 1, which leaves the base that of QLoRA")
     return Fate("silent", "is what loftq takes")

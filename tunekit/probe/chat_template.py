@@ -111,7 +111,7 @@ def take_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def _written(tokenizer: "PreTrainedTokenizerBase", content: Any) -> str:
-    """What a template writes of a message; nothing where it refuses it."""
+    """Text that a template writes of a message; empty where it refuses it."""
     from jinja2 import TemplateError
 
     try:
