@@ -365,3 +365,17 @@ def save_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     file = folder / "rows.jsonl"
     file.write_text("".join(lines), encoding="utf-8")
     return file
+
+
+def save_pairs(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
+    """Write pictures of several sizes and pairs of answers about them, one pair without; return the file."""
+    rows = [json.loads(line) for line in save_rows(folder, num, without=without).read_text().splitlines()]
+    lines = []
+    for number, row in enumerate(rows):
+        asked, answered = row["messages"]
+        worse = COLOURS[(number + 1) % len(COLOURS)] + "ish"
+        pair = {"prompt": [asked], "chosen": [answered], "rejected": [{"role": "assistant", "content": worse}]}
+        lines.append(json.dumps(pair) + "\n")
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(lines), encoding="utf-8")
+    return file

@@ -219,6 +219,10 @@ def list_examples() -> list[str]:
     return sorted(path.name for path in example_root().iterdir() if path.is_file() and path.suffix != ".py")
 
 
+SHIPPED_MODELS = {name: Path(__file__).parent / "models" / name.replace("-", "_") for name in ("pico", "pico-vision")}
+"""Folders of the models that ship with tunekit, by the names that stand for them as `model.path`."""
+
+
 def find_example(name: str) -> Path:
     """The file of a shipped example dataset, for data paths such as `example:pirate.jsonl`.
 

@@ -217,9 +217,17 @@ def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: i
     return Texts(of, [ids for ids, _ in limited], [counts for _, counts in limited])
 
 
+def _refuse_pictures(of: str, rows: Sequence[Row]) -> None:
+    """Refuse pairs and prompts with pictures, whose tokens alone would be scored."""
+    if any(row.get("images") for row in rows):
+        problem = f"{of}: pairs and prompts with pictures are scored only while a run is trained"
+        raise DataError(problem, hint="see eval_loss or the rewards in the run's metrics")
+
+
 def _answered(
     of: str, rows: Sequence[Row], columns: Sequence[str], tokenizer: "Tokenizer", method: Method | None, max_length: int
 ) -> Part:
+    _refuse_pictures(of, rows)
     encoded = [(row, Answered.of_row(row, columns, tokenizer, max_length)) for row in rows]
     complete = [(row, answers) for row, answers in encoded if answers is not None]
     if not complete:
@@ -236,6 +244,7 @@ def _answered(
 
 def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:
     refuse_judges(found)
+    _refuse_pictures(rows.source, list(rows.rows))
     try:
         check_rows(rewards, [rows])
     except DataError as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from tunekit.data.images.pictures import Picture, read_picture
 from tunekit.errors import MemoryShortError, ModelError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
-from tunekit.files import is_name
+from tunekit.files import SHIPPED_MODELS, is_name
 from tunekit.planner.plan import Plan
 from tunekit.probe.chat_template import take_texts
 from tunekit.probe.model import model_folder
@@ -103,7 +103,7 @@ def _run_named(name: str) -> Run | None:
     """
     if not is_name(name):
         raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; a folder path works too")
-    if name == "pico":
+    if name in SHIPPED_MODELS:
         return None
     if not (Path(name).is_dir() and not (Path(name) / "status.json").is_file()):
         try:

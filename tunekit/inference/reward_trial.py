@@ -259,6 +259,9 @@ def _prompts(
 ) -> list[_Prompt]:
     prompts: list[_Prompt] = []
     for rows in sources:
+        if rows.has_pictures:
+            problem = f"{rows.source}: rewards cannot be tried on prompts with pictures"
+            raise DataError(problem, hint="remove the pictures, or train a few steps with output.sample_prompts")
         for index, row in enumerate(rows.rows):
             if len(prompts) == num_prompts:
                 return prompts

@@ -74,12 +74,20 @@ class Parts:
         """
         return self.load_reference() if self.plan.reference == "second model" else None
 
-    def trainer(self, base: type, *, fills_last_step: bool = False, **given: Any) -> "RunTrainer":
+    def trainer(
+        self,
+        base: type,
+        *,
+        fills_last_step: bool = False,
+        processing_class: "ProcessorMixin | None" = None,
+        **given: Any,
+    ) -> "RunTrainer":
         """A trainer of TRL's with the overrides of a run, and without its own printing of logs.
 
         Args:
             base: TRL's class, or one of ours on top of it.
             fills_last_step: Whether the last step of an epoch is filled with its first rows; see `fill_last_step`.
+            processing_class: Processor that TRL reads prompts with; the tokenizer otherwise.
             given: Arguments besides those of every trainer.
         """
         from transformers import PrinterCallback
@@ -92,7 +100,7 @@ class Parts:
             model=self.model,
             train_dataset=self.train_dataset,
             eval_dataset=self.eval_dataset,
-            processing_class=self.tokenizer,
+            processing_class=self.tokenizer if processing_class is None else processing_class,
             callbacks=self.callbacks,
         )
         if self.train.optimizer in OUR_OPTIMS:

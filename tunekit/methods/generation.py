@@ -9,9 +9,11 @@ mends both on a trainer.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.images.answers import with_pictures
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import GroupOrder, RunTrainer
 from tunekit.planner.plan import Plan
@@ -109,7 +111,12 @@ def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Par
     generation = generation_arguments(method, parts.data, parts.plan)
     arguments = config(**arguments_in_groups(method, parts), **own, **{**method.trainer_args, **generation})
     functions = load_rewards(method.rewards, device=parts.plan.device.kind)
-    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments)
+    reading: dict[str, Any] = {}
+    if parts.processor is not None:
+        reading = {"processing_class": parts.processor}
+        evaluated = None if parts.eval_dataset is None else with_pictures(parts.eval_dataset)
+        parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
+    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments, **reading)
     # Of these methods GRPO alone takes a gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
     learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")

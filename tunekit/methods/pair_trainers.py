@@ -31,6 +31,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from tunekit.data import prepare
+from tunekit.data.images.collate import PICTURES, PicturePairCollator
 from tunekit.data.tokenization.alignment import tokenised_pairs
 from tunekit.methods.arguments import Parts
 
@@ -91,7 +92,14 @@ class _Remembering:
 
 
 class RememberingDPOTrainer(_Remembering, DPOTrainer):  # type: ignore[misc]
-    """DPOTrainer whose reference is asked once."""
+    """DPOTrainer whose reference is asked once, and that takes tokens where rows have them."""
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
+        """Rows as tokens; those with pictures are tokens already."""
+        if "prompt_ids" in dataset.column_names:
+            return dataset
+        prepared: Dataset = super()._prepare_dataset(dataset, *args)
+        return prepared
 
 
 class RememberingKTOTrainer(_Remembering, KTOTrainer):  # type: ignore[misc]
@@ -148,6 +156,7 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
     model = trainer.ref_model if trainer.ref_model is not None else trainer.model
     config = {name: str(value) for name, value in model.config.to_dict().items() if name not in PASSING}
     adapters = model.peft_config if isinstance(model, PeftModel) else {}
+    collator = trainer.data_collator
     settings = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "oft_block_size")
     return {
         "weights": trainer._precompute_model_hash,
@@ -157,14 +166,15 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
         "rows": _digest(dataset),
         "asked": {name: str(vars(trainer.args).get(name)) for name in ASKED},
         "precision": trainer.accelerator.mixed_precision,
+        "processor": prepare.digest_of(collator.processor) if isinstance(collator, PicturePairCollator) else None,
         "device": trainer.accelerator.device.type,
         "torch": torch.__version__,
     }
 
 
 def _digest(dataset: Dataset) -> str:
-    """Digest of the token ids of rows, in their order."""
-    names = sorted(name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label")))
+    """Digest of the token ids and pictures of rows, in their order."""
+    names = sorted(name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label", PICTURES)))
     digest = hashlib.sha256(json.dumps(names).encode())
     for batch in dataset.with_format("arrow").iter(1000):
         digest.update(json.dumps([batch[name].to_pylist() for name in names]).encode())

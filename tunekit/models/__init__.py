@@ -1,1 +1,1 @@
-"""Models, their tokenizers, and the adapters on them. The folder `pico` is the chat model that ships with tunekit."""
+"""Models, their tokenizers, and the adapters on them; the models that ship lie in `pico` and `pico_vision`."""

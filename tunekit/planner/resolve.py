@@ -287,6 +287,8 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     recipe, hardware, method = setting.recipe, setting.hardware, setting.recipe.method
     if not generates(method) or method.generation.use_vllm != "auto":
         return setting, chosen, "set by the recipe"
+    if setting.reads_pictures:
+        return setting, chosen, "prompts have pictures"
     if hardware.vllm is None:
         return setting, chosen, "unknown whether vLLM is installed there"
     refused = backends.why_no_vllm(recipe, hardware, setting.model)

@@ -36,6 +36,7 @@ from tunekit.estimates.models.model_config import (
 )
 from tunekit.estimates.models.published import method_of, packed_weights, why_unread
 from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
+from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
@@ -43,7 +44,7 @@ from tunekit.recipe.sections.model import ModelSection
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-PICO = Path(__file__).parents[1] / "models" / "pico"
+PICO = SHIPPED_MODELS["pico"]
 """Folder of the chat model that ships with tunekit."""
 
 HUB_SECONDS = 10
@@ -60,7 +61,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 def model_folder(model: ModelSection) -> str:
     """Return the argument for transformers' loaders: a folder, or a hub name."""
-    return str(PICO) if model.path == "pico" else model.path
+    return str(SHIPPED_MODELS.get(model.path, model.path))
 
 
 def probe_model(model: ModelSection) -> ModelFacts:

@@ -20,7 +20,7 @@ import yaml
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import Ancestor, Origin
 from tunekit.estimates.models.rope import section_of
-from tunekit.files import read_table
+from tunekit.files import SHIPPED_MODELS, read_table
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter
 from tunekit.recipe.sections.model import ModelSection
@@ -41,7 +41,7 @@ def origin_of(section: ModelSection) -> Origin | None:
         ModelError: It is an adapter that lacks a part, or that a recipe has no words for.
     """
     folder = Path(section.path)
-    if section.path == "pico" or not folder.is_dir():
+    if section.path in SHIPPED_MODELS or not folder.is_dir():
         return None
     folder = folder.resolve()
     if is_result(folder):
@@ -155,7 +155,7 @@ _NAMING = ("config.json", "tokenizer_config.json", "generation_config.json", "pr
 def is_folder(section: ModelSection) -> bool:
     """Return whether a model is a local folder, or should be by its name, rather than one of the hub."""
     path = section.path
-    return path == "pico" or Path(path).is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    return path in SHIPPED_MODELS or Path(path).is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def code_of(section: ModelSection) -> dict[str, str]:

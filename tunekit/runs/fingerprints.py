@@ -33,6 +33,7 @@ from tunekit.data.sources.files import LocalFile
 from tunekit.data.sources.load import find_files
 from tunekit.errors import DataError, ModelError, PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Facts, contradictions, taken_over
+from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.host import num_cores
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
@@ -473,7 +474,7 @@ def settled(section: ModelSection) -> ModelSection:
 def _run_of(path: str) -> Run | None:
     """The run that is meant by a path, if it is one."""
     folder = Path(path)
-    if path == "pico":
+    if path in SHIPPED_MODELS:
         return None
     if folder.is_dir():
         if (folder / "status.json").is_file():

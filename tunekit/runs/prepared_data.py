@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import counted
+from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens
 from tunekit.data.images.in_rows import MARK
 from tunekit.data.packing.sequences import mix
@@ -17,6 +18,7 @@ from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts, SourceFacts
+from tunekit.files import SHIPPED_MODELS
 from tunekit.models.load import load_processor, load_tokenizer
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
@@ -176,7 +178,11 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
 
         teacher = recipe.method.teacher
         check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
-    splits = measure_data(recipe.data, data, tokenizer, room_of(recipe), on_progress)
+    room, answers = room_of(recipe), None
+    if any(rows.has_pictures for rows in (*data.train, *data.eval)):
+        # What is left of a picture whose tokens are cut is none.
+        room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
+    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -193,12 +199,15 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         num_split=0,
         num_dropped=sum(source.num_dropped for source in train.sources),
         num_good=train.num_good if recipe.method.spec.trains_on == "answers" else None,
+        has_pictures=answers is not None,
+        num_pictures=sum(source.num_pictures for source in train.sources) or None,
+        num_picture_tokens=sum(source.num_picture_tokens for source in train.sources) or None,
     )
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
     bare = [f"{rows.source}: {BARE_PROMPTS}" for rows in data.train if are_bare(rows, tokenizer)]
     skipped = (
-        f"{source.rows.source}: {counted(source.num_dropped, 'row')} skipped: {room_of(recipe).too_long}"
+        f"{source.rows.source}: {counted(source.num_dropped, 'row')} skipped: {room.too_long}"
         for split in splits
         for source in split.sources
         if source.num_dropped
@@ -302,7 +311,7 @@ def absolute(recipe: Recipe) -> Recipe:
 
 
 def _absolute_model(section: ModelSection) -> ModelSection:
-    path = section.path if section.path == "pico" else _absolute(section.path)
+    path = section.path if section.path in SHIPPED_MODELS else _absolute(section.path)
     return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
 
 

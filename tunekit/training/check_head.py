@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import Module
 from transformers import PreTrainedModel, Trainer
 
-from tunekit.data.images.collate import PICTURES, PictureCollator
+from tunekit.data.images.collate import PICTURES, PictureCollator, as_text
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads
@@ -324,7 +324,7 @@ def _language_model(trainer: Any, wrapped: Any) -> Any:
 def _rows_of_pictures(rows: Any) -> list[dict[str, Any]]:
     """Return the shortest of the first rows with pictures: whole ones, as pictures cannot be cut."""
     first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
-    chosen = sorted(first, key=lambda row: (not row[PICTURES], len(row["input_ids"])))
+    chosen = sorted(map(as_text, first), key=lambda row: (not row[PICTURES], len(row["input_ids"])))
     return chosen[:NUM_ROWS]
 
 
@@ -332,8 +332,9 @@ def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch
     """A batch of the first rows' tokens, as the trainer gives it to the model, and the labels of all of them."""
     from trl import SFTTrainer
 
-    if isinstance(vars(trainer).get("data_collator"), PictureCollator):
-        batch = trainer.data_collator(_rows_of_pictures(trainer.train_dataset))
+    collator = vars(trainer).get("data_collator")
+    if isinstance(collator, PictureCollator):
+        batch = collator.texts(_rows_of_pictures(trainer.train_dataset))
         labels = batch.pop("labels").where(batch["attention_mask"] == 0, batch["input_ids"])
         batch.pop("scored_positions", None)
         batch, labels = send_to_device((batch, labels), trainer.accelerator.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from tunekit.data.images.collate import PICTURES, PictureCollator
+from tunekit.data.images.collate import PICTURES, PictureCollator, as_text
 from tunekit.errors import RunError
 from tunekit.models.fusion.proof import ROUNDING
 from tunekit.planner.plan import Plan
@@ -58,10 +58,9 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
 
 def _shortest(rows: Any, indices: list[int]) -> dict[str, Any]:
     """Return the shortest of the first rows of some."""
-    chosen: dict[str, Any] = min(rows.select(indices[:NUM_LOOKED_AT]), key=lambda row: len(row["input_ids"]))
-    return chosen
+    return min(map(as_text, rows.select(indices[:NUM_LOOKED_AT])), key=lambda row: len(row["input_ids"]))
 
 
 def _inputs(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    batch = trainer.data_collator(rows)
+    batch = trainer.data_collator.texts(rows)
     return {name: value for name, value in batch.items() if name not in ("labels", "scored_positions")}

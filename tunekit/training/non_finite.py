@@ -33,6 +33,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import Trainer
 
+from tunekit.data.images.in_rows import MARK, as_parts
 from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.rows import Places
 from tunekit.data.tokenization.alignment import read_rows
@@ -146,9 +147,9 @@ class Rows:
 
     def _found(self, prompts: list[Any]) -> Iterator[str]:
         """The rows that have one of some prompts."""
-        keys = {json.dumps(prompt) for prompt in prompts}
+        keys = {_key(prompt) for prompt in prompts}
         for number, row in enumerate(self._rows):
-            if json.dumps(row["prompt"]) in keys:
+            if _key(row["prompt"]) in keys:
                 yield _words(self._places[number], _text(row["prompt"]))
 
     def _read(self, batch: Any) -> Iterator[str]:
@@ -171,9 +172,17 @@ def _words(place: str, text: str) -> str:
     return f"{place} ({text!r})"
 
 
+def _key(prompt: Any) -> str:
+    """Return a prompt as JSON, with contents as lists of parts: with pictures the trainer has them so."""
+    if isinstance(prompt, str):
+        return json.dumps(prompt)
+    return json.dumps([m if isinstance(m["content"], list) else as_parts([m])[0] for m in prompt])
+
+
 def _text(prompt: Any) -> str:
     """Return the last message of a prompt."""
-    return _cut(prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))
+    words = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    return _cut(words.replace(MARK, "[image] "))
 
 
 def _cut(text: str) -> str:

@@ -5,7 +5,7 @@ tokens have to be those of the rows, so that each label stands at its token.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.images.pictures import Picture, read_picture
@@ -25,13 +25,20 @@ class PictureCollator:
     Args:
         processor: Processor of the model.
         scores_positions: Whether a batch names the positions whose next token counts, as tunekit's head takes them.
+
+    Attributes:
+        processor: The processor.
     """
 
     def __init__(self, processor: "ProcessorMixin", *, scores_positions: bool) -> None:
-        self._processor = processor
+        self.processor = processor
         self._scores_positions = scores_positions
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch, as `texts`."""
+        return self.texts(rows)
+
+    def texts(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch as tensors: tokens, mask and labels `(batch, seq)`, padded on the right, and the pixels.
 
         Raises:
@@ -41,12 +48,12 @@ class PictureCollator:
 
         from tunekit.kernels.linear_ce import next_labels, places_of
 
-        tokenizer = self._processor.tokenizer
+        tokenizer = self.processor.tokenizer
         # A row that fills a step has no text.
         texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
         pictures = [[Picture.of_row(json.loads(text)) for text in row[PICTURES] or ()] for row in rows]
         images = [[read_picture(picture) for picture in of_row] for of_row in pictures]
-        features = self._processor(
+        features = self.processor(
             text=texts,
             images=images if any(images) else None,
             add_special_tokens=False,
@@ -71,3 +78,45 @@ class PictureCollator:
         if self._scores_positions:
             batch["scored_positions"] = places_of(next_labels(labels))
         return batch
+
+
+class PicturePairCollator(PictureCollator):
+    """Collates pairs with columns `{prompt,chosen,rejected}_ids`, `{chosen,rejected}_text` and `pictures`.
+
+    Args:
+        processor: Processor of the model.
+    """
+
+    def __init__(self, processor: "ProcessorMixin") -> None:
+        super().__init__(processor, scores_positions=False)
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch as TRL's DPOTrainer takes it: all chosen answers, then all rejected ones, with their prompts.
+
+        Raises:
+            DataError: As for rows of one text.
+        """
+        import torch
+
+        batch = self.texts([*(as_text(row, "chosen") for row in rows), *(as_text(row, "rejected") for row in rows)])
+        batch["completion_mask"] = (batch.pop("labels") != IGNORED).long()
+        for name in ("ref_chosen_logps", "ref_rejected_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
+
+
+def as_text(row: Mapping[str, Any], answer: str = "chosen") -> dict[str, Any]:
+    """Return a pair's prompt with one of its answers as a row of one text, in whose loss the answer counts.
+
+    A row of one text stays as it is.
+    """
+    if "input_ids" in row:
+        return dict(row)
+    prompt, own = row["prompt_ids"], row[f"{answer}_ids"]
+    return {
+        "input_ids": [*prompt, *own],
+        "labels": [IGNORED] * len(prompt) + list(own),
+        TEXT: row[f"{answer}_text"],
+        PICTURES: row[PICTURES],
+    }

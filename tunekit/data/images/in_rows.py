@@ -22,6 +22,7 @@ WRITTEN = "<image>"
 COLUMNS = ("images", "image")
 
 _TURNS = ("messages", "conversations", "prompt", "completion")
+_ANSWERS = ("chosen", "rejected")
 _TEXTS = ("instruction", "input")
 
 
@@ -72,7 +73,8 @@ def with_pictures(row: Row, folder: Path | None) -> tuple[Row, list[dict[str, An
     """
     beside = _beside(row)
     gathered = _Gathered(beside)
-    marked = {name: _marked(name, value, gathered) for name, value in row.items() if name not in COLUMNS}
+    marked = {name: _marked(name, value, gathered) for name, value in row.items() if name not in (*COLUMNS, *_ANSWERS)}
+    marked |= _answers(row, gathered)
     if beside and not gathered.num_taken:
         marked = _before_first_question(marked, gathered, len(beside))
     if gathered.num_taken != len(beside or ()):
@@ -85,6 +87,25 @@ def with_pictures(row: Row, folder: Path | None) -> tuple[Row, list[dict[str, An
     if gathered.holds_mark:
         raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
     return marked, [find_picture(value, where, folder).to_row() for value, where in gathered.found]
+
+
+def _answers(row: Row, gathered: _Gathered) -> Row:
+    """Texts of the columns of compared answers: each repeats the pictures of a prompt that is part of it."""
+    answers: Row = {}
+    num_before, num_taken, first = len(gathered.found), gathered.num_taken, None
+    for name in [name for name in _ANSWERS if name in row]:
+        own = _Gathered(gathered.beside)
+        answers[name] = _marked(name, row[name], own)
+        gathered.holds_mark |= own.holds_mark
+        pictures = [value for value, _ in own.found]
+        if num_before and pictures and pictures != [value for value, _ in gathered.found[:num_before]]:
+            raise BadRow(f"{name} has other pictures than prompt")
+        if first is not None and pictures != first[1]:
+            raise BadRow(f"{first[0]} and {name} have different pictures")
+        first = name, pictures
+        if not num_before:
+            gathered.found, gathered.num_taken = own.found, num_taken + own.num_taken
+    return answers
 
 
 def _beside(row: Row) -> list[object] | None:
@@ -100,7 +121,9 @@ def _beside(row: Row) -> list[object] | None:
 
 
 def _marked(name: str, value: object, gathered: _Gathered) -> object:
-    if name in _TURNS and isinstance(value, list):
+    if name in _ANSWERS and isinstance(value, Mapping):
+        return _turn(value, name, gathered)
+    if name in (*_TURNS, *_ANSWERS) and isinstance(value, list):
         return [_turn(turn, f"{name}[{i}]", gathered) for i, turn in enumerate(value)]
     if name in (*_TURNS, *_TEXTS) and isinstance(value, str) and gathered.beside and WRITTEN in value:
         if name in _TURNS:

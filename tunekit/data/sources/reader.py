@@ -34,7 +34,14 @@ from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 _FAULTS_SHOWN = 5
 _SKIPPED_SHOWN = 3
 
-_WITH_PICTURES: tuple[SourceFormat, ...] = ("messages", "sharegpt", "alpaca", "prompt_completion")
+_WITH_PICTURES: tuple[SourceFormat, ...] = (
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "preference",
+    "prompts",
+)
 """Formats whose texts may have pictures."""
 
 _MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")

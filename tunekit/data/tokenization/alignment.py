@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, tools_of
 from tunekit.data.formats.row_formats import Format, Row, counted
+from tunekit.data.images.answers import PAIR, PictureAnswers
 from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix, ordered
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
 from tunekit.data.sources.load import LoadedData
@@ -53,7 +54,7 @@ class Room:
 
     def has(self, prompt_tokens: int, sequences: Sequence[int]) -> bool:
         """Return whether a row fits."""
-        return prompt_tokens <= self.max_prompt_length and (self.cuts or max(sequences) <= self.max_length)
+        return prompt_tokens <= self.max_prompt_length and (self.cuts or max(sequences, default=0) <= self.max_length)
 
     def nothing_fits(self, num_rows: int) -> str:
         """Return the error message for a source of which no row is kept."""
@@ -84,6 +85,8 @@ class Measured:
         num_truncated: Rows with an answer that is cut.
         lengths: Tokens of each row before anything was cut or left out, of its longest answer with its prompt, or of a
             prompt alone.
+        num_pictures: Pictures of all rows.
+        num_picture_tokens: Their tokens, once for each row.
     """
 
     rows: Rows
@@ -93,6 +96,8 @@ class Measured:
     num_trainable_tokens: int
     num_truncated: int
     lengths: "np.ndarray"
+    num_pictures: int = 0
+    num_picture_tokens: int = 0
 
     @property
     def ranks(self) -> "np.ndarray":
@@ -113,6 +118,8 @@ class Measured:
             num_tokens=int(self.num_tokens.sum()),
             num_trainable_tokens=self.num_trainable_tokens,
             longest_tokens=self.longest_tokens,
+            num_pictures=self.num_pictures,
+            num_picture_tokens=self.num_picture_tokens,
         )
 
     @property
@@ -195,8 +202,18 @@ def measure_data(
     tokenizer: "PreTrainedTokenizerBase",
     room: Room,
     on_progress: Progress | None = None,
+    *,
+    answers: PictureAnswers | None = None,
 ) -> tuple[AlignmentSplit, ...]:
     """Measure the rows of a recipe, and leave out those that are too long.
+
+    Args:
+        section: The data section.
+        data: The rows.
+        tokenizer: Tokenizer of the model.
+        room: The longest prompt, and the longest prompt with an answer.
+        on_progress: Told how far the rows of a source are.
+        answers: Tokenizes rows, where some have pictures.
 
     Returns:
         `train`, and `eval` if the recipe has one.
@@ -205,23 +222,36 @@ def measure_data(
         DataError: No row of a source leaves room for an answer, or the rows do not fit the chat template.
     """
     return tuple(
-        AlignmentSplit(name, tuple(_measure(rows, tokenizer, room, on_progress) for rows in sources), mixing)
+        AlignmentSplit(name, tuple(_measure(rows, tokenizer, room, on_progress, answers) for rows in sources), mixing)
         for name, sources, mixing in splits_of(section, data)
     )
 
 
-def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_progress: Progress | None) -> Measured:
+def _measure(
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    room: Room,
+    on_progress: Progress | None,
+    answers: PictureAnswers | None,
+) -> Measured:
     import numpy as np
 
     indices: list[int] = []
     sizes: list[int] = []
     good: list[bool] = []
     longest: list[int] = []
-    num_trainable = num_truncated = 0
+    num_trainable = num_truncated = num_pictures = num_picture_tokens = 0
     for index, row in enumerate(rows.rows):
         try:
-            check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
-            prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
+            if answers is None:
+                check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
+                prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
+            else:
+                if row.get("images") and not num_pictures:
+                    answers.check(row, ANSWERS[rows.format], rows.place(index))
+                prompt_tokens, answered, num_of_row = answers.tokens(row, ANSWERS[rows.format], rows.place(index))
+                num_pictures += len(row.get("images", ()))
+                num_picture_tokens += num_of_row
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
@@ -243,11 +273,20 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
         raise DataError(problem, hint="raise data.max_length")
     num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)
-    return Measured(rows, tuple(indices), num_tokens, is_good, num_trainable, num_truncated, lengths)
+    return Measured(
+        rows=rows,
+        kept=tuple(indices),
+        num_tokens=num_tokens,
+        is_good=is_good,
+        num_trainable_tokens=num_trainable,
+        num_truncated=num_truncated,
+        lengths=lengths,
+        num_pictures=num_pictures,
+        num_picture_tokens=num_picture_tokens,
+    )
 
 
-_PAIR = ("chosen", "rejected")
-ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
+ANSWERS: dict[Format, tuple[str, ...]] = {"preference": PAIR, "unpaired_preference": ("completion",), "prompts": ()}
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
 
 
@@ -264,7 +303,7 @@ def are_bare(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 def tokens_of(
     row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[int, list[Sequence[int]]]:
+) -> tuple[int, Sequence[Sequence[int]]]:
     """Return the number of tokens of the prompt, and the tokens of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
     prompt_ids = prompt_tokens(row, tokenizer, "a row")
@@ -328,9 +367,9 @@ def tokenised_pairs(
     """Pairs as token ids and labels (-100 for the prompt), cut at the longest sequence, by TRL's experimental names."""
 
     def columns(row: Row) -> dict[str, list[int]]:
-        prompt_tokens, answered = tokens_of(row, _PAIR, tokenizer)
+        prompt_tokens, answered = tokens_of(row, PAIR, tokenizer)
         column_lists: dict[str, list[int]] = {}
-        for name, sequence in zip(_PAIR, answered, strict=True):
+        for name, sequence in zip(PAIR, answered, strict=True):
             ids = list(sequence[:max_length])
             column_lists[f"{name}_input_ids"] = ids
             column_lists[f"{name}_attention_mask"] = [1] * len(ids)

@@ -258,6 +258,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
         "data.packing": data.packing,
         "data.padding_free": data.padding_free is True,
         "data.streaming": data.streaming,
+        "method.generation.use_vllm": generates(recipe.method) and recipe.method.generation.use_vllm is True,
         "parallel.tp_size": (parallel.tp_size or 1) > 1,
         "parallel.cp_size": (parallel.cp_size or 1) > 1,
         "parallel.sp_size": (parallel.sp_size or 1) > 1,

@@ -30,8 +30,9 @@ class DPOMethod(ReferenceMethod):
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
         loss_description="Losses are those of DPO: ln 2 where the preference equals the reference's. Accuracies are "
         "the share of pairs with a higher reward for the chosen answer, margins the difference of the rewards.",
-        upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
+        upstream_names=("_prepare_dataset", "_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
+        takes_images=True,
     )
 
     type: Literal["dpo"] = "dpo"

@@ -28,6 +28,7 @@ class GRPOMethod(RewardedMethod):
         loss_description="The loss of GRPO stays near zero; progress shows in the reward.",
         upstream_names=("_entropy_bonus_enabled",),
         adds_router_loss=True,
+        takes_images=True,
     )
 
     type: Literal["grpo"] = "grpo"

@@ -89,9 +89,9 @@ class ModelSection(Section):
     shorthand = "path"
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
-    """`pico` (ships with tunekit), a local folder, or a model name on the Hugging Face Hub. Or a finished run, by
-    folder (`runs/my-sft`) or by name (`my-sft`: the newest): training continues its weights or adapter, with its
-    tokenizer and chat template. The folder of a PEFT adapter works the same way."""
+    """`pico` or `pico-vision` (ship with tunekit), a local folder, or a model name on the Hugging Face Hub. Or a
+    finished run, by folder (`runs/my-sft`) or by name (`my-sft`: the newest): training continues its weights or
+    adapter, with its tokenizer and chat template. The folder of a PEFT adapter works the same way."""
 
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""

@@ -1,0 +1,123 @@
+"""GRPO on prompts with pictures: rewards see the pictures, and the gradient is that of plain Transformers."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import tunekit
+from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
+from tunekit.errors import PlanError
+
+RATE, NUM_TOKENS, GROUP = 0.01, 6, 4
+REWARD = """
+import json
+from pathlib import Path
+
+def judge(prompts, completions, images, completion_ids, name, **columns):
+    kinds = [[part["type"] for message in prompt for part in message["content"]] for prompt in prompts]
+    rewards = [float(sum(ids) % 97) / 97 for ids in completion_ids]
+    lines = [
+        json.dumps({"name": n, "kinds": k, "sizes": [list(picture.size) for picture in own], "ids": list(map(int, ids)),
+                    "reward": reward})
+        for n, k, own, ids, reward in zip(name, kinds, images, completion_ids, rewards)
+    ]
+    with Path(__file__).with_name("judged.jsonl").open("a") as file:
+        file.write("\\n".join(lines) + "\\n")
+    return rewards
+"""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name == "llava" else pytest.mark.slow)
+        for name in sorted(FAMILIES)
+        if name != "mllama"
+    ],
+)
+def saved(request, tmp_path, monkeypatch):
+    """A folder with a model, prompts with pictures and a module of rewards."""
+    save_tiny_vision_model(tmp_path / "model", request.param)
+    rows = [json.loads(line) for line in save_rows(tmp_path / "data", 2, without=None).read_text().splitlines()]
+    lines = [json.dumps({"prompt": row["messages"][:1], "name": f"{i}.png"}) for i, row in enumerate(rows)]
+    (tmp_path / "data" / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "picture_rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("picture_rewards", None)
+
+
+def recipe(saved, **sections):
+    train = {"max_steps": 1, "global_batch_size": 2 * GROUP, "micro_batch_size": 2 * GROUP, "optim": "sgd"}
+    train |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e9, "learning_rate": RATE}
+    method = {"type": "grpo", "rewards": ["picture_rewards:judge"], "num_generations": GROUP}
+    return {
+        "model": str(saved / "model"),
+        "data": {"train": str(saved / "data" / "prompts.jsonl"), "max_length": 256},
+        "method": {**method, "max_completion_length": NUM_TOKENS, "loss_type": "grpo"},
+        "adapter": "full",
+        "train": train,
+        "output": {"dir": str(saved / "run"), "sample_prompts": []},
+        **sections,
+    }
+
+
+def expected_changes(saved, judged):
+    """Changes of weights by one step of gradient descent on GRPO's loss (arXiv 2402.03300), without its KL term."""
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(saved / "model")
+    model = AutoModelForImageTextToText.from_pretrained(saved / "model", dtype=torch.float32)
+    rows = {row["name"]: row for row in map(json.loads, (saved / "data" / "prompts.jsonl").read_text().splitlines())}
+    loss = torch.zeros(())
+    for name, row in rows.items():
+        own = [line for line in judged if line["name"] == name]
+        assert len(own) == GROUP
+        rewards = torch.tensor([line["reward"] for line in own])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        parts = [{"type": "image"} if "image" in part else part for part in row["prompt"][0]["content"]]
+        text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+        image = Image.open(saved / "data" / name).convert("RGB")
+        for line, advantage in zip(own, advantages, strict=True):
+            inputs = processor(text=[text], images=[[image]], return_tensors="pt", add_special_tokens=False)
+            asked, ids = inputs.pop("input_ids"), torch.tensor([line["ids"]])
+            mask = torch.ones(1, asked.shape[1] + ids.shape[1], dtype=torch.long)
+            inputs |= {"input_ids": torch.cat([asked, ids], 1), "attention_mask": mask}
+            for kind in ("token_type_ids", "mm_token_type_ids"):
+                if kind in inputs:
+                    inputs[kind] = torch.nn.functional.pad(inputs[kind], (0, ids.shape[1]))
+            scores = model(**inputs).logits[0, asked.shape[1] - 1 : -1].log_softmax(-1)
+            loss = loss - advantage * scores.gather(1, ids.T).mean() / (GROUP * len(rows))
+    loss.backward()
+    return {name: -RATE * p.grad for name, p in model.named_parameters() if p.grad is not None}, model
+
+
+def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(saved):
+    from transformers import AutoModelForImageTextToText
+
+    run = tunekit.train(recipe(saved))
+    judged = [json.loads(line) for line in (saved / "judged.jsonl").read_text().splitlines()]
+    from PIL import Image
+
+    for line in judged:
+        assert line["kinds"] == ["image", "text"]
+        assert line["sizes"] == [list(Image.open(saved / "data" / line["name"]).size)]
+    assert len({line["reward"] for line in judged}) > 2
+    changes, before = expected_changes(saved, judged)
+    after = dict(AutoModelForImageTextToText.from_pretrained(run.model_path).named_parameters())
+    largest = max(float(change.abs().max()) for change in changes.values())
+    for name, weight in before.named_parameters():
+        moved = (after[name] - weight).detach()
+        if any(part in name for part in ("vision", "visual", "projector", "connector")):
+            assert not moved.any(), name
+        else:
+            torch.testing.assert_close(moved, changes[name], rtol=0, atol=2e-3 * largest, msg=name)
+
+
+def test_vllm_is_refused_for_prompts_with_pictures(saved):
+    wanted = recipe(saved)
+    wanted["method"]["generation"] = {"use_vllm": True}
+    with pytest.raises(PlanError, match=r"method.generation.use_vllm: unsupported for rows with pictures"):
+        tunekit.plan(wanted, on="1xh100")

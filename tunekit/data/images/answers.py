@@ -1,0 +1,128 @@
+"""Prompts with pictures and their answers, as text and as tokens.
+
+Rows of preference and reinforcement methods are kept as they were read, with marks for their pictures. Here they are
+rendered by the chat template, in which each picture is one token, and measured with all tokens of their pictures.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.formats.messages import tools_of
+from tunekit.data.formats.row_formats import Row
+from tunekit.data.images.collate import PICTURES
+from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.in_rows import as_parts
+from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.data.packing.sequences import common_prefix_length
+from tunekit.data.tokenization.render import ChatRenderer, Rendered
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import ProcessorMixin
+
+
+PAIR = ("chosen", "rejected")
+"""Columns of the answers of a pair."""
+
+
+class PictureAnswers:
+    """Renders and tokenizes prompts with pictures, with their answers.
+
+    Args:
+        processor: Processor of the model.
+    """
+
+    def __init__(self, processor: "ProcessorMixin") -> None:
+        self._images = ImageTokens(processor)
+        self._tokenizer = self._images.processor.tokenizer
+        self._chat = ChatRenderer(self._tokenizer, in_parts=True)
+
+    def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
+        """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.
+
+        Raises:
+            DataError: The chat template refuses the row, or leaves out a call of a tool in an answer.
+        """
+        prompt, tools = row["prompt"], tools_of(row.get("tools")) or None
+        if isinstance(prompt, str):
+            problem = f"{place}: prompt is a plain text, beside rows with pictures"
+            raise DataError(problem, hint="make it a list of messages")
+        asked = self._chat.text(prompt, place, tools=tools, add_generation_prompt=True)
+        answered = []
+        for column in columns:
+            whole = [*prompt, *row[column]]
+            text = self._chat.text(whole, place, tools=tools)
+            self._chat.check_calls(whole, place, Rendered(text, ()), num_prompt=len(prompt), tools=tools)
+            answered.append(text)
+        return asked, answered
+
+    def tokens(self, row: Row, columns: Sequence[str], place: str) -> tuple[int, list[list[int]], int]:
+        """Return the number of tokens of the prompt, the tokens of it with each answer, and those of its pictures.
+
+        The prompt ends where its tokens and those of an answer part, as TRL has it (trl 1.16, `DPOTrainer`).
+
+        Raises:
+            DataError: As for `texts`, or there are more or fewer tokens for pictures than pictures.
+        """
+        pictures = pictures_of(row)
+        asked, answered = self.texts(row, columns, place)
+        expanded, _, num_picture_tokens = self._images.expand(asked, (), pictures, place)
+        prompt_ids = self._ids(expanded)
+        wholes = [self._ids(self._images.expand(text, (), pictures, place)[0]) for text in answered]
+        num_prompt = min((common_prefix_length(prompt_ids, ids) for ids in wholes), default=len(prompt_ids))
+        return num_prompt, wholes, num_picture_tokens
+
+    def check(self, row: Row, columns: Sequence[str], place: str) -> None:
+        """Check that the tokens of a row are those that the whole processor makes of its pictures.
+
+        Raises:
+            DataError: They are not.
+        """
+        asked, answered = self.texts(row, columns, place)
+        text = answered[0] if answered else asked
+        pictures = pictures_of(row)
+        self._images.check(text, pictures, self._ids(self._images.expand(text, (), pictures, place)[0]), place)
+
+    def pairs(self, rows: "datasets.Dataset") -> "datasets.Dataset":
+        """Return pairs as token ids by TRL's names, with the texts and pictures that a processor reads."""
+
+        def columns(row: Row) -> dict[str, object]:
+            num_prompt, (chosen, rejected), _ = self.tokens(row, PAIR, "a row")
+            _, texts = self.texts(row, PAIR, "a row")
+            return {
+                "prompt_ids": chosen[:num_prompt],
+                "chosen_ids": chosen[num_prompt:],
+                "rejected_ids": rejected[num_prompt:],
+                **{f"{name}_text": text for name, text in zip(PAIR, texts, strict=True)},
+                PICTURES: [json.dumps(picture) for picture in row.get("images") or ()],
+            }
+
+        return rows.map(columns, remove_columns=rows.column_names).with_format(None)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def with_pictures(rows: "datasets.Dataset") -> "datasets.Dataset":
+    """Return prompts as TRL reads them: contents as lists of parts, and a column `images` of decoded pictures."""
+    # Rows are decoded when they are asked for.
+    decode = rows.format["format_kwargs"]["transform"]
+
+    def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        columns = decode(batch)
+        images = columns.get("images", [None] * len(columns["prompt"]))
+        return {
+            **columns,
+            "prompt": [as_parts(prompt) for prompt in columns["prompt"]],
+            "images": [[read_picture(Picture.of_row(value)) for value in of_row or ()] for of_row in images],
+        }
+
+    return rows.with_transform(read)
+
+
+def pictures_of(row: Row) -> list[Picture]:
+    """Return the pictures of a row, in the order of their marks."""
+    return [Picture.of_row(value) for value in row.get("images") or ()]
