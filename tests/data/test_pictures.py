@@ -322,7 +322,7 @@ def test_other_methods_refuse_pictures(folder):
     file = folder / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match="only text is supported"):
-        load_data(DataSection(train=str(file)), learner_of("dpo"))
+        load_data(DataSection(train=str(file)), learner_of("orpo"))
 
 
 def test_rows_with_pictures_that_are_too_long_are_left_out_whole():

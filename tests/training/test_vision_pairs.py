@@ -9,14 +9,12 @@ import tunekit
 from tests.vision import FAMILIES, save_pairs, save_tiny_vision_model
 from tunekit.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 RATE, NUM_STEPS, BETA = 0.05, 3, 0.5
-QUICK = {"llava"}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
-)
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def saved(request, tmp_path_factory):
     """A folder with the model of a family and pairs with pictures."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -163,7 +161,6 @@ def llava(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_rows_without_pictures_mix_with_them(llava, tmp_path):
     losses = tunekit.train(recipe(llava, tmp_path, adapter="full")).metrics()["loss"].tolist()
     expected, _ = trained_by_formula(llava)

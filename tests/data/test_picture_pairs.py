@@ -1,0 +1,141 @@
+"""Pictures of preference pairs and of prompts: every way to write them, and where they do not fit together."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from tunekit.data.formats.row_formats import learner_of
+from tunekit.data.images.in_rows import MARK
+from tunekit.data.sources.load import load_data
+from tunekit.errors import DataError
+from tunekit.recipe.sections.data import DataSection
+
+IMAGE, OTHER = ({"type": "image", "image": name} for name in ("a.png", "b.png"))
+TEXT = {"type": "text", "text": "what?"}
+QUESTION = {"role": "user", "content": [IMAGE, TEXT]}
+RED, BLUE = ({"role": "assistant", "content": content} for content in ("red", "blue"))
+IN_PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "red"}]}]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, size in (("a.png", (4, 6)), ("b.png", (8, 4))):
+        Image.new("RGB", size).save(tmp_path / name)
+    return tmp_path
+
+
+def load(folder, row, method):
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return load_data(DataSection(train=str(file)), learner_of(method)).train[0]
+
+
+PAIRS = {
+    "a prompt with parts": {"prompt": [QUESTION], "chosen": [RED], "rejected": [BLUE]},
+    "answers in parts, as TRL writes them": {"prompt": [QUESTION], "chosen": IN_PARTS, "rejected": [BLUE]},
+    "whole conversations": {"chosen": [QUESTION, RED], "rejected": [QUESTION, BLUE]},
+    "whole conversations beside their prompt": {
+        "prompt": [QUESTION],
+        "chosen": [QUESTION, RED],
+        "rejected": [QUESTION, BLUE],
+    },
+    "whole conversations with marks": {
+        "images": ["a.png"],
+        "chosen": [{"role": "user", "content": "<image>what?"}, RED],
+        "rejected": [{"role": "user", "content": "<image>what?"}, BLUE],
+    },
+    "TRL's column": {
+        "images": ["a.png"],
+        "prompt": [{"role": "user", "content": [{"type": "image"}, TEXT]}],
+        "chosen": [RED],
+        "rejected": [BLUE],
+    },
+    "without a mark, as TRL takes it": {
+        "images": ["a.png"],
+        "prompt": [{"role": "user", "content": "what?"}],
+        "chosen": [RED],
+        "rejected": [BLUE],
+    },
+    "LLaMA-Factory's": {
+        "images": ["a.png"],
+        "conversations": [{"from": "human", "value": "<image>what?"}],
+        "chosen": {"from": "gpt", "value": "red"},
+        "rejected": {"from": "gpt", "value": "blue"},
+    },
+}
+
+
+@pytest.mark.parametrize("way", PAIRS)
+def test_every_way_to_write_a_pair_is_read_alike(way, folder):
+    rows = load(folder, PAIRS[way], "dpo")
+    (row,) = list(rows.rows)
+    assert rows.format == "preference"
+    assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
+    assert (row["chosen"], row["rejected"]) == ([RED], [BLUE])
+    assert [picture["path"] for picture in row["images"]] == [str((folder / "a.png").resolve())]
+    assert "1 picture" in rows.notes[0]
+
+
+BROKEN = {
+    "answers to different pictures": (
+        {"chosen": [QUESTION, RED], "rejected": [{"role": "user", "content": [OTHER, TEXT]}, BLUE]},
+        "chosen and rejected have different pictures",
+    ),
+    "an answer to another picture than the prompt's": (
+        {
+            "prompt": [QUESTION],
+            "chosen": [{"role": "user", "content": [OTHER, TEXT]}, RED],
+            "rejected": [QUESTION, BLUE],
+        },
+        "chosen has other pictures than prompt",
+    ),
+    "an answer with a picture": (
+        {"prompt": [QUESTION], "chosen": [{"role": "assistant", "content": [OTHER]}], "rejected": [BLUE]},
+        "chosen[0] is an assistant message with a picture; models answer in text",
+    ),
+    "a picture that is not there": (
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": "c.png"}]}],
+            "chosen": [RED],
+            "rejected": [BLUE],
+        },
+        "prompt[0].content[0]: ",
+    ),
+    "a picture too many": (
+        {
+            "images": ["a.png", "b.png"],
+            "prompt": [{"role": "user", "content": "<image>?"}],
+            "chosen": [RED],
+            "rejected": [BLUE],
+        },
+        "1 <image> mark in the texts, but 2 pictures in column images",
+    ),
+    "a mark in a text prompt": (
+        {"images": ["a.png"], "prompt": "<image>what?", "chosen": "red", "rejected": "blue"},
+        "prompt is a plain text, but pictures need messages; make it a list of messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_pair_whose_pictures_do_not_fit_is_refused(kind, folder):
+    row, problem = BROKEN[kind]
+    with pytest.raises(DataError) as error:
+        load(folder, row, "dpo")
+    assert str(error.value).startswith(f"{folder / 'rows.jsonl'}:1: ") or "rows.jsonl:1: " in str(error.value)
+    assert problem in str(error.value)
+
+
+def test_prompts_keep_their_columns_beside_pictures(folder):
+    rows = load(folder, {"prompt": [QUESTION], "answer": "red"}, "grpo")
+    (row,) = list(rows.rows)
+    assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
+    assert row["answer"] == "red"
+    assert row["images"][0]["size"] == [4, 6]
+
+
+def test_a_method_without_pictures_refuses_them(folder):
+    with pytest.raises(DataError, match="is of type image"):
+        load(folder, PAIRS["a prompt with parts"], "orpo")
