@@ -8,7 +8,7 @@ import torch
 
 import tunekit
 from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
-from tunekit.errors import PlanError
+from tunekit.errors import DataError, PlanError
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +118,18 @@ def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(met
             assert not moved.any(), name
         else:
             torch.testing.assert_close(moved, changes[name], rtol=0, atol=2e-3 * largest, msg=name)
+
+
+def test_models_that_trl_does_not_give_all_of_their_pictures_are_refused(tmp_path):
+    save_tiny_vision_model(tmp_path / "model", "mllama")
+    row = json.loads(save_rows(tmp_path / "data", 1, without=None).read_text())
+    line = json.dumps({"prompt": row["messages"][:1], "answer": "red"}) + "\n"
+    (tmp_path / "data" / "prompts.jsonl").write_text(2 * line)
+    wanted = recipe(tmp_path)
+    wanted["method"]["rewards"] = ["exact_match"]
+    what = "GRPOTrainer does not pass aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask to the model"
+    with pytest.raises(DataError, match=what):
+        tunekit.train(wanted)
 
 
 def test_vllm_is_refused_for_prompts_with_pictures(saved):

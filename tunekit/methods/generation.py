@@ -7,6 +7,7 @@ the longest of a batch would count as cut off (trl 1.16, `_generate_single_turn`
 mends both on a trainer.
 """
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.images.answers import with_pictures
+from tunekit.errors import DataError
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import GroupOrder, RunTrainer
 from tunekit.planner.plan import Plan
@@ -121,6 +123,31 @@ def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Par
     learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")
     return trainer
+
+
+def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) -> None:
+    """Check that TRL scores answers to pictures with all that a processor makes of these.
+
+    TRL passes inputs that it knows by name (trl 1.16, `_get_per_token_logps_and_entropies`).
+
+    Args:
+        method: GRPO or another method with its trainer.
+        input_names: Names of the processor's results for a text with a picture.
+        model: Path of the model, for messages.
+
+    Raises:
+        DataError: It would leave out some.
+    """
+    from trl import GRPOTrainer, RLOOTrainer
+
+    trainer = RLOOTrainer if method.type == "rloo" else GRPOTrainer
+    unknown = sorted(input_names - set(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters))
+    if unknown:
+        raise DataError(
+            f"method.type: TRL's {trainer.__name__} does not pass {', '.join(unknown)} to the model, which "
+            f"{model} reads pictures with",
+            hint="use method sft or dpo, or remove the pictures from the prompts",
+        )
 
 
 def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:

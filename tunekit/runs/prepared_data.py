@@ -182,6 +182,10 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if any(rows.has_pictures for rows in (*data.train, *data.eval)):
         # What is left of a picture whose tokens are cut is none.
         room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
+        if generates(recipe.method):
+            from tunekit.methods.generation import check_pictures
+
+            check_pictures(recipe.method, answers.input_names, recipe.model.path)
     splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None

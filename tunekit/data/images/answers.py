@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from tunekit.data.formats.messages import tools_of
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.images.collate import PICTURES
@@ -38,6 +40,12 @@ class PictureAnswers:
         self._images = ImageTokens(processor)
         self._tokenizer = self._images.processor.tokenizer
         self._chat = ChatRenderer(self._tokenizer, in_parts=True)
+
+    @property
+    def input_names(self) -> set[str]:
+        """Names of what the processor makes of a text with a picture."""
+        blank = Image.new("RGB", (64, 64))
+        return set(self._images.processor(text=[self._images.mark], images=[[blank]]))
 
     def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
         """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.
