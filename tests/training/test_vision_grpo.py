@@ -7,8 +7,11 @@ import pytest
 import torch
 
 import tunekit
+from tests.tiny import saved_weights
+from tests.training.engines import made, work_in
 from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
 from tunekit.errors import DataError, PlanError
+from tunekit.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -132,8 +135,51 @@ def test_models_that_trl_does_not_give_all_of_their_pictures_are_refused(tmp_pat
         tunekit.train(wanted)
 
 
+def test_prompts_without_pictures_beside_others_are_refused(llava):
+    lines = (llava / "data" / "prompts.jsonl").read_text().splitlines()
+    bare = json.dumps({"prompt": [{"role": "user", "content": "say hi"}], "answer": "hi"})
+    (llava / "data" / "prompts.jsonl").write_text("\n".join([*lines, bare]) + "\n")
+    with pytest.raises(DataError, match=r"prompts\.jsonl:5: a prompt without pictures beside prompts with pictures"):
+        tunekit.train(with_lengths(llava))
+
+
 def test_vllm_is_refused_for_prompts_with_pictures(saved):
     wanted = recipe(saved)
     wanted["method"]["generation"] = {"use_vllm": True}
     with pytest.raises(PlanError, match=r"method.generation.use_vllm: unsupported for rows with pictures"):
         tunekit.plan(wanted, on="1xh100")
+
+
+@pytest.fixture
+def llava(tmp_path):
+    save_tiny_vision_model(tmp_path / "model", "llava")
+    rows = [json.loads(line) for line in save_rows(tmp_path / "data", 4, without=None).read_text().splitlines()]
+    lines = [json.dumps({"prompt": row["messages"][:1], "answer": "red"}) for row in rows]
+    (tmp_path / "data" / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def with_lengths(folder, **sections):
+    """Steps whose rewards differ by the letters of an answer."""
+    wanted = recipe(folder, **sections)
+    wanted["method"]["rewards"] = [{"type": "regex", "pattern": "[a-m]", "where": "search"}]
+    wanted["train"] |= {"max_steps": 4, "learning_rate": 0.1, "micro_batch_size": GROUP}
+    return wanted
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(llava, tmp_path):
+    whole = tunekit.train({**with_lengths(llava), "output": {"dir": str(tmp_path / "whole"), "sample_prompts": []}})
+    wanted = {**with_lengths(llava), "output": {"dir": str(tmp_path / "part"), "sample_prompts": []}}
+    wanted["train"] |= {"max_steps": 2}
+    resumed = tunekit.resume(tunekit.train(wanted), ["train.max_steps=4"])
+    after, before = saved_weights(resumed.model_path), saved_weights(whole.model_path)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert resumed.metrics()["reward"].nunique() > 1
+
+
+def test_two_processes_generate_from_pictures_and_learn(llava, tmp_path):
+    path = made({**with_lengths(llava), "parallel": {"strategy": "ddp", "num_processes": 2}})
+    work_in(path, 2)
+    logs = [event for event in Run(path).events() if event["event"] == "log"]
+    assert len(logs) == 4
+    assert any(event["grad_norm"] > 0 for event in logs)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import tunekit
+from tests.tiny import saved_weights
+from tests.training.engines import made, work_in, worked
 from tests.vision import FAMILIES, save_pairs, save_tiny_vision_model
 from tunekit.errors import DataError
+from tunekit.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -184,3 +187,27 @@ def test_pairs_too_long_are_left_out_whole(llava, tmp_path):
     wanted["data"]["max_length"] = 20
     with pytest.raises(DataError, match="none of 8 pairs is short enough: limit 20 tokens"):
         tunekit.train(wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(strategy, llava, tmp_path):
+    train = {"optim": "adamw_torch", "learning_rate": 1e-2, "micro_batch_size": 2}
+    one = made(recipe(llava, tmp_path / "one", train=train, adapter="full"))
+    worked(one)
+    parallel = {"strategy": strategy, "num_processes": 2}
+    two = made(recipe(llava, tmp_path / "two", train=train, adapter="full", parallel=parallel))
+    work_in(two, 2)
+    losses = [[event["loss"] for event in Run(path).events() if event["event"] == "log"] for path in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    torch.testing.assert_close(
+        saved_weights(Run(two).model_path), saved_weights(Run(one).model_path), atol=1e-4, rtol=0
+    )
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(llava, tmp_path):
+    sections = {"adapter": {"type": "lora", "rank": 4}}
+    whole = tunekit.train(recipe(llava, tmp_path / "whole", train={"max_steps": 4}, **sections))
+    part = tunekit.train(recipe(llava, tmp_path / "part", train={"max_steps": 2}, **sections))
+    resumed = tunekit.resume(part, ["train.max_steps=4"])
+    after, before = saved_weights(resumed.model_path), saved_weights(whole.model_path)
+    assert all(torch.equal(after[name], before[name]) for name in before)

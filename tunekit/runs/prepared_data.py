@@ -186,6 +186,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
             from tunekit.methods.generation import check_pictures
 
             check_pictures(recipe.method, answers.input_names, recipe.model.path)
+            _check_all_have_pictures((*data.train, *data.eval))
     splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
@@ -217,6 +218,15 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         if source.num_dropped
     )
     return PreparedRows(splits, facts, (*data.notes, *bare, *skipped), data.skipped)
+
+
+def _check_all_have_pictures(sources: Iterable[Rows]) -> None:
+    """Refuse prompts without pictures beside others: TRL gives processors None for them (trl 1.16, GRPOTrainer)."""
+    for rows in sources:
+        bare = next((index for index, row in enumerate(rows.rows) if not row.get("images")), None)
+        if bare is not None:
+            problem = f"{rows.place(bare)}: a prompt without pictures beside prompts with pictures"
+            raise DataError(problem, hint="give all prompts pictures, or none")
 
 
 def report_on_rows(
