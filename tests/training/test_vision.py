@@ -198,6 +198,15 @@ def test_settings_of_the_image_processor_count_and_are_saved(llava, tmp_path):
     assert AutoProcessor.from_pretrained(run.model_path).image_processor.image_mean == (0.25, 0.5, 0.75)
 
 
+@pytest.mark.slow
+def test_a_setting_that_the_class_of_a_processor_goes_before_is_refused(tmp_path):
+    save_tiny_vision_model(tmp_path / "model", "gemma3")
+    save_rows(tmp_path / "data")
+    model = {"path": str(tmp_path / "model"), "image_processor": {"do_pan_and_scan": True}}
+    with pytest.raises(ModelError, match=r"image_processor\.do_pan_and_scan: Gemma3Processor always sets False"):
+        made({**recipe(tmp_path, tmp_path, adapter="lora"), "model": model})
+
+
 def test_pictures_are_refused_where_they_cannot_be_read_as_asked(llava, tmp_path):
     with pytest.raises(PlanError, match=r"data\.packing: unsupported for rows with pictures"):
         tunekit.plan({**recipe(llava, tmp_path), "data": {**recipe(llava, tmp_path)["data"], "packing": True}})

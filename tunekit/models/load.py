@@ -167,6 +167,12 @@ def _set_image_processor(processor: "ProcessorMixin", settings: Mapping[str, Any
     if unknown is not None:
         problem = f"model.image_processor.{unknown}: {type(own).__name__} has no such setting"
         raise ModelError(problem, hint=f"settings: {', '.join(names)}")
+    # Arguments that a processor's class passes to its image processor go before the settings of that.
+    fixed: Mapping[str, Any] = getattr(type(processor), "images_kwargs", {})
+    lost = next((name for name, value in settings.items() if fixed.get(name, value) != value), None)
+    if lost is not None:
+        problem = f"model.image_processor.{lost}: {type(processor).__name__} always sets {fixed[lost]}"
+        raise ModelError(problem, hint="remove it")
     try:
         processor.image_processor = type(own).from_dict({**own.to_dict(), **settings})
     except (TypeError, ValueError, KeyError, AttributeError) as error:
