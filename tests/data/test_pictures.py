@@ -62,6 +62,7 @@ WAYS = {
     ),
     "an absolute path": None,
     "a file URL": None,
+    "Axolotl's base64": asked({"type": "image", "base64": base64.b64encode(png()).decode()}, TEXT),
     "OpenAI's image_url": asked({"type": "image_url", "image_url": {"url": "a.png"}}, TEXT),
     "a column of pictures with parts": {
         "messages": asked({"type": "image"}, TEXT)["messages"],
@@ -94,7 +95,8 @@ def test_every_way_to_write_a_picture_is_read_alike(way, folder):
     question = (read["messages"] if "messages" in read else read["prompt"])[0]
     assert question == {"role": "user", "content": f"{MARK}what?"}
     (picture,) = map(Picture.of_row, read["images"])
-    assert (picture.width, picture.height, picture.path) == (4, 6, str((folder / "a.png").resolve()))
+    assert (picture.width, picture.height) == (4, 6)
+    assert picture.path == str((folder / "a.png").resolve()) or "base64" in way
     assert read_picture(picture).size == (4, 6)
     assert rows.has_pictures
     assert "1 picture" in rows.notes[0]
@@ -121,6 +123,25 @@ def test_pictures_in_columns_of_bytes_are_kept_as_files(folder):
     row = load_data(section, learner_of("sft")).train[0].rows[0]
     assert row["messages"][0]["content"] == f"{MARK} or {MARK}?"
     assert [picture["size"] for picture in row["images"]] == [[4, 6], [8, 9]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_of_pictures_may_have_another_name(kind, folder):
+    import datasets
+
+    row = {"pics": ["a.png"], "messages": [{"role": "user", "content": "<image>what?"}, ANSWER]}
+    rows = datasets.Dataset.from_list([row])
+    path = str(folder / f"rows.{kind}")
+    rows.to_parquet(path) if kind == "parquet" else rows.to_json(path)
+    section = DataSection(train=path, columns={"images": "pics"}, image_folder=str(folder))
+    data = load_data(section, learner_of("sft")).train[0]
+    assert data.rows[0]["images"][0]["path"] == str((folder / "a.png").resolve())
+    assert "ignored" not in data.notes[0]
+    pair = {"pics": ["a.png"], "prompt": row["messages"][:1], "chosen": [ANSWER], "rejected": [ANSWER]}
+    rows = datasets.Dataset.from_list([pair])
+    rows.to_parquet(path) if kind == "parquet" else rows.to_json(path)
+    with pytest.raises(DataError, match="only text is supported"):
+        load_data(section, learner_of("reward"))
 
 
 def test_a_picture_is_as_large_as_it_is_shown(folder):
@@ -266,6 +287,14 @@ BROKEN = {
     "a text to complete": (
         {"images": ["a.png"], "prompt": "<image>what?", "completion": "red"},
         "prompt is a plain text, but pictures need messages; make it a list of messages",
+    ),
+    "boxes of ms-swift": (
+        {
+            "images": ["a.png"],
+            "messages": [{"role": "user", "content": "<image><bbox>"}, ANSWER],
+            "objects": {"ref": [], "bbox": [[1, 2]]},
+        },
+        "column objects holds boxes; write them into the texts as the model reads them, and remove it",
     ),
     "a column of videos": (
         {"videos": ["a.mp4"], "messages": [{"role": "user", "content": "<video>"}, ANSWER]},

@@ -274,6 +274,9 @@ NEEDED = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in name
 KNOWN = tuple(dict.fromkeys((*NEEDED, *(name for names in OPTIONAL_COLUMNS.values() for name in names))))
 """Every column that some format reads."""
 
+MAPPED = (*KNOWN, "images")
+"""Every column that may have another name in a file."""
+
 
 def check_mapping(columns: Mapping[str, str]) -> None:
     """Check the names on our side, and that every column of the file is read once.
@@ -282,12 +285,12 @@ def check_mapping(columns: Mapping[str, str]) -> None:
         DataError: No format has a column of that name, or two are read from one.
     """
     for ours, theirs in columns.items():
-        if ours not in KNOWN:
-            near = nearest(ours, KNOWN)
-            if theirs in KNOWN:
+        if ours not in MAPPED:
+            near = nearest(ours, MAPPED)
+            if theirs in MAPPED:
                 hint = f"tunekit's name comes first: {{{theirs}: {ours}}}"
             else:
-                hint = f"did you mean '{near}'?" if near else f"columns: {', '.join(KNOWN)}"
+                hint = f"did you mean '{near}'?" if near else f"columns: {', '.join(MAPPED)}"
             raise DataError(f"data.columns.{ours}: no format has a column '{ours}'", hint=hint)
         same_source = [other for other, column in columns.items() if column == theirs and other != ours]
         if same_source:

@@ -1,9 +1,9 @@
 """Pictures of a row, in the ways that datasets hold them, brought to one.
 
 A row's texts have a mark where each picture stands, and its column `images` has the pictures in this order. What is
-read: parts of a message's content, as OpenAI and Transformers write them; and a column `images` or `image` beside texts
-with `<image>`, as LLaVA, ShareGPT and LLaMA-Factory do, or beside parts `{type: image}`, as TRL does. Where no text has
-a mark, the pictures stand before the first question, as TRL puts them.
+read: parts of a message's content, as OpenAI, Transformers and Axolotl write them; and a column `images` or `image`
+beside texts with `<image>`, as LLaVA, ShareGPT, LLaMA-Factory and ms-swift do, or beside parts `{type: image}`, as TRL
+does. Where no text has a mark, the pictures stand before the first question, as TRL puts them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,9 @@ WRITTEN = "<image>"
 """Mark of a picture in datasets that have a column of them."""
 
 COLUMNS = ("images", "image")
+
+BOXES = "objects"
+"""Column of boxes that ms-swift writes into texts, as each model reads them."""
 
 _TURNS = ("messages", "conversations", "prompt", "completion")
 _ANSWERS = ("chosen", "rejected")
@@ -72,6 +75,9 @@ def with_pictures(row: Row, folder: Path | None) -> tuple[Row, list[dict[str, An
         BadRow: A picture cannot be had, or marks and pictures do not fit together.
     """
     beside = _beside(row)
+    boxes = row.get(BOXES)
+    if isinstance(boxes, Mapping) and boxes.get("bbox"):
+        raise BadRow(f"column {BOXES} holds boxes; write them into the texts as the model reads them, and remove it")
     gathered = _Gathered(beside)
     marked = {name: _marked(name, value, gathered) for name, value in row.items() if name not in (*COLUMNS, *_ANSWERS)}
     marked |= _answers(row, gathered)
@@ -179,8 +185,10 @@ def _part(part: object, where: str, gathered: _Gathered) -> str:
 
 
 def _values(part: Mapping[str, Any]) -> Iterator[object]:
-    for key in ("image", "image_url", "path", "url", "bytes"):
+    for key in ("image", "image_url", "path", "url", "bytes", "base64"):
         value = part.get(key)
+        if key == "base64" and isinstance(value, str):
+            value = f"data:;base64,{value}"
         if key == "image_url" and isinstance(value, Mapping):
             value = value.get("url")
         if value is not None:

@@ -23,8 +23,8 @@ from tunekit.data.formats.row_formats import (
     listed,
     shortened,
 )
+from tunekit.data.images.in_rows import BOXES, with_pictures
 from tunekit.data.images.in_rows import COLUMNS as PICTURES
-from tunekit.data.images.in_rows import with_pictures
 from tunekit.data.sources.files import Fault, Table
 from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
 from tunekit.errors import DataError
@@ -335,6 +335,8 @@ class Reader:
             self._columns.get(column, column) for column in (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format])
         )
         read = [column for column in named if column in columns]
+        # Their columns may have any name; where they are not taken, rows with pictures are refused.
+        read += [theirs for ours, theirs in self._columns.items() if ours in PICTURES and theirs in columns]
         unread = [column for column in columns if column not in read]
         if format == "prompts":
             unmapped = [column for column in unread if column not in self._columns]
@@ -347,7 +349,9 @@ class Reader:
         self._ignored.update(column for column in unread if not (self._takes_pictures(format) and column in PICTURES))
         # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
         return read + [
-            column for column in unread if messages.looks_like_weights(column) or messages.media_kind(column)
+            column
+            for column in unread
+            if messages.looks_like_weights(column) or messages.media_kind(column) or column == BOXES
         ]
 
     def _refusal(self) -> DataError:

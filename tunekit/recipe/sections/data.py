@@ -136,7 +136,8 @@ class DataSection(Section):
 
     columns: dict[str, str] = {}
     """Column mapping: `{prompt: question, completion: answer}` reads column question as prompt and answer as
-    completion. Applies to every source of `train` and `eval` without its own mapping."""
+    completion; `images` names the column of images. Applies to every source of `train` and `eval` without its own
+    mapping."""
 
     image_folder: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """Folder that relative paths of images in rows start from; images outside of it are refused. Default: the folder of
