@@ -198,6 +198,29 @@ def test_settings_of_the_image_processor_count_and_are_saved(llava, tmp_path):
     assert AutoProcessor.from_pretrained(run.model_path).image_processor.image_mean == (0.25, 0.5, 0.75)
 
 
+REGEX = r"model\.language_model\.layers\.\d+\.self_attn\.[qv]_proj"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"type": "lora", "rank": RANK, "target_modules": REGEX},
+        {"type": "full", "unfrozen_parameters": [r"^model\.language_model\.layers\.1\."]},
+    ],
+    ids=["lora", "full"],
+)
+def test_patterns_of_modules_match_names_that_an_older_checkpoint_has_otherwise(adapter, llava, tmp_path):
+    from safetensors import safe_open
+
+    with safe_open(llava / "model" / "model.safetensors", "pt") as stored:
+        assert "language_model.model.layers.0.self_attn.q_proj.weight" in {*stored.keys()}
+    path = made(recipe(llava, tmp_path, adapter=adapter))
+    # A run compares the number of trained parameters with the planned one.
+    worked(path)
+    assert yaml.safe_load((path / "plan.yaml").read_text())["num_trainable_params"] > 0
+
+
 @pytest.mark.slow
 def test_a_setting_that_the_class_of_a_processor_goes_before_is_refused(tmp_path):
     save_tiny_vision_model(tmp_path / "model", "gemma3")

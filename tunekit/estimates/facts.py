@@ -372,6 +372,9 @@ _TEXT = re.compile(
 )
 """Names of what text passes through in a multimodal model, as checkpoints store it."""
 
+_LANGUAGE_MODEL = re.compile(r"language_model\.model\.|model\.(?=(?:layers|embed_tokens|norm)\.)")
+"""Beginnings of names of a language model in older checkpoints of multimodal ones; transformers 5 has one for both."""
+
 _LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
 
 
@@ -532,6 +535,12 @@ class ModelFacts(Facts):
     def is_tower(self, name: str) -> bool:
         """True for a tensor or module of a vision or audio tower or of its projector: text does not pass through it."""
         return self.is_multimodal and not _TEXT.match(name)
+
+    def module_name(self, name: str) -> str:
+        """Return the name in transformers 5 of a module or tensor that a checkpoint may store under an older one."""
+        if not self.is_multimodal:
+            return name
+        return _LANGUAGE_MODEL.sub("model.language_model.", name, count=1) if _LANGUAGE_MODEL.match(name) else name
 
     def is_untrained(self, name: str) -> bool:
         """True for a tensor or module that text gives no gradient, in a tower or elsewhere."""
@@ -738,7 +747,9 @@ class ModelFacts(Facts):
             name: sizes
             for name, sizes in self.linears.items()
             if not self.is_untrained(name)
-            and adapter.targets(name)
+            and (
+                adapter.targets(name) or (adapter.target_regex is not None and adapter.targets(self.module_name(name)))
+            )
             and _leaf(name) not in (former or ())
             and _leaf(name) not in refused
         }

@@ -165,7 +165,8 @@ def _is_trained(name: str, model: ModelFacts, adapter: FullAdapter) -> bool:
     """Return whether a tensor is trained in full fine-tuning; the score of a model that judges always is."""
     if model.is_untrained(name):
         return False
-    return adapter.trains(name, model.num_layers) or (model.judges and name == SCORE)
+    names = dict.fromkeys((name, model.module_name(name)))
+    return any(adapter.trains(each, model.num_layers) for each in names) or (model.judges and name == SCORE)
 
 
 def num_live_layers(model: ModelFacts, adapter: Adapter) -> int:

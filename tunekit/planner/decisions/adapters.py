@@ -68,7 +68,7 @@ def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
         yield problem, f"set it to {model.num_layers} or less"
     names = [name for name in model.tensors if not model.is_untrained(name)]
     for pattern in adapter.unfrozen_parameters or ():
-        if not any(re.search(pattern, name) for name in names):
+        if not any(re.search(pattern, each) for name in names for each in (name, model.module_name(name))):
             endings = sorted({".".join(name.split(".")[-2:]) for name in names})
             hint = f"names end in: {', '.join(endings)}"
             if model.has_tied_head and "head" in pattern:
@@ -94,7 +94,7 @@ def _target_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
     regex = adapter.target_regex
     if regex is not None and not model.adapter_linears(regex):
         problem = f"adapter.target_modules: no linear layer of {model.path} matches the regular expression {regex!r}"
-        example = next(iter(model.adapter_linears(ALL_LINEAR)), "")
+        example = model.module_name(next(iter(model.adapter_linears(ALL_LINEAR)), ""))
         hint = f"it must match whole names such as {example}; for name endings write a list of: {endings}"
         yield problem, hint
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
