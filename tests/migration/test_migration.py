@@ -481,7 +481,7 @@ UNSUPPORTED = {
         "dataset": "uses all rows; partial files are unsupported: data/messages.jsonl#500",
         "system": "set system messages in the rows",
         "learning_rat": "did you mean 'learning_rate'?",
-        "freeze_vit": "images are not migrated",
+        "freeze_vit": "vision towers and projectors are always frozen",
         "report_to": "swanlab: output.report_to supports tensorboard, wandb, mlflow and trackio",
     },
 }

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from tunekit.migration import axolotl_rows as rows
+from tunekit.migration import images
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, figure, is_off, names, number, reason, text, truth
 from tunekit.migration.original import Entry
@@ -49,7 +50,9 @@ def _method(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Record Axolotl's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 512})
-    if not all(kind == "text" for kind in hf.source_formats(draft)):
+    if draft.has_images:
+        _note_images(draft)
+    elif not all(kind == "text" for kind in hf.source_formats(draft)):
         hf.drops_too_long(draft, "excess_length_strategy", "drop")
     if draft.get("pretraining_dataset") is not None and not draft.values.get("data.streaming"):
         what = "Axolotl streams pretraining_dataset"
@@ -75,6 +78,20 @@ def finish(draft: Draft) -> None:
     if draft.get("load_in_4bit") and is_off(draft.get("adapter", False)):
         words = "load_in_4bit without an adapter: 4-bit weights cannot be trained; the recipe trains all parameters"
         draft.suspect("load_in_4bit", words)
+
+
+def _note_images(draft: Draft) -> None:
+    """Note what Axolotl does otherwise with rows that have images."""
+    images.paths_from_here(draft)
+    images.note_towers(draft)
+    if draft.get("excess_length_strategy") is None:
+        words = "Axolotl neither cuts nor drops rows with images; tunekit leaves out those longer than data.max_length"
+        draft.differ("excess_length_strategy", None, words)
+    if not draft.get("train_on_inputs"):
+        words = "beside images Axolotl masks the user's turns of some models alone; tunekit masks them of all"
+        draft.differ("train_on_inputs", False, words)
+    words = "Axolotl puts the first of a column of images behind the first question; tunekit puts all before it"
+    draft.differ("datasets", "images", f"where texts have no marks, {words}")
 
 
 def _suspect_packing(draft: Draft) -> None:
@@ -150,7 +167,7 @@ def target_linear(draft: Draft, entry: Entry) -> Fate:
 def modules(draft: Draft, entry: Entry) -> Fate:
     """The modules that are adapted, by their names or by a regular expression."""
     if isinstance(entry.value, str):
-        return draft.carry(entry, "adapter.target_modules", entry.value)
+        return draft.carry(entry, "adapter.target_modules", images.language_model_regex(entry.value))
     value = names(entry.value)
     if any(sign in name for name in value for sign in "*\\|("):
         words = "a list names modules by their endings, not by regular expressions; all linear layers are used"
@@ -169,6 +186,8 @@ def unfrozen(draft: Draft, entry: Entry) -> Fate:
     if draft.has_adapter:
         raise UnfitError("trains parameters beside an adapter: use adapter.modules_to_save")
     patterns = names(entry.value)
+    if any(images.names_tower(pattern) for pattern in patterns):
+        raise UnfitError(f"{images.FROZEN}: the recipe trains the language model alone")
     if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
         raise UnfitError("training a range of a parameter's rows is unsupported")
     return draft.carry(

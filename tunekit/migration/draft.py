@@ -43,6 +43,8 @@ class Draft:
         self.assumed: list[Assumed] = []
         self.suspicious: list[Suspicion] = []
         self.unsaid: list[Line] = []
+        self.has_images = False
+        """True if its rows are known to have images."""
 
     @property
     def method(self) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.migration import optimizers
+from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry, read_mapping
@@ -103,6 +103,8 @@ def finish(draft: Draft) -> None:
     """Record LLaMA-Factory's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 2048})
     hf.trainer_defaults(draft, 5e-5)
+    if draft.has_images:
+        images.default_pixels(draft, 768 * 768)
     optimizers.assume_defaults(draft)
     if draft.get("finetuning_type") == "freeze" and not any(key.startswith("adapter.") for key in _parts(draft)):
         draft.assume({"adapter.last_layers": 2})
@@ -164,18 +166,38 @@ def _dataset_info(draft: Draft, folder: str) -> dict[str, Any]:
 def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     """An entry of dataset_info.json as a source of rows."""
     theirs = _mapping(said, "columns")
-    media = next((name for name in ("images", "videos", "audios") if name in theirs), None)
+    media = next((name for name in ("videos", "audios") if name in theirs), None)
     if media is not None:
         name = said.get("file_name") or said.get("hf_hub_url")
         problem = f"{draft.original.path}: the dataset {name} has {media}, which is not migrated"
-        raise RecipeError(problem, hint="write a recipe: rows with images train with method.type=sft")
+        raise RecipeError(problem, hint="tunekit trains on text and images")
     hub = said.get("hf_hub_url")
     split, limit = said.get("split"), draft.get("max_samples")
     if hub and isinstance(limit, int):
         split = f"{split or 'train'}[:{limit}]"
     path = str(hub) if hub else f"{folder}/{said.get('file_name', said.get('script_url', ''))}"
     format_, columns = _shape(said, draft.values["method.type"], draft.get("stage"))
-    return hf.source(path, name=said.get("subset"), split=split if hub else None, format=format_, columns=columns)
+    image_folder = None
+    if "images" in theirs:
+        draft.has_images = True
+        columns |= _differing({"images": theirs["images"]})
+        image_folder = _image_folder(draft, folder, None if hub else path)
+    return hf.source(
+        path,
+        name=said.get("subset"),
+        split=split if hub else None,
+        format=format_,
+        columns=columns,
+        image_folder=image_folder,
+    )
+
+
+def _image_folder(draft: Draft, folder: str, file: str | None) -> str | None:
+    """The folder of images, where it is not that of the data file: `media_dir`, or that of all data."""
+    media = draft.get("media_dir")
+    if file is None or media is not None:
+        return None if media is None else text(media)
+    return None if Path(file).parent == Path(folder) else folder
 
 
 def _shape(said: dict[str, Any], method: str, stage: Any) -> tuple[str | None, dict[str, str]]:
@@ -297,6 +319,18 @@ def beta(draft: Draft, entry: Entry) -> Fate:
     if draft.method not in ("dpo", "kto", "orpo", "cpo"):
         return Fate("silent", "only used with stages dpo and kto")
     return hf.beta(draft, entry)
+
+
+def media_dir(draft: Draft, entry: Entry) -> Fate:
+    """The folder of images, which the sources with images have, and those that nothing is known of."""
+    folder, info = text(entry.value), _dataset_info(draft, text(draft.get("dataset_dir", "data")))
+    sources = draft.values.get("data.train")
+    listed = sources if isinstance(sources, list) else []
+    if "data.image_folder" in draft.values or any("image_folder" in source for source in listed):
+        return carried("image_folder", folder)
+    if all(name in info for name in names(draft.get("dataset", ""))):
+        return Fate("silent", "only used for images, videos and audio")
+    return draft.carry(entry, "data.image_folder", folder)
 
 
 def pissa(draft: Draft, entry: Entry) -> Fate:

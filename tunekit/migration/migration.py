@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
-from tunekit.migration import axolotl, llamafactory, swift, torchtune, trl
+from tunekit.migration import axolotl, images, llamafactory, swift, torchtune, trl
 from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
-from tunekit.migration.suspects import refuse_media, suspects
-from tunekit.migration.table import tool_table
+from tunekit.migration.suspects import suspects
+from tunekit.migration.table import tool_rules
 from tunekit.recipe.load import check_text
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import Fault, Place, read_yaml, to_yaml
@@ -50,7 +50,7 @@ def migrate(
 ) -> Migration:
     """Convert another tool's configuration into a recipe, and report on each key.
 
-    Reads no rows and no model; `tunekit.plan` says how the recipe would run.
+    Reads no rows, and of a model no more than a local config.json; `tunekit.plan` says how the recipe would run.
 
     Args:
         path: A configuration of Axolotl, LLaMA-Factory, TRL's commands, torchtune or ms-swift: YAML, JSON, or a shell
@@ -75,9 +75,10 @@ def migrate(
     draft = Draft(original, TOOLS[name], num_devices)
     module = _MODULES[name]
     module.prepare(draft)
-    apply(draft, trl.rules(draft) if name == "trl" else tool_table(name).rules())
-    refuse_media(draft)
+    apply(draft, trl.rules(draft) if name == "trl" else tool_rules(name))
+    images.refuse_audio(draft)
     module.finish(draft)
+    images.finish(draft)
     _settle(draft)
     recipe = _checked(draft)
     suspects(draft, recipe)

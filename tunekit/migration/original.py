@@ -62,6 +62,8 @@ class Original:
     """Task of the tool's command, such as `sft`; None where the file does not name it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that a shell script sets."""
+    variable_lines: Mapping[str, int] = field(default_factory=dict)
+    """Their lines."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key by its path, `trl.beta`; the default where it is missing or null."""
@@ -88,7 +90,7 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
     if command is None and Path(path).suffix in (".sh", ".bash"):
         problem = f"{label}: no command of a known tool"
         raise RecipeError(problem, hint="pass a script that calls `swift sft`, `trl sft` or similar")
-    original = _of_values(label, text) if command is None else _of_command(label, *command)
+    original = _of_values(label, text) if command is None else _of_command(label, command)
     added = _arguments([(word, 0) for word in words], label)
     if added:
         present = {entry.key for entry in added}
@@ -163,9 +165,22 @@ def _is_script(path: Path, text: str) -> bool:
     return path.suffix in (".sh", ".bash") or text.startswith("#!") or (path.suffix == "" and "--" in text)
 
 
-def _find_command(text: str) -> tuple[str, str, int, str, Mapping[str, str]] | None:
-    """The first command of a known tool in a script: tool, task, its line, its arguments as one text, variables."""
+@dataclass
+class _Command:
+    """A command of a known tool in a script."""
+
+    tool: str
+    task: str
+    line: int
+    arguments: str
+    variables: Mapping[str, str]
+    variable_lines: Mapping[str, int]
+
+
+def _find_command(text: str) -> _Command | None:
+    """The first command of a known tool in a script."""
     variables: dict[str, str] = {}
+    lines: dict[str, int] = {}
     joined, start = "", 1
     for number, line in enumerate(text.splitlines(), start=1):
         bare = "" if line.lstrip().startswith("#") else line
@@ -180,28 +195,30 @@ def _find_command(text: str) -> tuple[str, str, int, str, Mapping[str, str]] | N
             continue
         match = _COMMANDS.search(joined)
         before = joined[: match.start()] if match else joined
-        for name, value in _ASSIGNMENT.findall(before):
-            variables[name] = _filled(value.strip("\"'"), variables)
+        for found in _ASSIGNMENT.finditer(before):
+            variables[found[1]] = _filled(found[2].strip("\"'"), variables)
+            lines[found[1]] = start + before[: found.start(1)].count("\n")
         if match is not None:
             tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5) if match[i])
             line_of_command = start + joined[: match.end()].count("\n")
-            return _TOOLS[tool], task, line_of_command, joined[match.end() :], variables
+            return _Command(_TOOLS[tool], task, line_of_command, joined[match.end() :], variables, lines)
         joined = ""
     return None
 
 
-def _of_command(
-    shown: str, tool: str, task: str, first_line: int, arguments: str, variables: Mapping[str, str]
-) -> Original:
+def _of_command(shown: str, command: _Command) -> Original:
     words: list[tuple[str, int]] = []
-    for line, part in enumerate(arguments.split("\n"), start=first_line):
+    for line, part in enumerate(command.arguments.split("\n"), start=command.line):
         try:
-            of_line = shlex.split(_filled(part, variables))
+            of_line = shlex.split(_filled(part, command.variables))
         except ValueError as error:
             raise RecipeError(f"{shown}:{line}: {str(error).lower()}", hint="close the quote on its line") from None
         words += ((word, line) for word in takewhile(lambda word: not word.startswith("#"), of_line))
     entries = _arguments(takewhile(lambda word: word[0] not in _ENDS, words), shown)
-    return Original(shown, {entry.key: entry.value for entry in entries}, entries, tool, task, variables)
+    values = {entry.key: entry.value for entry in entries}
+    return Original(
+        shown, values, entries, command.tool, command.task, command.variables, variable_lines=command.variable_lines
+    )
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:

@@ -1,20 +1,25 @@
 """ms-swift's arguments, in YAML, JSON or a script that calls `swift sft` -> a recipe."""
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunekit.migration import optimizers
+from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text
 from tunekit.migration.original import Entry
-from tunekit.migration.report import Fate
+from tunekit.migration.report import Fate, Kind
+from tunekit.migration.table import tool_rules
+from tunekit.recipe.reading.parse import plain_scalar
 from tunekit.recipe.sections.adapters import AdaloraAdapter
 
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
 _FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow")
+_SAME_COLUMNS = ("messages", "images", "tools", "instruction", "input", "output", "system", "prompt", "label")
 _BATCH = 16
 """The batch of a step that ms-swift accumulates to where nothing says how far."""
 
@@ -22,6 +27,12 @@ _BATCH = 16
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
     variables = draft.original.environment
+    rules = tool_rules("ms-swift")
+    draft.original.entries += tuple(
+        Entry(name, plain_scalar(value), draft.original.variable_lines[name])
+        for name, value in variables.items()
+        if name.isupper() and name in rules
+    )
     if draft.num_devices is None and draft.original.task is not None:
         of_node, nodes = variables.get("NPROC_PER_NODE", "1"), variables.get("NNODES", "1")
         if of_node.isdigit() and nodes.isdigit():
@@ -110,6 +121,7 @@ def finish(draft: Draft) -> None:
     if draft.values["adapter.type"] == "adalora":
         _leave_out_lora(draft)
     optimizers.assume_defaults(draft)
+    _assume_images(draft)
     hf.drops_too_long(draft, "truncation_strategy", "delete")
     if draft.original.task == "pt" and draft.get("use_chat_template") is None:
         draft.differ("use_chat_template", False, f"the default in swift pt: {reason('plain_text')}")
@@ -135,7 +147,52 @@ def finish(draft: Draft) -> None:
         draft.suspect("model", "names refer to the ModelScope hub; tunekit looks them up on Hugging Face")
 
 
+def _assume_images(draft: Draft) -> None:
+    """Record how ms-swift reads images where the file does not say it."""
+    images.paths_from_here(draft)
+    kind = images.family(draft)
+    if draft.has_images and kind is not None and kind.variable == "IMAGE_MAX_TOKEN_NUM":
+        # Of four tokens: IMAGE_MIN_TOKEN_NUM.
+        draft.assume({"model.image_processor.min_pixels": 4 * kind.side**2})
+
+
 # Single keys
+
+
+def columns(draft: Draft, entry: Entry) -> Fate:
+    """Columns by their names in the file, and those that ms-swift reads, many of which tunekit has as well."""
+    mapping = _mapping(draft, entry)
+    unknown = [theirs for theirs in mapping.values() if theirs not in _SAME_COLUMNS]
+    if unknown:
+        raise UnfitError(f"no column of tunekit's: {', '.join(map(str, unknown))}; map it with data.columns")
+    return draft.carry(entry, "data.columns", {str(theirs): str(name) for name, theirs in mapping.items()})
+
+
+def model_kwargs(draft: Draft, entry: Entry) -> Fate:
+    """Arguments of a model's templates, which may be variables as well."""
+    rules, fates = tool_rules("ms-swift"), []
+    for name, value in _mapping(draft, entry).items():
+        rule = rules.get(str(name).upper())
+        if rule is None:
+            raise UnfitError(f"{name}: unknown argument of a model")
+        fates.append(rule(draft, replace(entry, key=f"{entry.key}.{name}", value=value)))
+    order: tuple[Kind, ...] = ("unsupported", "different", "carried", "silent")
+    kind = min((fate.kind for fate in fates), key=order.index)
+    return Fate(kind, "; ".join(fate.words for fate in fates))
+
+
+def _mapping(draft: Draft, entry: Entry) -> Mapping[str, Any]:
+    """A mapping in JSON, or a key of one in YAML."""
+    name = entry.key.partition(".")[2]
+    if name:
+        return {name: entry.value}
+    try:
+        value = json.loads(text(entry.value))
+    except json.JSONDecodeError as error:
+        raise UnfitError(f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UnfitError("must be a mapping")
+    return value
 
 
 def bits(draft: Draft, entry: Entry) -> Fate:

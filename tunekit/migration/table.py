@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tunekit.migration.draft import READERS, Draft, Rule, carried, data_file, is_off, reason, trainer_arg, truth
+from tunekit.migration.draft import READERS, Draft, Rule, Rules, carried, data_file, is_off, reason, trainer_arg, truth
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.recipe.schema import holders_along, is_free_mapping, members
@@ -159,7 +159,7 @@ class Table(_Part):
 
     def rules(self) -> dict[str, Rule]:
         """Return the rule of each key."""
-        rules = ({} if self.inherits is None else tool_table(self.inherits).rules()) | dict(self._rules())
+        rules = ({} if self.inherits is None else dict(tool_rules(self.inherits))) | dict(self._rules())
         rules |= {key: _suspected(rules[key], words) for key, words in self.suspicious.items()}
         if self.adapter is not None:
             rules |= {key: _of_adapter(rule) for key, rule in self.adapter.rules().items()}
@@ -260,3 +260,9 @@ def _of_adapter(rule: Rule) -> Rule:
 def tool_table(name: str) -> Table:
     """Return a table: a tool's, or that of transformers' Trainer, whose arguments most tools take."""
     return Table.model_validate(data_file(name))
+
+
+@cache
+def tool_rules(name: str) -> Rules:
+    """Return the rules of a tool's table."""
+    return tool_table(name).rules()

@@ -320,7 +320,9 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
 def drops_too_long(draft: Draft, key: str, value: str) -> None:
     """Note that a tool drops rows that are too long, where the original does not say so."""
     if draft.get(key) is None and draft.method != "grpo":
-        draft.differ(key, value, f"{draft.tool} drops rows longer than data.max_length by default; {reason('cut')}")
+        rest = "; rows with images are left out, not truncated" if draft.has_images else ""
+        what = f"{draft.tool} drops rows longer than data.max_length by default"
+        draft.differ(key, value, f"{what}; {reason('cut')}{rest}")
 
 
 def report_to(draft: Draft, entry: Entry) -> Fate:
@@ -392,7 +394,7 @@ def put_sources(draft: Draft, target: str, sources: list[dict[str, Any]], *keys:
         return
     (only,) = sources
     if target == "data.train":
-        for name in ("format", "columns", "loss_on"):
+        for name in ("format", "columns", "loss_on", "image_folder"):
             if name in only:
                 draft.put(f"data.{name}", only.pop(name), *keys)
         only.pop("weight", None)

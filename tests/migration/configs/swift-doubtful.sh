@@ -6,7 +6,7 @@ swift sft \
     --packing true \
     --learning_rat 1e-4 \
     --learning_rate 1e-6 \
-    --freeze_vit true \
+    --freeze_vit false \
     --max_length 1024 \
     --report_to swanlab \
     --warmup_steps 5 \
