@@ -261,6 +261,18 @@ def test_training_of_towers_is_named_as_unsupported(tool, more, key) -> None:
     assert "frozen: the recipe trains the language model alone" in words or "the language model is always" in words
 
 
+@pytest.mark.parametrize("tool", ["axolotl", "llama-factory", "ms-swift"])
+def test_modules_beside_an_adapter_are_those_of_the_language_model(tool) -> None:
+    key = {"axolotl": "lora_modules_to_save", "llama-factory": "additional_target"}.get(tool, "modules_to_save")
+    for module, kind in (("lm_head", "carried"), ("multi_modal_projector", "unsupported")):
+        if tool == "ms-swift":
+            made = of_script(**{key: module})
+        else:
+            made = of_values(AXOLOTL if tool == "axolotl" else FACTORY, **{key: [module]})
+        assert line_of(made, key).kind == kind
+        assert made.recipe.adapter.modules_to_save == (["lm_head"] if kind == "carried" else None)
+
+
 def test_rates_of_frozen_towers_have_no_effect() -> None:
     made = of_script(vit_lr="1e-5", aligner_lr="1e-5")
     assert made.is_whole

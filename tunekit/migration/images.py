@@ -200,6 +200,14 @@ def frozen(draft: Draft, entry: Entry) -> Fate:
     raise UnfitError(f"{FROZEN}: the recipe trains the language model alone")
 
 
+def trained_modules(draft: Draft, entry: Entry) -> Fate:
+    """Modules that are trained beside an adapter."""
+    modules = names(entry.value)
+    if any(names_tower(module) for module in modules):
+        raise UnfitError(f"{FROZEN}: name modules of the language model alone")
+    return draft.carry(entry, "adapter.modules_to_save", modules)
+
+
 def rate(draft: Draft, entry: Entry) -> Fate:
     """A learning rate of the vision tower or its projector."""
     number(entry.value)
