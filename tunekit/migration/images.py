@@ -69,7 +69,8 @@ def family(draft: Draft) -> Family | None:
     model = _model(draft)
     config = _config(Path(model))
     if config is not None:
-        tower = (config.get("vision_config") or {}).get("model_type")
+        vision = config.get("vision_config")
+        tower = vision.get("model_type") if isinstance(vision, dict) else None
         by_tower = next((kind for kind in families() if kind.tower is not None and kind.tower == tower), None)
         return by_tower or next((kind for kind in families() if config.get("model_type") in kind.types.split()), None)
     name = _last_name(model).lower().replace("_", "-")
