@@ -34,6 +34,7 @@ from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
+from tunekit.models.frozen import compute_without_gradients
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.chat_template import take_texts
@@ -643,6 +644,7 @@ def attach_adapter(
             parameter.requires_grad_(adapter.trains(name, num_layers) or name.startswith(SCORES))
         for name in [*towers(model), *without_gradient(model)]:
             model.get_submodule(name).requires_grad_(False)
+        compute_without_gradients(model, towers(model))
         return model
     from peft import get_peft_model
     from peft.utils import TrainableTokensWrapper
@@ -662,6 +664,7 @@ def attach_adapter(
                 # Fused heads ask for it, and PEFT shows the weight alone. A head with a bias is refused.
                 module.bias = None
     freeze_ranks(adapted)
+    compute_without_gradients(model, towers(model))
     _check_names(adapted, adapter)
     _check_readable(adapted)
     if trained is not None:
