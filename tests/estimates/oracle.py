@@ -25,7 +25,7 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -384,12 +384,13 @@ def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
 
         return hook
 
-    layers = base.model.layers
+    decoder = base.get_decoder()
+    layers = decoder.layers
     for place, layer in enumerate(layers):
         name = "last layer" if place == len(layers) - 1 else "first layer" if place == 0 else "middle layers"
         layer.register_forward_hook(enter_on_gradient(name))
-    base.model.embed_tokens.register_forward_hook(enter_on_gradient("embedding"))
-    base.model.norm.register_forward_hook(enter_on_gradient("norm"))
+    decoder.embed_tokens.register_forward_hook(enter_on_gradient("embedding"))
+    decoder.norm.register_forward_hook(enter_on_gradient("norm"))
 
 
 class _GroupedMm(torch.autograd.Function):
@@ -471,6 +472,13 @@ def _attention(query, key, value, attn_mask=None, **options):
     return _Attention.apply(query, key, value, attn_mask)
 
 
+def _layer_norm(values, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Autocast computes it in float32 on CUDA, and on a CPU in the type of its input."""
+    if torch.is_autocast_enabled("cpu"):
+        values, weight, bias = (None if t is None else t.float() for t in (values, weight, bias))
+    return layer_norm(values, normalized_shape, weight, bias, eps)
+
+
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
@@ -486,6 +494,7 @@ def as_on_cuda() -> Iterator[None]:
         mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
         mock.patch.object(torch.nn.functional, "dropout", dropout),
+        mock.patch.object(torch.nn.functional, "layer_norm", _layer_norm),
         # Without a device it asks of CUDA.
         mock.patch.object(torch, "is_autocast_enabled", lambda device="cpu": is_autocast_enabled(device)),
         # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.

@@ -190,6 +190,8 @@ def test_settings_of_the_image_processor_count_and_are_saved(llava, tmp_path):
     path = made({**wanted, "model": {"path": str(llava / "model"), "image_processor": larger}})
     data = yaml.safe_load((path / "plan.yaml").read_text())["data"]
     assert data["num_picture_tokens"] == 16 * data["num_pictures"]
+    assert data["num_pixel_values"] == 3 * 56 * 56 * data["num_pictures"]
+    assert data["most_pixel_values"] == 3 * 56 * 56
     wanted = recipe(llava, tmp_path / "next", adapter="lora")
     with pytest.raises(ModelError, match=r"image_processor\.max_pixels: CLIPImageProcessorPil has no such setting"):
         made({**wanted, "model": {"path": str(llava / "model"), "image_processor": {"max_pixels": 5}}})

@@ -51,7 +51,7 @@ HEADING_WIDTH = 12
 LITTLE = "<0.01"
 """Text for figures below this threshold."""
 
-LETTERS: Mapping[Part, str] = dict(zip(COLOURS, "wmdogbalrkvcx", strict=True))
+LETTERS: Mapping[Part, str] = dict(zip(COLOURS, "wmdogbalprkvcx", strict=True))
 """Letter for each part of memory where there is no color, in the order of COLOURS."""
 
 FREE, OTHERS, LIMIT = "·", "░", "│"

@@ -30,6 +30,7 @@ from tunekit.estimates.memory.experts import (
 )
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
+from tunekit.estimates.models.towers import Tower
 from tunekit.recipe.sections.adapters import (
     Adapter,
     AnyPeftAdapter,
@@ -454,6 +455,8 @@ class ModelFacts(Facts):
     """True if it has a score of a text in the place of its head."""
     is_multimodal: bool = False
     """True if its config.json describes the text decoder as one part among others."""
+    tower: Tower | None = None
+    """Its vision tower; None where there is none, or none that is described."""
 
     def loaded_for(self, section: ModelSection) -> ModelSection:
         """Return what transformers loads for a recipe's model section."""
@@ -692,14 +695,17 @@ class ModelFacts(Facts):
         norms = [
             name
             for name, shape in self.tensors.items()
-            if shape == (self.hidden_size,) and "norm" in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+            if shape == (self.hidden_size,)
+            and "norm" in name
+            and not name.endswith(("q_norm.weight", "k_norm.weight"))
+            and not self.is_tower(name)
         ]
         return (len(norms) - 1) // self.num_layers
 
     @cached_property
     def has_query_norms(self) -> bool:
         """True if queries and keys have norms of their own (Qwen 3, Gemma 3)."""
-        return any(name.endswith("q_norm.weight") for name in self.tensors)
+        return any(name.endswith("self_attn.q_norm.weight") and not self.is_tower(name) for name in self.tensors)
 
     def num_params_in(self, modules: list[str]) -> int:
         """Number of parameters of the modules whose names end in one of `modules`."""
@@ -806,6 +812,10 @@ class DataFacts(Facts):
     num_pictures: int | None = None
     num_picture_tokens: int | None = None
     """Tokens of all pictures."""
+    num_pixel_values: int | None = None
+    """Values of the pixels of all pictures, as the model's processor cuts and scales them."""
+    most_pixel_values: int | None = None
+    """The same of the row with the most."""
     num_good: int | None = None
     """Rows to train on whose answer is good, where rows say so."""
 

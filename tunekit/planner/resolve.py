@@ -60,7 +60,7 @@ def resolve(
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
     check_pictures(recipe, model, data)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
-    setting = replace(setting, reads_pictures=data.has_pictures)
+    setting = replace(setting, reads_pictures=data.has_pictures, row_pixel_values=data.most_pixel_values)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
@@ -185,7 +185,7 @@ def resolve(
             *reasons.deepspeed_reasons(layout, recipe.train.optimizer),
             *environment.environment_reasons(variables, hardware, chosen.candidate.num_nodes),
             *environment.timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
-            *reasons.data_reasons(recipe, data),
+            *reasons.data_reasons(recipe, data, model),
             reasons.steps_reason(recipe, data, schedule),
             *reasons.saving_reasons(recipe, layout, schedule, saving, hardware),
             reasons.speed_reason(recipe.data, data, speed),

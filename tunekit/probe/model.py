@@ -37,6 +37,7 @@ from tunekit.estimates.models.model_config import (
 from tunekit.estimates.models.published import method_of, packed_weights, why_unread
 from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
 from tunekit.files import SHIPPED_MODELS
+from tunekit.estimates.models.towers import Tower, describes, tower_of
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
@@ -411,7 +412,17 @@ def _read_config(folder: Path, path: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"model.path: {path!r} has a broken config.json: {error}", hint="save it again") from error
-    return config
+    return _nested(config) if "vision_config" in config and "text_config" not in config else config
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose text decoder has a part of its own, as transformers reads it.
+
+    Qwen2-VL's and Qwen2.5-VL's on the hub have its settings beside the others.
+    """
+    settings = _as_config_class(config)
+    text = None if settings is None else settings.to_dict().get("text_config")
+    return config if text is None else {**config, "text_config": text}
 
 
 def _check_causal(config: Mapping[str, Any], path: str) -> None:
@@ -488,8 +499,19 @@ def _facts(
         published_as=method_of(config),
         why_unread=why_unread(config),
         is_multimodal="text_config" in config,
+        tower=_tower(config),
     )
     return facts.model_copy(update={"packed": packed_weights(config, facts.linears, packed)})
+
+
+def _tower(config: Mapping[str, Any]) -> Tower | None:
+    """Return the vision tower of a model, of what its config.json says and what transformers takes for the rest."""
+    if not describes(config.get("model_type")):
+        return None
+    if is_known(config):
+        return tower_of(complete(config))
+    settings = _as_config_class(config)
+    return None if settings is None else tower_of(settings.to_dict())
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

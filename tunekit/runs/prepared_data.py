@@ -153,6 +153,8 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         has_pictures=num_pictures > 0,
         num_pictures=num_pictures or None,
         num_picture_tokens=num_tokens or None,
+        num_pixel_values=sum(report.num_pixel_values for report in reports) or None,
+        most_pixel_values=max(report.most_pixel_values for report in reports) or None,
     )
 
 

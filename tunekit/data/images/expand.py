@@ -7,7 +7,8 @@ on rows with their real pictures, before training and for each row while it is t
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.images.pictures import Picture, read_picture
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 Span = tuple[int, int]
+
+
+class PictureTokens(NamedTuple):
+    """Outcome of a processor for a picture of some size."""
+
+    text: str
+    """Text that stands for the picture."""
+    num_tokens: int
+    num_values: int
+    """Values of its pixels, of all parts that the processor cuts it into."""
 
 
 class ImageTokens:
@@ -33,10 +44,10 @@ class ImageTokens:
     def __init__(self, processor: "ProcessorMixin") -> None:
         self.processor: Any = processor
         self.mark: str = processor.image_token
-        self._by_size: dict[tuple[int, int], tuple[str, int]] = {}
+        self._by_size: dict[tuple[int, int], PictureTokens] = {}
 
-    def of_size(self, width: int, height: int) -> tuple[str, int]:
-        """Return the text that stands for a picture of this size, and the number of its tokens."""
+    def of_size(self, width: int, height: int) -> PictureTokens:
+        """Return what the processor makes of a picture of this size."""
         if (width, height) not in self._by_size:
             from PIL import Image
 
@@ -47,7 +58,8 @@ class ImageTokens:
             # A processor without replacements leaves the one token as it is.
             replaced = features.get("text_replacement_offsets") or [[]]
             text = replaced[0][0]["replacement"] if replaced[0] else self.mark
-            self._by_size[width, height] = text, len(features["input_ids"][0])
+            num_values = _num_values(features["pixel_values"])
+            self._by_size[width, height] = PictureTokens(text, len(features["input_ids"][0]), num_values)
         return self._by_size[width, height]
 
     def expand(
@@ -77,7 +89,7 @@ class ImageTokens:
         marks, replaced, parts, num_tokens = [], [], [pieces[0]], 0
         before = after = len(pieces[0])
         for picture, piece in zip(pictures, pieces[1:], strict=True):
-            replacement, num = self.of_size(picture.width, picture.height)
+            replacement, num, _ = self.of_size(picture.width, picture.height)
             marks.append((before, before + len(self.mark)))
             replaced.append((after, after + len(replacement)))
             parts += [replacement, piece]
@@ -100,6 +112,11 @@ class ImageTokens:
                 f"{len(ids):,} follow from the sizes of its pictures",
                 hint="this processor's images cannot be trained on",
             )
+
+
+def _num_values(pixels: Any) -> int:
+    """Return the number of values in arrays, or in lists of them."""
+    return sum(map(_num_values, pixels)) if isinstance(pixels, list | tuple) else prod(pixels.shape)
 
 
 def _moved(spans: Sequence[Span], marks: Sequence[Span], replaced: Sequence[Span]) -> list[Span]:

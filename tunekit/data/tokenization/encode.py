@@ -87,10 +87,12 @@ class Encoded(Batch):
         observed: What was seen on the way.
         has_pictures: For each row whether it has pictures, so that it must not be cut, bool, `(rows,)`; None where none
             has.
+        pixel_values: For each row the values of the pixels of its pictures, int64, `(rows,)`; None as above.
     """
 
     observed: Observed
     has_pictures: "np.ndarray | None" = None
+    pixel_values: "np.ndarray | None" = None
 
 
 _Pair = tuple["np.ndarray", "np.ndarray | None"]
@@ -150,7 +152,13 @@ class Encoder:
             return encoded
         import numpy as np
 
-        return replace(encoded, has_pictures=np.array(["images" in row for row in batch], dtype=np.bool_))
+        pictures = ([Picture.of_row(value) for value in row.get("images", ())] for row in batch)
+        values = [sum(self._images.of_size(one.width, one.height).num_values for one in row) for row in pictures]
+        return replace(
+            encoded,
+            has_pictures=np.array(["images" in row for row in batch], dtype=np.bool_),
+            pixel_values=np.array(values, dtype=np.int64),
+        )
 
     def check_pictures(self, rows: Rows) -> None:
         """Check that the tokens of the first row with pictures are those of the whole processor.

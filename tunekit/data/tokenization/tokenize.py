@@ -60,6 +60,8 @@ class TokenReport:
         longest_tokens: Tokens of the longest row before it was cut.
         num_pictures: Pictures of the rows.
         num_picture_tokens: Their tokens.
+        num_pixel_values: Values of the pixels of all pictures that are trained on.
+        most_pixel_values: The same of the row with the most.
         num_too_long: Rows with pictures that are longer than `max_length`, and are left out.
         notes: What the user should know about how the rows were read, a sentence each.
     """
@@ -74,6 +76,8 @@ class TokenReport:
     longest_tokens: int = 0
     num_pictures: int = 0
     num_picture_tokens: int = 0
+    num_pixel_values: int = 0
+    most_pixel_values: int = 0
     num_too_long: int = 0
     notes: tuple[str, ...] = ()
 
@@ -122,6 +126,10 @@ class TokenReport:
         self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
         self.num_pictures += encoded.observed.num_pictures
         self.num_picture_tokens += encoded.observed.num_picture_tokens
+        if encoded.pixel_values is not None:
+            values = encoded.pixel_values[rows[learned]]
+            self.num_pixel_values += int(values.sum())
+            self.most_pixel_values = max(self.most_pixel_values, int(values.max(initial=0)))
         return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
     def notes_of_pictures(self, source: str, max_length: int) -> list[str]:

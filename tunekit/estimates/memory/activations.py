@@ -16,6 +16,7 @@ compute type, T tokens of a micro-batch.
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import assert_never
 
 from tunekit.estimates.facts import DeviceKind, ModelFacts
@@ -259,7 +260,7 @@ def _attention_bytes(products: Products, mask_length: int | None, scores_length:
         is_read = products.full or (_FROM_ATTENTION in products.attention and not products.casts_inputs)
         attention = (3 + is_read) * e * q + scores_of(model.model_type, e, wide=products.wide).kept * n * scores_length
     attention += _query_norm_bytes(products)
-    if any(name.endswith("qkv_proj") for name in model.all_linears.kinds):
+    if any(name.endswith("self_attn.qkv_proj") and not model.is_tower(name) for name in model.all_linears.kinds):
         # Values are a part of one tensor with queries and keys as they were before they were rotated.
         attention += e * (q + kv)
     # A single key-value head is repeated without a copy.
@@ -313,7 +314,8 @@ def _query_norm_bytes(products: Products) -> int:
 
 def is_traced(model: ModelFacts) -> bool:
     """Return whether the closed forms were derived for this kind of model; others use those of a Llama of its sizes."""
-    return model.model_type in model_types().traced
+    types = model_types()
+    return model.model_type in types.traced | types.traced_with_pictures
 
 
 def cast_weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
@@ -321,7 +323,9 @@ def cast_weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int
     if dtype == "float32":
         return 0
     if isinstance(adapter, FullAdapter):
-        return 2 * model.num_linear_params
+        # Not of a tower: autocast keeps no copies of weights that are not trained.
+        towers = sum(prod(sizes) for name, sizes in model.linears.items() if model.is_tower(name))
+        return 2 * (model.num_linear_params - towers)
     tables = model.vocab_size * model.hidden_size * trained_tables(model, adapter).num
     if isinstance(adapter, LoraAdapter):
         return 2 * (num_trainable_params(model, adapter) - tables)

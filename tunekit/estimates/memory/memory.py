@@ -24,6 +24,7 @@ from tunekit.estimates.facts import DataFacts, DeviceKind, Facts, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, products_of
+from tunekit.estimates.memory.pictures import PictureBytes, PictureLoad, picture_bytes
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
@@ -42,10 +43,11 @@ FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
 """Optimizers that take all parameters at once on CUDA, with a temporary value for each (torch.optim, `foreach`)."""
 
 _OfTraining = Literal["weights", "adapters", "masters", "gradients", "optimizer", "activations", "logits", "gathered"]
-_OfMethod = Literal["reference", "kv cache", "vllm"]
+_OfMethod = Literal["pictures", "reference", "kv cache", "vllm"]
 Part = Literal[_OfTraining, _OfMethod, "context", "reserve"]
 """Purpose of memory. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
-gradients of layers that are there whole for a moment, and buffers for it; `reference`: a second model, one to compare
+gradients of layers that are there whole for a moment, and buffers for it; `pictures`: pixels, and
+what a vision tower makes of them; `reference`: a second model, one to compare
 with or to learn from; `vllm`: the share of vLLM; `context`: the process besides tensors, libraries or the CUDA context;
 `reserve`: memory that the allocator takes and no tensor uses."""
 
@@ -117,6 +119,7 @@ def estimate(
     activation_offloading: bool = False,
     mlp_tile_tokens: int | None = None,
     kernels: bool = False,
+    pictures: PictureLoad | None = None,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -144,6 +147,7 @@ def estimate(
         activation_offloading: Whether the inputs of layers are in host memory until the backward pass.
         mlp_tile_tokens: Tokens that an MLP computes at a time; None for all.
         kernels: Whether tunekit's kernels compute what they know, rather than torch's operations.
+        pictures: Pictures of a micro-batch; None without, or where no more is known of the model's tower.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.autocasts
@@ -225,6 +229,9 @@ def estimate(
     in_host = pinned + (dense * devices_per_node if device != "cpu" else 0)
     kept_state = replace(kept_state, vllm=vllm_bytes, host_bytes=kept_state.host_bytes + in_host)
     highest |= method_needs(products, passes, layout, layers, head, mine, highest)
+    if pictures is not None and model.tower is not None:
+        bytes_of = picture_bytes(model.tower, pictures, products, num_tokens, checkpointing=gradient_checkpointing)
+        highest = _with_pictures(highest, bytes_of)
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
         for phase, need in highest.items()
@@ -307,6 +314,15 @@ def _engine(
     )
     needs = zero_needs(model, adapter, layers, head, dtype, layout, accumulates=accumulates)
     return kept_state, needs, trained // layout.num_shards
+
+
+def _with_pictures(needs: Mapping[Phase, Need], pictures: PictureBytes) -> dict[Phase, Need]:
+    """Return the needs of the phases with those of pictures, and that of the tower: before the first layer of text."""
+    forward, kept = needs["forward"], pictures.pixels + pictures.embedded
+    beside: dict[Phase, int] = {"load": 0, "forward": kept + pictures.outputs, "optimizer": pictures.pixels}
+    encoding = Need(forward.gradients, gathered=forward.gathered, pictures=pictures.pixels + pictures.encoding)
+    grown = {phase: replace(need, pictures=beside.get(phase, kept)) for phase, need in needs.items()}
+    return {**grown, "pictures": encoding}
 
 
 def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:

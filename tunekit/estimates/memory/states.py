@@ -574,17 +574,18 @@ def optimizer_bytes_per_param(optim: Optim, trained_dtype: Dtype = "float32") ->
     return round(states_bytes(_LARGE, optim, trained_dtype) / 4096**2, 3)
 
 
-_Forward = Literal["load", "generation", "forward", "reference"]
+_Forward = Literal["load", "generation", "pictures", "forward", "reference"]
 _Backward = Literal["head", "last layer", "middle layers", "first layer", "embedding"]
 Phase = Literal[_Forward, _Backward, "optimizer"]
-"""Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, at the
-end of the forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of
-those between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly
-from layer to layer, so the layers between are never the peak there."""
+"""Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, while
+pictures are encoded, at the end of the forward pass, in that of a reference model after it, in the backward pass of the
+head, of the last layer, of those between, of the first and of the embedding, or in the optimizer's step. On one device
+memory falls or rises evenly from layer to layer, so the layers between are never the peak there."""
 
 PHASE_WORDS: dict[Phase, str] = {
     "load": "while loading the model",
     "generation": "during generation",
+    "pictures": "while the vision tower encodes pictures",
     "forward": "at the end of the forward pass",
     "reference": "in the forward pass of the reference",
     "head": "in the backward pass of the head",
@@ -605,11 +606,12 @@ class Need:
     logits: int = 0
     gathered: int = 0
     kv_cache: int = 0
+    pictures: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.gradients + self.activations + self.logits + self.gathered + self.kv_cache
+        return self.gradients + self.activations + self.logits + self.gathered + self.kv_cache + self.pictures
 
 
 @dataclass(frozen=True)

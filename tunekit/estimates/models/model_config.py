@@ -42,6 +42,8 @@ class ModelTypes(BaseModel):
     """Types with layers that carry a state from token to token."""
     traced: frozenset[str]
     """Types whose activations were compared with a trace."""
+    traced_with_pictures: frozenset[str]
+    """Types of text decoders that were compared so within models of pictures."""
     fused: frozenset[str]
     """Types whose layers tunekit's kernels compute wholly."""
     embeddings: frozenset[str]

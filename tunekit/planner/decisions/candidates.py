@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
+from tunekit.estimates.memory.pictures import PictureLoad
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
 from tunekit.planner.decisions import backends
@@ -49,6 +50,8 @@ class Setting:
         why_reserve: Which runs that was learned from, None where it was not.
         teacher: The model to learn from, for distillation.
         by_vllm: Whether vLLM generates answers.
+        reads_pictures: Whether rows have pictures.
+        row_pixel_values: Values of the pixels of a row, at the most; None where that is not known.
     """
 
     recipe: Recipe
@@ -63,6 +66,7 @@ class Setting:
     teacher: ModelFacts | None = None
     by_vllm: bool = False
     reads_pictures: bool = False
+    row_pixel_values: int | None = None
 
     @property
     def device(self) -> Device:
@@ -167,7 +171,16 @@ class Setting:
             mlp_tile_tokens=self.model.hidden_size if tiled else None,
             # On CPUs they were not measured.
             kernels=self.device.kind == "cuda" and self.kernels_in(layout) == "tunekit",
+            pictures=self._pictures(layout, size),
         )
+
+    def _pictures(self, layout: Layout, size: int) -> PictureLoad | None:
+        """The pictures of micro-batches of `size` rows."""
+        tower = self.model.tower
+        if not self.reads_pictures or tower is None:
+            return None
+        values = self.row_pixel_values or tower.most_values(self.recipe.data.max_length)
+        return PictureLoad(size * values, self.recipe.train.global_batch_size // (size * layout.num_batches))
 
     def memory_as(self, chosen: "Fit | Plan", num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """Estimate the memory of what was chosen, with `size` sequences in a micro-batch."""

@@ -30,6 +30,7 @@ from tunekit.estimates.memory.states import (
 )
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, scaled
+from tunekit.estimates.models.towers import Tower
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCENT, workers_for
@@ -503,12 +504,12 @@ def check_stopping(recipe: Recipe, schedule: Schedule | None) -> None:
     raise PlanError(problem, hint=", or ".join(ways) or "unset it, or train longer")
 
 
-def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+def data_reasons(recipe: Recipe, data: DataFacts, model: ModelFacts) -> Iterator[Reason]:
     """Yield the reasons about the data, and the share of each source."""
     yield _data_reason(recipe, data)
     yield from _mixture_reasons(recipe, data)
     if data.has_pictures:
-        yield _picture_reason(data)
+        yield _picture_reason(data, model.tower)
     balance = None if data.num_good is None else recipe.method.balance(data.num_train, data.num_good)
     if balance is not None:
         choice, why = balance
@@ -544,8 +545,14 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     return Reason(topic="data", choice=f"{data.num_train:,} {rows}", why=why)
 
 
-def _picture_reason(data: DataFacts) -> Reason:
-    why = "the towers are frozen; their memory while they encode pictures is not in the estimate"
+def _picture_reason(data: DataFacts, tower: Tower | None) -> Reason:
+    why = "encoded by the frozen tower in each micro-batch"
+    if tower is None:
+        why += "; its memory is unknown for this type of model, and not in the estimate"
+    elif data.most_pixel_values is not None:
+        why += f", {data.most_pixel_values / tower.values_per_patch:,.0f} patches of a row at the most"
+    elif not data.tokenized:
+        why += "; until rows are tokenized, as many count as fit a row"
     if not data.num_pictures:
         return Reason(topic="pictures", choice="in the rows", why=why)
     mean = (data.num_picture_tokens or 0) / data.num_pictures

@@ -1,0 +1,114 @@
+"""Bytes of pictures in a training step: their pixels, what a frozen vision tower needs for a time, and what it gives.
+
+A tower computes without gradients, before the text decoder and beside nothing of it but the embedded text. So it needs
+the most of the moments of one layer. The pixels of all micro-batches of a step are on the device until the step is
+over: transformers' `get_batch_samples` fetches them together, and Accelerate's data loader puts each there. What a
+tower gives stays in the model's outputs until the forward pass is over.
+
+Symbols: h hidden size, i intermediate size, N patches, e bytes of the compute type, s of the tower's residual stream,
+n of what a norm gives. Autocast computes layer norms in float32, and casts one weight at a time, since none is trained.
+`tests/estimates/oracle_vision.py` traces the real modules.
+"""
+
+from dataclasses import dataclass
+
+from tunekit.estimates.memory.activations import Products
+from tunekit.estimates.memory.states import BYTES
+from tunekit.estimates.models.towers import Tower
+
+_PIXEL = BYTES["float32"]
+"""Bytes of a pixel's value: image processors give float32."""
+
+
+@dataclass(frozen=True)
+class PictureLoad:
+    """Pictures of a micro-batch.
+
+    Attributes:
+        values: Values of all pixels, at the most.
+        num_batches: Micro-batches of an optimizer step on a device.
+    """
+
+    values: int
+    num_batches: int = 1
+
+
+@dataclass(frozen=True)
+class PictureBytes:
+    """Bytes of pictures on a device."""
+
+    pixels: int
+    """Pixels of a step, from its begin to its end."""
+    encoding: int
+    """At the most while the tower computes, besides the pixels."""
+    outputs: int
+    """What the tower gives, until the forward pass is over."""
+    embedded: int = 0
+    """Embedded text beside what the first layer reads, until the backward pass is over."""
+
+
+def picture_bytes(
+    tower: Tower, load: PictureLoad, products: Products, num_tokens: int, *, checkpointing: bool
+) -> PictureBytes:
+    """Return the bytes of the pictures of a step.
+
+    Args:
+        tower: The tower.
+        load: The pictures.
+        products: The products of the step.
+        num_tokens: Tokens of a micro-batch of text, with its padding.
+        checkpointing: Whether layers are computed again, for which an adapter has the embedded text require gradients.
+    """
+    e, num_patches = products.e, round(load.values / tower.values_per_patch)
+    weight = 4 if products.casted and products.full else e
+    mask = load.values // 3 if tower.has_pixel_mask else 0
+    pixels = load.num_batches * (_PIXEL * load.values + mask)
+    copy = 0
+    if tower.keeps_pixels and (weight < _PIXEL or tower.has_pixel_mask):
+        copy = weight * load.values + mask
+    embedded = products.stream_bytes * products.model.hidden_size * num_tokens
+    features = int(num_patches / tower.patches_per_token) * products.model.hidden_size
+    if tower.form == "rotary":
+        encoding = _rotary(tower, num_patches, e, weight)
+        # Joined once more, beside those of the outputs.
+        outputs = e * tower.hidden_size * num_patches + (e + products.stream_bytes) * features
+    else:
+        encoding = _encoder(tower, num_patches, e, weight, casts=products.casted)
+        normed = 4 if products.casted else e
+        outputs = normed * tower.hidden_size * num_patches + (normed + products.stream_bytes) * features
+    kept_embedded = embedded if checkpointing and not products.full else 0
+    return PictureBytes(pixels, embedded + copy + encoding, outputs, kept_embedded)
+
+
+def _encoder(tower: Tower, num_patches: int, e: int, weight: int, *, casts: bool) -> int:
+    """The most of the moments of a layer with layer norms, beside the first stream, which stays until the end."""
+    h, i, s, n = tower.hidden_size, tower.intermediate_size, weight, 4 if casts else e
+    cast = e * h * i if weight != e else 0
+    reads = e * h if n != e else 0
+    moments = (
+        # Queries, keys and values, what attention gives, and the last product of it.
+        (2 * s * h + n * h + 5 * e * h) * num_patches,
+        # The first product of the MLP, and its activation.
+        (3 * s * h + n * h + reads + e * i) * num_patches + cast,
+        (3 * s * h + n * h + 2 * e * i) * num_patches,
+        (3 * s * h + n * h + e * i + e * h) * num_patches + cast,
+    )
+    return max(moments)
+
+
+def _rotary(tower: Tower, num_patches: int, e: int, weight: int) -> int:
+    """The most of the moments of a layer whose rotary embeddings are computed in float32, or of the merger."""
+    h, i, n = tower.hidden_size, tower.intermediate_size, weight
+    angles = 2 * 4 * (h // tower.num_heads)
+    casts, merged = weight != e, int(h * tower.patches_per_token)
+    reads = e * h if casts else 0
+    moments = (
+        (e * h + n * h + reads + 3 * e * h + angles) * num_patches + 3 * e * h * h * casts,
+        # Queries and keys as they were, both in float32, the rotated queries, and three parts of the keys.
+        (e * h + n * h + 3 * e * h + 6 * 4 * h + angles) * num_patches,
+        (2 * e * h + n * h + 3 * e * i + angles) * num_patches,
+        (2 * e * h + n * h + reads + 2 * e * i + angles) * num_patches + e * h * i * casts,
+        # The merger's first product, of several patches at once.
+        (e * h + n * h + reads + e * h) * num_patches + e * merged * merged * casts,
+    )
+    return max(moments)

@@ -1,0 +1,101 @@
+"""Vision towers: the sizes that the memory and the time of encoding pictures depend on.
+
+A tower is known by its config.json and by a row of `towers.yaml` for the type of the whole model, which says how its
+code is built. What no row describes is not counted, and a plan says so.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tunekit.files import read_table
+
+Form = Literal["encoder", "rotary", "crossed"]
+"""Kind of a tower's code. `encoder`: layers with layer norms and an MLP of two products, such as SigLIP's. `rotary`:
+RMS norms, a gated MLP, and rotary embeddings in float32 (Qwen2.5-VL). `crossed`: an encoder over tiles, of which the
+text decoder reads several layers by cross-attention (Llama 3.2 Vision)."""
+
+
+class Tower(BaseModel):
+    """A vision tower with its projector."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    form: Form
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    values_per_patch: float
+    """Values of pixels that make a patch, with those at the edges of a picture that fill none."""
+    patches_per_token: float
+    """Patches that one token of the text decoder stands for."""
+    patches_per_picture: int = 0
+    """Patches of a picture, where all are scaled to one size; 0 elsewhere."""
+    keeps_pixels: bool = False
+    """True if a copy of the pixels in the type of the weights is there while the tower computes."""
+    has_pixel_mask: bool = False
+    """True if a batch says of each pixel whether it is padding."""
+
+    def most_values(self, num_tokens: int) -> int:
+        """Values of the pixels of the pictures that fill so many tokens, or of one picture."""
+        return int(max(num_tokens * self.patches_per_token, self.patches_per_picture) * self.values_per_patch)
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    form: Form
+    merged: Mapping[str, str]
+    keeps_pixels: bool = False
+    has_pixel_mask: bool = False
+
+
+@cache
+def _rows() -> dict[str, _Row]:
+    table = read_table(Path(__file__).with_name("towers.yaml"))
+    return {name: _Row.model_validate(row) for name, row in table.items()}
+
+
+def describes(model_type: str | None) -> bool:
+    """Return whether there is a row for the towers of a type."""
+    return model_type in _rows()
+
+
+def tower_of(config: Mapping[str, Any]) -> Tower | None:
+    """Return the vision tower of a config.json that leaves nothing out; None where no row describes it."""
+    row, vision = _rows().get(str(config.get("model_type"))), config.get("vision_config")
+    if row is None or not vision:
+        return None
+    patch = _first(vision, "patch_size")
+    size = _first(vision, "image_size") if "image_size" in vision else patch
+    edge = size // patch if "image_size" in vision else None
+    return Tower(
+        form=row.form,
+        hidden_size=_first(vision, "hidden_size"),
+        intermediate_size=_first(vision, "intermediate_size"),
+        num_layers=_first(vision, "num_hidden_layers", "depth"),
+        num_heads=_first(vision, "num_attention_heads", "num_heads", "attention_heads"),
+        values_per_patch=_first(vision, "num_channels", "in_channels", "in_chans")
+        * vision.get("temporal_patch_size", 1)
+        * (size / (edge or 1)) ** 2,
+        patches_per_token=_merged(row.merged, {**vision, **config}, edge),
+        patches_per_picture=0 if edge is None else edge**2,
+        keeps_pixels=row.keeps_pixels,
+        has_pixel_mask=row.has_pixel_mask,
+    )
+
+
+def _merged(merged: Mapping[str, str], config: Mapping[str, Any], edge: int | None) -> float:
+    if "edge" in merged:
+        return float(config[merged["edge"]] ** 2)
+    return 1.0 if edge is None or not merged else edge**2 / config[merged["per_picture"]]
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """The first of some numbers that is there; the first of two equal ones, where it is a pair."""
+    value = next(config[name] for name in names if config.get(name) is not None)
+    return int(value[0] if isinstance(value, list | tuple) else value)
