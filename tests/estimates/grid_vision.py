@@ -63,6 +63,23 @@ SMOLVLM_2B: dict[str, Any] = {
     },
 }  # fmt: skip
 
+LLAMA_3_2_11B: dict[str, Any] = {
+    "model_type": "mllama",
+    "architectures": ["MllamaForConditionalGeneration"],
+    "image_token_index": 128256,
+    "vision_config": {
+        "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 4, "num_global_layers": 1,
+        "attention_heads": 16, "patch_size": 14, "image_size": 560, "max_num_tiles": 4,
+        "intermediate_layers_indices": [0, 1, 2, 3], "vision_output_dim": 6400,
+        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+    },
+    "text_config": {
+        "model_type": "mllama_text_model", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "cross_attention_layers": [1, 4],
+        "pad_token_id": 128004,
+    },
+}  # fmt: skip
+
 LORA = LoraAdapter(rank=16)
 
 STEPS = {
@@ -78,6 +95,9 @@ STEPS = {
     "gemma-3-4b full": VisionStep(
         GEMMA_3_4B, FullAdapter(), ((1,), (2,)), 768, checkpointing=True, trained_dtype="bfloat16"
     ),
+    "llama-3.2-11b-vision lora": VisionStep(LLAMA_3_2_11B, LORA, ((1,),), 512),
+    "llama-3.2-11b-vision lora, two rows": VisionStep(LLAMA_3_2_11B, LORA, ((1,), (1,)), 400, checkpointing=True),
+    "llama-3.2-11b-vision full": VisionStep(LLAMA_3_2_11B, FullAdapter(), ((1,),), 512, checkpointing=True),
     "smolvlm2-2.2b lora, 17 tiles": VisionStep(SMOLVLM_2B, LORA, ((17,), (17,)), 1600, checkpointing=True),
     "smolvlm2-2.2b lora": VisionStep(SMOLVLM_2B, LORA, ((13,),), 1200, accumulates=True),
     "smolvlm2-2.2b full": VisionStep(SMOLVLM_2B, FullAdapter(), ((5,),), 700),

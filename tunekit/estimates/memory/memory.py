@@ -319,7 +319,19 @@ def _engine(
 def _with_pictures(needs: Mapping[Phase, Need], pictures: PictureBytes) -> dict[Phase, Need]:
     """Return the needs of the phases with those of pictures, and that of the tower: before the first layer of text."""
     forward, kept = needs["forward"], pictures.pixels + pictures.embedded
-    beside: dict[Phase, int] = {"load": 0, "forward": kept + pictures.outputs, "optimizer": pictures.pixels}
+    whole = kept + pictures.states + pictures.crossed
+    beside: dict[Phase, int] = {
+        "load": 0,
+        "embedding": pictures.pixels,
+        "forward": whole + pictures.outputs,
+        "head": whole,
+        "last layer": whole,
+        "optimizer": pictures.pixels,
+    }
+    if pictures.recomputed:
+        # The last layer has no cross-attention, and one between has.
+        needs = {**needs, "middle layers": needs["last layer"]}
+        beside["middle layers"] = kept + pictures.states + pictures.recomputed
     encoding = Need(forward.gradients, gathered=forward.gathered, pictures=pictures.pixels + pictures.encoding)
     grown = {phase: replace(need, pictures=beside.get(phase, kept)) for phase, need in needs.items()}
     return {**grown, "pictures": encoding}

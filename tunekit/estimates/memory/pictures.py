@@ -45,6 +45,12 @@ class PictureBytes:
     """What the tower gives, until the forward pass is over."""
     embedded: int = 0
     """Embedded text beside what the first layer reads, until the backward pass is over."""
+    states: int = 0
+    """What cross-attention reads, until the backward pass of the first layer with it."""
+    crossed: int = 0
+    """Kept of layers with cross-attention for the backward pass."""
+    recomputed: int = 0
+    """Of one such layer, where layers are computed again."""
 
 
 def picture_bytes(
@@ -68,6 +74,8 @@ def picture_bytes(
         copy = weight * load.values + mask
     embedded = products.stream_bytes * products.model.hidden_size * num_tokens
     features = int(num_patches / tower.patches_per_token) * products.model.hidden_size
+    if tower.form == "crossed":
+        return _crossed(tower, load, products, num_tokens, checkpointing=checkpointing)
     if tower.form == "rotary":
         encoding = _rotary(tower, num_patches, e, weight)
         # Joined once more, beside those of the outputs.
@@ -112,3 +120,42 @@ def _rotary(tower: Tower, num_patches: int, e: int, weight: int) -> int:
         (e * h + n * h + reads + e * h) * num_patches + e * merged * merged * casts,
     )
     return max(moments)
+
+
+def _crossed(
+    tower: Tower, load: PictureLoad, products: Products, num_tokens: int, *, checkpointing: bool
+) -> PictureBytes:
+    """Return the bytes of an encoder over tiles whose outputs are keys and values of layers of the text decoder.
+
+    The code keeps the outputs of all layers, and joins some of them with the last one. Each layer of cross-attention
+    keeps keys and values, repeated for every head since there is a mask, and what adapters read.
+    """
+    model, e, h = products.model, products.e, tower.hidden_size
+    s, num_patches = 4 if products.casted else e, round(load.values / tower.values_per_patch)
+    num_tiles = num_patches // tower.patches_per_picture
+    # With a token of its own for each tile, and padded to a multiple of eight.
+    num_read = num_tiles * (tower.patches_per_picture + 1)
+    padded = -(-(tower.patches_per_picture + 1) // 8) * 8
+    num_states = num_tiles * padded
+    mask = e * num_states * tower.tiles_per_picture * padded
+    embedded = products.stream_bytes * model.hidden_size * num_tokens
+    layers = s * h * tower.num_layers * num_states + mask + e * h * num_patches
+    joined = s * (tower.output_size - h) * num_states + s * tower.output_size * num_read
+    one_layer = ((s + (4 if products.casted else e)) * h + 2 * e * tower.intermediate_size) * num_states
+    states = e * model.hidden_size * num_read
+    # Of each token which tiles it reads.
+    states += e * num_tokens * tower.tiles_per_picture * (tower.patches_per_picture + 1)
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    num_readers = len(products.attention & {"k_proj", "v_proj"})
+    of_layer = (2 * e * q + (4 + e * products.full) * kv) * num_read
+    of_layer += 0 if products.full else products.read_bytes(model.hidden_size, num_readers, is_kept=True) * num_read
+    num_layers = sum(name.endswith(".cross_attn.k_proj.weight") for name in model.tensors)
+    return PictureBytes(
+        pixels=load.num_batches * _PIXEL * load.values,
+        encoding=layers + max(joined, one_layer),
+        outputs=s * tower.output_size * num_read,
+        embedded=embedded if checkpointing and not products.full else 0,
+        states=states,
+        crossed=0 if checkpointing else num_layers * of_layer,
+        recomputed=of_layer + 2 * e * kv * num_read if checkpointing else 0,
+    )

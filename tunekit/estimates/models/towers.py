@@ -39,10 +39,17 @@ class Tower(BaseModel):
     """True if a copy of the pixels in the type of the weights is there while the tower computes."""
     has_pixel_mask: bool = False
     """True if a batch says of each pixel whether it is padding."""
+    output_size: int = 0
+    """Width of what the text decoder's cross-attention reads before it is projected; 0 without cross-attention."""
+    tiles_per_picture: int = 1
+    """Tiles of each picture, those that are padding too."""
 
     def most_values(self, num_tokens: int) -> int:
         """Values of the pixels of the pictures that fill so many tokens, or of one picture."""
-        return int(max(num_tokens * self.patches_per_token, self.patches_per_picture) * self.values_per_patch)
+        # A picture that is read by cross-attention takes one token: how many a row has is not known by its length.
+        num_tokens = 0 if self.output_size else num_tokens
+        least = self.patches_per_picture * self.tiles_per_picture
+        return int(max(num_tokens * self.patches_per_token, least) * self.values_per_patch)
 
 
 class _Row(BaseModel):
@@ -77,7 +84,7 @@ def tower_of(config: Mapping[str, Any]) -> Tower | None:
         form=row.form,
         hidden_size=_first(vision, "hidden_size"),
         intermediate_size=_first(vision, "intermediate_size"),
-        num_layers=_first(vision, "num_hidden_layers", "depth"),
+        num_layers=_first(vision, "num_hidden_layers", "depth") + vision.get("num_global_layers", 0),
         num_heads=_first(vision, "num_attention_heads", "num_heads", "attention_heads"),
         values_per_patch=_first(vision, "num_channels", "in_channels", "in_chans")
         * vision.get("temporal_patch_size", 1)
@@ -86,6 +93,8 @@ def tower_of(config: Mapping[str, Any]) -> Tower | None:
         patches_per_picture=0 if edge is None else edge**2,
         keeps_pixels=row.keeps_pixels,
         has_pixel_mask=row.has_pixel_mask,
+        output_size=vision["vision_output_dim"] if row.form == "crossed" else 0,
+        tiles_per_picture=vision["max_num_tiles"] if row.form == "crossed" else 1,
     )
 
 
