@@ -91,6 +91,7 @@ STEPS = {
         QWEN_2_5_VL_7B, FullAdapter(), (((40, 60),), ((28, 38),)), 768, checkpointing=True, accumulates=True
     ),
     "gemma-3-4b lora, three pictures": VisionStep(GEMMA_3_4B, LORA, ((3,),), 1024, checkpointing=True),
+    "gemma-3-4b lora, one row": VisionStep(GEMMA_3_4B, LORA, ((1,),), 700),
     "gemma-3-4b lora": VisionStep(GEMMA_3_4B, LORA, ((1,), (1,)), 640),
     "gemma-3-4b full": VisionStep(
         GEMMA_3_4B, FullAdapter(), ((1,), (2,)), 768, checkpointing=True, trained_dtype="bfloat16"

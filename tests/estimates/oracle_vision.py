@@ -200,7 +200,8 @@ def facts_of(step: VisionStep) -> ModelFacts:
 def estimate_of(step: VisionStep) -> MemoryEstimate:
     """What the planner says of a step on an accelerator."""
     facts = facts_of(step)
-    mask_length = step.length if step.batch > 1 else None
+    masks = step.batch > 1 or (facts.tower is not None and facts.tower.masks_text)
+    mask_length = step.length if masks else None
     window = facts.sliding_window
     return estimate(
         facts,

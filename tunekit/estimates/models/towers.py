@@ -39,6 +39,8 @@ class Tower(BaseModel):
     """True if a copy of the pixels in the type of the weights is there while the tower computes."""
     has_pixel_mask: bool = False
     """True if a batch says of each pixel whether it is padding."""
+    masks_text: bool = False
+    """True if attention of text beside pictures has a mask of its own, also where no row is padded."""
     output_size: int = 0
     """Width of what the text decoder's cross-attention reads before it is projected; 0 without cross-attention."""
     tiles_per_picture: int = 1
@@ -59,6 +61,7 @@ class _Row(BaseModel):
     merged: Mapping[str, str]
     keeps_pixels: bool = False
     has_pixel_mask: bool = False
+    masks_text: bool = False
 
 
 @cache
@@ -93,6 +96,7 @@ def tower_of(config: Mapping[str, Any]) -> Tower | None:
         patches_per_picture=0 if edge is None else edge**2,
         keeps_pixels=row.keeps_pixels,
         has_pixel_mask=row.has_pixel_mask,
+        masks_text=row.masks_text,
         output_size=vision["vision_output_dim"] if row.form == "crossed" else 0,
         tiles_per_picture=vision["max_num_tiles"] if row.form == "crossed" else 1,
     )

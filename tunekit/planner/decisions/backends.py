@@ -287,7 +287,8 @@ def padding_of(
     masks = needs_mask(attn_implementation)
     is_single = micro_batch_size * passes.sequences_per_row == 1
     if passes.always_pads:
-        mask_length = data.max_length if masks and not is_single else None
+        masks_pictures = passes.reads_pictures and model.tower is not None and model.tower.masks_text
+        mask_length = data.max_length if masks and (masks_pictures or not is_single) else None
         why = "rows with pictures are padded" if passes.reads_pictures else f"TRL pads {passes.method} batches"
         return Padding(False, mask_length, why)
     whole = micro_batch_size * data.max_length
