@@ -6,6 +6,8 @@ import pytest
 
 from tests.estimates.grid_vision import SMOLVLM_2B, STEPS
 from tests.estimates.oracle_vision import estimate_of, facts_of, trace
+from tunekit.estimates.models.model_config import complete
+from tunekit.estimates.models.towers import tower_of
 
 SMALL = STEPS["smolvlm2-2.2b lora"]
 
@@ -48,3 +50,10 @@ def test_a_config_with_the_text_decoder_beside_the_tower_is_read_as_one_with_two
     ours, theirs = facts_of(replace(small, config=flat)), facts_of(replace(small, config=nested))
     assert (ours.tensors, ours.tower, ours.rope) == (theirs.tensors, theirs.tower, theirs.rope)
     assert ours.is_multimodal
+
+
+def test_a_config_that_leaves_out_defaults_describes_the_same_tower():
+    from transformers import CONFIG_MAPPING
+
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}}
+    assert tower_of(complete(config)) == tower_of(CONFIG_MAPPING["gemma3"]().to_dict())

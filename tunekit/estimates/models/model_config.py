@@ -111,7 +111,8 @@ def complete(config: Config) -> dict[str, Any]:
     if "text_config" not in config:
         return text
     vision = {**types.vision_defaults, **(config.get("vision_config") or {})}
-    return {"tie_word_embeddings": True, **config, "text_config": text, "vision_config": vision}
+    defaults = {"tie_word_embeddings": True, "mm_tokens_per_image": 256}
+    return {**defaults, **config, "text_config": text, "vision_config": vision}
 
 
 def text_config(config: Config) -> Config:
