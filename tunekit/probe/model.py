@@ -36,8 +36,8 @@ from tunekit.estimates.models.model_config import (
 )
 from tunekit.estimates.models.published import method_of, packed_weights, why_unread
 from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
-from tunekit.files import SHIPPED_MODELS
 from tunekit.estimates.models.towers import Tower, describes, tower_of
+from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.sections.model import ModelSection
