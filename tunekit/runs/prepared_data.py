@@ -128,6 +128,7 @@ def prepare(
         num_samples=num_samples,
         notes=data.notes,
         skipped=data.skipped,
+        images=images,
     )
     return PreparedData(splits, _facts(splits), report, recipe.data.streaming)
 

@@ -7,6 +7,7 @@ on rows with their real pictures, before training and for each row while it is t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 
 
-class PictureTokens(NamedTuple):
+class Replacement(NamedTuple):
     """Outcome of a processor for a picture of some size."""
 
     text: str
@@ -28,6 +29,22 @@ class PictureTokens(NamedTuple):
     num_tokens: int
     num_values: int
     """Values of its pixels, of all parts that the processor cuts it into."""
+
+
+@dataclass(frozen=True)
+class PictureTokens:
+    """The tokens `[start, stop)` of a row that are a picture."""
+
+    picture: Picture
+    start: int
+    stop: int
+
+    @property
+    def words(self) -> str:
+        """The picture in place of its tokens: `[picture cat.png 640x480: 256 tokens]`."""
+        size = f"{self.picture.width}x{self.picture.height}"
+        named = " ".join(filter(None, ("picture", self.picture.name, size)))
+        return f"[{named}: {counted(self.stop - self.start, 'token')}]"
 
 
 class ImageTokens:
@@ -44,9 +61,9 @@ class ImageTokens:
     def __init__(self, processor: "ProcessorMixin") -> None:
         self.processor: Any = processor
         self.mark: str = processor.image_token
-        self._by_size: dict[tuple[int, int], PictureTokens] = {}
+        self._by_size: dict[tuple[int, int], Replacement] = {}
 
-    def of_size(self, width: int, height: int) -> PictureTokens:
+    def of_size(self, width: int, height: int) -> Replacement:
         """Return what the processor makes of a picture of this size."""
         if (width, height) not in self._by_size:
             from PIL import Image
@@ -59,7 +76,7 @@ class ImageTokens:
             replaced = features.get("text_replacement_offsets") or [[]]
             text = replaced[0][0]["replacement"] if replaced[0] else self.mark
             num_values = _num_values(features["pixel_values"])
-            self._by_size[width, height] = PictureTokens(text, len(features["input_ids"][0]), num_values)
+            self._by_size[width, height] = Replacement(text, len(features["input_ids"][0]), num_values)
         return self._by_size[width, height]
 
     def expand(
@@ -79,24 +96,32 @@ class ImageTokens:
         Raises:
             DataError: The text has more or fewer marks than pictures.
         """
-        pieces = text.split(self.mark)
+        pieces, num_tokens = text.split(self.mark), 0
         if len(pieces) != len(pictures) + 1:
             raise DataError(
                 f"{place}: the chat template writes {counted(len(pieces) - 1, 'token')} {self.mark} for "
                 f"{counted(len(pictures), 'picture')}",
                 hint="set model.chat_template to the model's own, and remove the token from the texts",
             )
-        marks, replaced, parts, num_tokens = [], [], [pieces[0]], 0
-        before = after = len(pieces[0])
+        replaced, parts = self.spans_of(text, pictures), [pieces[0]]
+        marks, before = [], len(pieces[0])
         for picture, piece in zip(pictures, pieces[1:], strict=True):
             replacement, num, _ = self.of_size(picture.width, picture.height)
             marks.append((before, before + len(self.mark)))
-            replaced.append((after, after + len(replacement)))
             parts += [replacement, piece]
             num_tokens += num
             before += len(self.mark) + len(piece)
-            after += len(replacement) + len(piece)
         return "".join(parts), tuple(_without(_moved(spans, marks, replaced), replaced)), num_tokens
+
+    def spans_of(self, text: str, pictures: Sequence[Picture]) -> list[Span]:
+        """Return the characters that are pictures in a text once its marks are replaced."""
+        pieces = text.split(self.mark)
+        spans, end = [], len(pieces[0])
+        for picture, piece in zip(pictures, pieces[1:], strict=True):
+            start, end = end, end + len(self.of_size(picture.width, picture.height)[0])
+            spans.append((start, end))
+            end += len(piece)
+        return spans
 
     def check(self, text: str, pictures: Sequence[Picture], ids: Sequence[int], place: str) -> None:
         """Check that the whole processor makes the same tokens of a text with its real pictures.

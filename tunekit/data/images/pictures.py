@@ -27,6 +27,9 @@ MAX_PIXELS = 100_000_000
 MAX_FILE_BYTES = 256 * 2**20
 """Bytes of the largest file that is read."""
 
+THUMBNAIL_PIXELS = 160
+"""Longest side of a thumbnail."""
+
 _ORIENTATION, _SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """EXIF's tag of the orientation, and its values that exchange width and height."""
 
@@ -50,6 +53,12 @@ class Picture:
     def to_row(self) -> dict[str, Any]:
         """Return it as a row holds it."""
         return {"path": self.path, "size": [self.width, self.height], "digest": self.digest}
+
+    @property
+    def name(self) -> str:
+        """The name of its file; empty if the picture stood in the row."""
+        name = Path(self.path).name
+        return "" if name == self.digest else name
 
     @classmethod
     def of_row(cls, value: Mapping[str, Any]) -> "Picture":
@@ -109,6 +118,18 @@ def read_picture(picture: Picture) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{picture.path}: the picture is damaged: {error}", hint="replace it") from error
+
+
+def thumbnail(picture: Picture) -> str:
+    """Return a small copy of a picture as a data URL.
+
+    Raises:
+        DataError: It is not the one that was looked at, or cannot be decoded.
+    """
+    small, file = read_picture(picture), io.BytesIO()
+    small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    small.save(file, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _from_file(name: str, where: str, folder: Path | None) -> Picture:

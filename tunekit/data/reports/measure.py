@@ -9,12 +9,14 @@ from dataclasses import replace
 from itertools import count, groupby
 from typing import TYPE_CHECKING
 
+from tunekit.data.images.expand import ImageTokens, PictureTokens
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
-from tunekit.data.prepare import SourceShare, Split
+from tunekit.data.prepare import SourceShare, SourceTokens, Split
 from tunekit.data.reports import report
 from tunekit.data.reports.report import Bin, DataReport, Packing, Piece, Repeats, Sample, SourceReport
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, AlignmentSplit, Measured, tokens_of
+from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.tokenize import TokenReport
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def report_data(
     num_samples: int,
     notes: Sequence[str],
     skipped: tuple[Skipped, ...],
+    images: ImageTokens | None = None,
 ) -> DataReport:
     """Look at the rows of a recipe as its model will see them.
 
@@ -55,6 +58,7 @@ def report_data(
         num_samples: Sequences of each source to take as samples.
         notes: What was found while the rows were read.
         skipped: Bad rows that were left out.
+        images: The tokens of pictures, where rows have some.
     """
     reports = []
     for split in splits:
@@ -73,10 +77,9 @@ def report_data(
                         padded_share=padded_share(sorted(sequences.lengths.tolist()), per_batch),
                     ),
                     special_tokens=tuple(_special_tokens(sequences, tokenizer)),
-                    samples=tuple(
-                        sample(sequence["input_ids"], sequence["labels"], tokenizer)
-                        for sequence in (sequences[i] for i in range(min(num_samples, len(sequences))))
-                    ),
+                    samples=tuple(_first_samples(rows, tokens, tokenizer, num_samples, images)),
+                    num_pictures=counts.num_pictures,
+                    num_picture_tokens=counts.num_picture_tokens,
                 )
             )
     train = splits[0]
@@ -91,6 +94,20 @@ def report_data(
         skipped=skipped,
         notes=tuple(dict.fromkeys([*notes, *(note for split in splits for note in split.prepared.notes)])),
     )
+
+
+def _first_samples(
+    rows: Rows,
+    tokens: SourceTokens,
+    tokenizer: "PreTrainedTokenizerBase",
+    num_samples: int,
+    images: ImageTokens | None,
+) -> Iterator[Sample]:
+    num, sequences = min(num_samples, len(tokens.sequences)), tokens.sequences
+    encoder = Encoder(rows, tokenizer, images) if num and rows.has_pictures else None
+    for i in range(num):
+        pictures = [] if encoder is None else encoder.pictures_of(rows, int(sequences.rows[i]))
+        yield sample(sequences[i]["input_ids"], sequences[i]["labels"], tokenizer, pictures)
 
 
 def _mixture(
@@ -266,8 +283,24 @@ def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return sorted({*tokenizer.all_special_ids, *added})
 
 
-def sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sample:
-    """Tokens with the text of each, as it reads behind the one before it."""
+def sample(
+    ids: Sequence[int],
+    labels: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    pictures: Sequence[PictureTokens] = (),
+) -> Sample:
+    """Tokens with the text of each, as it reads behind the one before it, and the tokens of each picture as one."""
+    pieces: list[Piece] = []
+    start = 0
+    for one in pictures:
+        pieces += _pieces(ids[start : one.start], labels[start : one.start], tokenizer)
+        of_picture = tuple(ids[one.start : one.stop])
+        pieces.append(Piece(one.words, of_picture, trained=False, special=True, picture=one.picture))
+        start = one.stop
+    return Sample((*pieces, *_pieces(ids[start:], labels[start:], tokenizer)))
+
+
+def _pieces(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[Piece]:
     special = set(_special_ids(tokenizer))
     pieces: list[Piece] = []
     current: list[int] = []
@@ -281,11 +314,11 @@ def sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedToke
             continue  # a character that the next token completes
         pieces.append(Piece(text, tuple(current), trained=label != IGNORED, special=token_id in special))
         current = []
-    return Sample(tuple(_together(pieces)))
+    return _together(pieces)
 
 
 def _together(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces, of which many equal special tokens behind each other, as those of a picture, are one."""
+    """Pieces, of which many equal special tokens behind each other are one."""
     for _, group in groupby(pieces, key=lambda piece: (piece.ids, piece.trained)):
         run = list(group)
         if run[0].special and len(run) >= _RUN_TOKENS:

@@ -5,12 +5,13 @@ the same measuring as TRL's trainers apply. A row that cannot be learned from st
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.row_formats import Format
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.images.expand import ImageTokens, PictureTokens
+from tunekit.data.images.pictures import Picture, thumbnail
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
@@ -33,6 +34,7 @@ ROW_BYTES = 2**20
 _TEXT_LENGTH = 2**16
 _FIELD_LENGTH = 2000
 _SEQUENCES = 3
+_THUMBNAILS = 16
 _ANSWERED = ("prompt", "chosen", "rejected", "completion", "label", "tools")
 
 
@@ -81,6 +83,7 @@ class RowPreview:
         label: Whether its answer is a good one, where rows say so.
         left_out: Why it is not trained on, if it is not.
         source: The row as JSON, under our names, shortened.
+        thumbnails: Its pictures as small data URLs, by their digests.
     """
 
     place: str
@@ -90,6 +93,7 @@ class RowPreview:
     label: bool | None
     left_out: str | None
     source: str
+    thumbnails: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,10 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
         row = rows.rows[index]
         sequences: tuple[ShownSequence, ...] = ()
         num_more, left_out = 0, None
+        thumbnails: dict[str, str] = {}
         if show is not None:
             try:
+                thumbnails = _thumbnails(row) if rows.has_pictures else {}
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
@@ -171,6 +177,7 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
             label=row.get("label") if rows.format == "unpaired_preference" else None,
             left_out=left_out,
             source=briefly(json.dumps(row, ensure_ascii=False, indent=2), 2 * _FIELD_LENGTH + 1),
+            thumbnails=thumbnails,
         )
 
 
@@ -200,17 +207,21 @@ def trained_sequences(
             _check_size(rows, index)
         encoded = encoder.encode(row, range(1))
         batch, _ = TokenReport().cut(encoded, max_length, splits=rows.format == "text")
-        ids, labels = batch.ids.tolist(), batch.labels.tolist()
+        ids, labels, pictures = batch.ids.tolist(), batch.labels.tolist(), encoder.pictures_of(rows, index)
         if not len(batch.lengths):
             whole = encoded.ids.tolist()
-            visible, cut = whole[:max_length], whole[max_length:]
-            sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer)
+            # A row with pictures is never cut.
+            length = len(whole) if pictures else max_length
+            visible, cut = whole[:length], whole[length:]
+            sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer, pictures)
+            if pictures and len(whole) > max_length:
+                return (sequence,), 0, f"longer than data.max_length={max_length:,}, and pictures are never cut"
             return (sequence,), 0, "no token is included in the loss"
         cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0
         for length in batch.lengths.tolist()[:_SEQUENCES]:
             part = slice(start, start + length)
-            sequences.append(_shown("sequence", ids[part], labels[part], cut, tokenizer))
+            sequences.append(_shown("sequence", ids[part], labels[part], cut, tokenizer, pictures))
             start += length
         return tuple(sequences), len(batch.lengths) - len(sequences), None
 
@@ -254,20 +265,34 @@ def is_encoded(format: Format) -> bool:
     return format not in ANSWERS
 
 
+def _thumbnails(row: Row) -> dict[str, str]:
+    pictures = [Picture.of_row(value) for value in row.get("images", ())[:_THUMBNAILS]]
+    return {picture.digest: thumbnail(picture) for picture in pictures}
+
+
 def _shown(
-    name: str, ids: list[int], labels: list[int], cut: list[int], tokenizer: "PreTrainedTokenizerBase"
+    name: str,
+    ids: list[int],
+    labels: list[int],
+    cut: list[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    pictures: Sequence[PictureTokens] = (),
 ) -> ShownSequence:
-    start = HEAD_TOKENS if len(ids) > HEAD_TOKENS + TAIL_TOKENS else len(ids)
-    end = max(start, len(ids) - TAIL_TOKENS)
+    # A picture takes the room of one token.
+    offsets = [token for token in range(len(ids)) if not any(one.start < token < one.stop for one in pictures)]
+    is_long = len(offsets) > HEAD_TOKENS + TAIL_TOKENS
+    start = offsets[HEAD_TOKENS] if is_long else len(ids)
+    end = offsets[-TAIL_TOKENS] if is_long else len(ids)
+    behind = [replace(one, start=one.start - end, stop=one.stop - end) for one in pictures if one.start >= end]
     few = cut[:CUT_TOKENS]
     return ShownSequence(
         name=name,
         num_tokens=len(ids),
         num_trained=sum(label != IGNORED for label in labels),
         num_cut=len(cut),
-        head=sample(ids[:start], labels[:start], tokenizer),
+        head=sample(ids[:start], labels[:start], tokenizer, [one for one in pictures if one.stop <= start]),
         num_hidden=end - start,
-        tail=sample(ids[end:], labels[end:], tokenizer),
+        tail=sample(ids[end:], labels[end:], tokenizer, behind),
         cut=sample(few, [IGNORED] * len(few), tokenizer),
     )
 

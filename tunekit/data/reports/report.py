@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import counted
+from tunekit.data.images.pictures import Picture, thumbnail
 from tunekit.data.sources.rows import Skipped
 from tunekit.files import load_template
 
@@ -93,19 +94,21 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """A token with its text; several tokens only where a character is spread over them.
+    """A token with its text; several tokens only for a picture, or where a character is spread over them.
 
     Attributes:
         text: What the tokens stand for.
         ids: Their numbers.
         trained: Whether they count in the loss.
         special: Whether it is a special token.
+        picture: The picture that its tokens stand for, if they do.
     """
 
     text: str
     ids: tuple[int, ...]
     trained: bool
     special: bool
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ class SourceReport:
         duplicates: Rows that repeat an earlier row of the source.
         special_tokens: Special tokens, those with a role first.
         samples: The first sequences.
+        num_pictures: Pictures of the rows.
+        num_picture_tokens: Tokens of those.
     """
 
     split: str
@@ -174,6 +179,8 @@ class SourceReport:
     duplicates: Repeats
     special_tokens: tuple[SpecialToken, ...]
     samples: tuple[Sample, ...]
+    num_pictures: int = 0
+    num_picture_tokens: int = 0
 
     @property
     def title(self) -> str:
@@ -207,6 +214,8 @@ class SourceReport:
             ("tokens", self._tokens_words),
             ("row length", "min {min:,}, median {median:,}, p95 {p95:,}, max {max:,}".format(**asdict(self.lengths))),
         ]
+        if self.num_pictures:
+            facts.append(("pictures", self.pictures_words))
         if packing is not None:
             facts += packing.facts(max_length, is_packed=is_packed, is_alone=self.is_alone)
         equal = f"{counted(repeats.num_rows, 'row')}{_equal(repeats)}" if repeats.num_rows else "none"
@@ -218,6 +227,12 @@ class SourceReport:
         if self.num_trained == 0:
             return f"{self.num_tokens:,} in prompts"
         return f"{self.num_tokens:,}, {self.num_trained:,} in the loss ({self.trained_share:.1%})"
+
+    @property
+    def pictures_words(self) -> str:
+        """Sentence about pictures: `7, 28 tokens, 4 each on average`."""
+        mean = self.num_picture_tokens / self.num_pictures
+        return f"{self.num_pictures:,}, {counted(self.num_picture_tokens, 'token')}, {mean:,.0f} each on average"
 
     @property
     def end_token_words(self) -> str:
@@ -326,7 +341,7 @@ class DataReport:
         return self._render(page=False)
 
     def _render(self, *, page: bool) -> str:
-        template = load_template(Path(__file__).with_name("report.html.jinja"), visible=visible)
+        template = load_template(Path(__file__).with_name("report.html.jinja"), visible=visible, thumbnail=thumbnail)
         return template.render(report=self, page=page)
 
     def __str__(self) -> str:

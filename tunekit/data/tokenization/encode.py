@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.data.formats.messages import unweighted
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.expand import ImageTokens, PictureTokens
 from tunekit.data.images.pictures import Picture
 from tunekit.data.packing.sequences import IGNORED, Batch, common_prefix_length
 from tunekit.data.sources.rows import Rows
@@ -173,6 +173,26 @@ class Encoder:
         row, place = rows.rows[first], rows.place(first)
         ids = self.encode(rows, range(first, first + 1)).ids.tolist()
         self._images.check(self.text_of(row, place), [Picture.of_row(image) for image in row["images"]], ids, place)
+
+    def pictures_of(self, rows: Rows, index: int) -> list[PictureTokens]:
+        """Return the pictures of a row of the source with their tokens in it, before anything is cut."""
+        row, place = rows.rows[index], rows.place(index)
+        if self._images is None or "images" not in row:
+            return []
+        import numpy as np
+
+        pictures = [Picture.of_row(value) for value in row["images"]]
+        text = self.text_of(row, place)
+        whole, _, _ = self._images.expand(text, (), pictures, place)
+        placed, before = [], 0
+        for picture, span in zip(pictures, self._images.spans_of(text, pictures), strict=True):
+            ((_, marks),) = self._marked([Rendered(whole, (span,))])
+            assert marks is not None
+            tokens = np.flatnonzero(marks)
+            # Two pictures may share a token of what stands around them.
+            start, before = max(before, int(tokens[0])), int(tokens[-1]) + 1
+            placed.append(PictureTokens(picture, start, before))
+        return placed
 
     def text_of(self, row: Row, place: str) -> str:
         """Return a conversation as text in which each picture is the one token that its processor replaces."""
