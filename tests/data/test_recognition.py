@@ -13,12 +13,16 @@ from tunekit.estimates.facts import DataFacts
 from tunekit.recipe.schema import choices_of
 from tunekit.recipe.sections.data import DataSection, SourceFormat
 
+PNG = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 ROWS: dict[str, dict] = {
     "messages": {"messages": CHAT},
     "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
     "alpaca": {"instruction": "hi", "output": "ho"},
     "prompt_completion": {"prompt": "hi", "completion": "ho"},
+    "captions": {"image": PNG, "caption": "hi"},
     "text": {"text": "hi"},
     "tokens": {"input_ids": [1, 2]},
     "preference": {"prompt": "hi", "chosen": "ho", "rejected": "he"},
@@ -40,6 +44,7 @@ def test_the_tables_of_formats_name_each_format_and_no_other():
 
 
 WINNERS = {
+    **{frozenset({"captions", other}): other for other in COLUMNS if other not in ("captions", "text")},
     **{frozenset({"prompts", other}): other for other in COLUMNS if other != "prompts"},
     frozenset({"prompt_completion", "unpaired_preference"}): "unpaired_preference",
     frozenset({"sharegpt", "preference"}): "preference",

@@ -91,11 +91,13 @@ def _fitting(columns: Collection[str]) -> list[SourceFormat]:
     """The formats whose columns are there, without those that another of them takes in.
 
     Preference pairs have a prompt of their own, and a label makes a rating of a prompt with its completion. A prompt
-    by itself is one of `prompts` only where the other columns make nothing else of it.
+    by itself is one of `prompts` only where the other columns make nothing else of it, and so are captions.
     """
     fitting: list[SourceFormat] = [format for format, needed in COLUMNS.items() if set(needed) <= set(columns)]
     if len(fitting) > 1 and "prompts" in fitting:
         fitting.remove("prompts")
+    if "captions" in fitting and set(fitting) - {"captions", "text"}:
+        fitting.remove("captions")
     read = {format: {*COLUMNS[format], *OPTIONAL_COLUMNS[format]} for format in fitting}
     return [
         format
@@ -320,6 +322,24 @@ def missing_column(names: Sequence[str], column: str, key: str) -> str | None:
     near = nearest(column, names)
     advice = f"did you mean {listed([near])}?" if near else f"columns: {listed(names)}"
     return f"no column {listed([column])} ({key}); {advice}"
+
+
+_CAPTIONED = {"image": "file_name", "caption": "text"}
+"""Other names of the columns of captions: those of Hugging Face's ImageFolder."""
+
+
+def names_of_captions(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of columns of pictures with captions that a source has in place of ours; mostly none.
+
+    Args:
+        names: The columns of the source.
+        columns: Mapping of the recipe.
+    """
+    here = {columns.get(ours, ours): ours for ours in KNOWN if columns.get(ours, ours) in names}
+    read = set(here.values())
+    missing = {ours: theirs for ours, theirs in _CAPTIONED.items() if ours not in read}
+    has_all = all(theirs in names and here.get(theirs) in (None, theirs) for theirs in missing.values())
+    return missing if has_all and not read - {"image", "caption", "text", "prompt"} else {}
 
 
 def renamed(row: Row, columns: Mapping[str, str]) -> Row:

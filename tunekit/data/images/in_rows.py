@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunekit.data.formats.messages import text as checked_text
 from tunekit.data.formats.row_formats import BadRow, Row, counted, described
 from tunekit.data.images.pictures import find_picture
 
@@ -49,6 +50,34 @@ class _Gathered:
             self.num_taken += 1
         self.found.append((value, where))
         return MARK
+
+
+def with_caption(row: Row, folder: Path | None, names: Mapping[str, str]) -> tuple[Row, list[dict[str, Any]]]:
+    """Return a conversation of a picture, with its prompt if it has one, answered by its caption; and the picture.
+
+    Args:
+        row: A row of format `captions`.
+        folder: Folder that paths of pictures start from.
+        names: From our names of columns to those of the source.
+
+    Raises:
+        BadRow: The picture cannot be had, or there is no caption.
+    """
+    prompt = row.get("prompt") or ""
+    if not isinstance(prompt, str):
+        raise BadRow(f"{names.get('prompt', 'prompt')} must be a string, got {described(prompt)}")
+    caption = checked_text(row["caption"], names.get("caption", "caption"))
+    if MARK in prompt or MARK in caption:
+        raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
+    try:
+        picture = find_picture(row["image"], names.get("image", "image"), folder)
+    except BadRow as error:
+        if names.get("caption") != "text":
+            raise
+        raise BadRow(f"{error} (data.format=text reads the texts alone)") from None
+    turns = [{"role": "user", "content": MARK + prompt}, {"role": "assistant", "content": caption}]
+    kept = {name: value for name, value in row.items() if name not in ("image", "caption", "prompt")}
+    return {**kept, "messages": turns}, [picture.to_row()]
 
 
 def as_parts(messages: Sequence[Row]) -> list[Row]:

@@ -27,6 +27,9 @@ MAX_PIXELS = 100_000_000
 MAX_FILE_BYTES = 256 * 2**20
 """Bytes of the largest file that is read."""
 
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Suffixes of files of pictures."""
+
 THUMBNAIL_PIXELS = 160
 """Longest side of a thumbnail."""
 

@@ -137,7 +137,7 @@ def look_at(
     format = reader.format
     return Look(
         format=format,
-        columns=gate.columns(format, source.columns),
+        columns=gate.columns(format, reader.columns),
         rows=content if len(content) else None,
         bad=content.skipped,
         num_records=gate.num_passed,

@@ -15,6 +15,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from tunekit.data.formats.row_formats import Learner, check_mapping, counted, listed, nearest
+from tunekit.data.images.pictures import PICTURE_SUFFIXES
 from tunekit.data.packing.sequences import hold_out
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, STREAMED, File, LocalFile, Table, kind_of
@@ -279,12 +280,15 @@ def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
 
 
 def _in_folder(folder: Path, name: str, key: str) -> tuple[list[LocalFile], tuple[str, ...]]:
-    """All files of a folder that can be read, and a note of others; hidden and deeper ones are not looked at."""
+    """All files of a folder that can be read, and a note of others but pictures; hidden and deeper ones are left."""
     inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     readable = [path for path in inside if kind_of(path.name) is not None]
     if not readable:
-        raise DataError(f"{key}.path: no supported files in folder '{name}'", hint=f"supported: {_KINDS}")
-    unreadable = [path.name for path in inside if path not in readable]
+        hint = f"supported: {_KINDS}"
+        if any(path.suffix.lower() in PICTURE_SUFFIXES for path in inside):
+            hint = "add a metadata.csv with the columns file_name and text: the name and the caption of each picture"
+        raise DataError(f"{key}.path: no supported files in folder '{name}'", hint=hint)
+    unreadable = [path.name for path in inside if path not in readable and path.suffix.lower() not in PICTURE_SUFFIXES]
     notes = (f"{name}: files of unsupported formats ignored: {listed(unreadable)}",) if unreadable else ()
     return [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable], notes
 

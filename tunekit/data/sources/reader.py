@@ -6,7 +6,7 @@ its place. What was found on the way is gathered into one sentence.
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -23,7 +23,7 @@ from tunekit.data.formats.row_formats import (
     listed,
     shortened,
 )
-from tunekit.data.images.in_rows import BOXES, with_pictures
+from tunekit.data.images.in_rows import BOXES, with_caption, with_pictures
 from tunekit.data.images.in_rows import COLUMNS as PICTURES
 from tunekit.data.sources.files import Fault, Table
 from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
@@ -39,6 +39,7 @@ _WITH_PICTURES: tuple[SourceFormat, ...] = (
     "sharegpt",
     "alpaca",
     "prompt_completion",
+    "captions",
     "preference",
     "prompts",
 )
@@ -109,6 +110,8 @@ def conversion(format: SourceFormat, findings: Findings) -> str:
         sentence += ", history -> earlier messages" if "history" in findings.columns else ""
     elif format == "preference" and findings.implicit_prompts:
         sentence = "common prefix of chosen and rejected -> prompt"
+    elif format == "captions":
+        sentence = "image -> user, caption -> assistant"
     elif format == "ranking":
         sentence = "completion with the highest score -> chosen, with the lowest -> rejected (ties: the first)"
     else:
@@ -136,7 +139,9 @@ class Reader:
         self._recognised = source.format == "auto" or self._function is not None
         self.format = None if self._recognised else cast(SourceFormat, source.format)
         """The format of the source, once it is known."""
-        self._columns, self._loss_on = source.columns, source.loss_on
+        self.columns: Mapping[str, str] = source.columns
+        """From our names of columns to those of the source, with those of captions where they were recognized."""
+        self._loss_on = source.loss_on
         self._ranked_by, self._ranks = source.curriculum_column, array("d")
         self._max_bad_rows = max_bad_rows
         self._learner = learner
@@ -237,7 +242,7 @@ class Reader:
             raise self._refusal()
         if not self._store:
             raise DataError(f"{self._source}: {self._function} skips every row ({self._num_left_out:,})")
-        unread = [theirs for theirs in self._columns.values() if theirs not in self._seen]
+        unread = [theirs for theirs in self.columns.values() if theirs not in self._seen]
         if unread:
             raise DataError(f"data.columns: '{self._source}' has no row with a column {listed(unread)}")
         notes = [self._note(len(self._parts), is_text=is_text)]
@@ -270,13 +275,15 @@ class Reader:
             # Where no row is an object there is nothing to recognise; reading then reports what the rows are instead.
             return self.format or "messages"
         names, number = first
+        if self.format in (None, "captions"):
+            self.columns = {**self.columns, **row_formats.names_of_captions(names, self.columns)}
         where = name if number is None else f"{name}:{number}"
-        missing = row_formats.missing_columns(names, self._columns, only_needed=table.columns is None)
+        missing = row_formats.missing_columns(names, self.columns, only_needed=table.columns is None)
         if missing is None and table.columns is not None and self._ranked_by is not None:
             missing = row_formats.missing_column(names, self._ranked_by, "data.curriculum_column")
         if missing is not None:
             raise DataError(f"{where}: {missing}")
-        columns = tuple(row_formats.renamed(dict.fromkeys(names), self._columns))
+        columns = tuple(row_formats.renamed(dict.fromkeys(names), self.columns))
         try:
             if self.format is None:
                 self.format = row_formats.recognise(columns)
@@ -303,13 +310,16 @@ class Reader:
         pictures: list[Row] = []
         if isinstance(value, dict):
             for ours in COLUMNS[format]:
-                if ours in self._columns and self._columns[ours] not in value:
-                    raise BadRow(f"no column {listed([self._columns[ours]])} (data.columns.{ours})")
-            value = row_formats.renamed(value, self._columns)
+                if ours in self.columns and self.columns[ours] not in value:
+                    raise BadRow(f"no column {listed([self.columns[ours]])} (data.columns.{ours})")
+            value = row_formats.renamed(value, self.columns)
             self._check_reading(tuple(value), format)
-            if self._takes_pictures(format):
+            if format == "captions":
+                row_formats.check_columns(tuple(value), format)
+                value, pictures = with_caption(value, folder, self.columns)
+            elif self._takes_pictures(format):
                 value, pictures = with_pictures(value, folder)
-        row = convert_row(value, format, self._findings)
+        row = convert_row(value, "messages" if format == "captions" else format, self._findings)
         if pictures:
             row["images"] = pictures
             self._num_pictures += len(pictures)
@@ -332,14 +342,15 @@ class Reader:
     def _note_columns(self, columns: tuple[str, ...], format: SourceFormat) -> list[str]:
         """Those of the columns that are read, by their names in the file; the others are noted."""
         named = (
-            self._columns.get(column, column) for column in (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format])
+            self.columns.get(column, column) for column in (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format])
         )
         read = [column for column in named if column in columns]
         # Their columns may have any name; where they are not taken, rows with pictures are refused.
-        read += [theirs for ours, theirs in self._columns.items() if ours in PICTURES and theirs in columns]
+        mapped = [theirs for ours, theirs in self.columns.items() if ours in PICTURES and theirs in columns]
+        read += [column for column in mapped if column not in read]
         unread = [column for column in columns if column not in read]
         if format == "prompts":
-            unmapped = [column for column in unread if column not in self._columns]
+            unmapped = [column for column in unread if column not in self.columns]
             self._references.update(dict.fromkeys(unmapped))
             read, unread = read + unmapped, [column for column in unread if column not in unmapped]
         if self._ranked_by in unread:
@@ -381,7 +392,7 @@ class Reader:
             left_out = f", {self._num_left_out:,} skipped" if self._num_left_out else ""
             note += f", converted by {self._function}{left_out}"
         sentence = conversion(format, self._findings)
-        columns = [self._columns.get(column, column) for column in COLUMNS[format]]
+        columns = [self.columns.get(column, column) for column in COLUMNS[format]]
         if sentence:
             note += f": {sentence}"
         elif self._recognised:
@@ -393,8 +404,8 @@ class Reader:
             note += f"; {counted(self._num_pictures, 'picture')}"
         if self._references:
             note += f"; passed to rewards: {listed(self._references)}"
-        if self._columns:
-            note += "; data.columns: " + ", ".join(f"{theirs} -> {ours}" for ours, theirs in self._columns.items())
+        if self.columns:
+            note += "; data.columns: " + ", ".join(f"{theirs} -> {ours}" for ours, theirs in self.columns.items())
         if self._ignored:
             note += f"; ignored: {listed(sorted(self._ignored))}"
         keys = self._passed_on - {"role", "content", "weight"}
