@@ -19,10 +19,12 @@ from tunekit.api.verbs import stop as stop
 from tunekit.api.verbs import sweep_plans as sweep_plans
 from tunekit.api.verbs import train as train
 from tunekit.api.verbs import try_rewards as try_rewards
+from tunekit.data.images.pictures import PICTURE_SUFFIXES as PICTURE_SUFFIXES
 from tunekit.data.reports.preview import DataPreview as DataPreview
 from tunekit.data.reports.preview import RowPreview as RowPreview
 from tunekit.data.reports.preview import ShownSequence as ShownSequence
 from tunekit.data.reports.report import DataReport as DataReport
+from tunekit.data.reports.report import Piece as Piece
 from tunekit.data.reports.report import Sample as Sample
 from tunekit.data.reports.report import SourceReport as SourceReport
 from tunekit.data.sources.files import DATA_SUFFIXES as DATA_SUFFIXES

@@ -10,6 +10,7 @@ import gradio as gr
 import tunekit
 from webui.data_asked import EXAMPLE, Asked, data_files, methods
 from webui.site import Site
+from webui.uploads import SUFFIXES
 from webui.words import Words
 
 NUM_COLUMNS = 7
@@ -78,7 +79,8 @@ class Fields:
             self.look = gr.Button(words("data.look"), variant="primary", elem_id="data-look", min_width=140)
             self.upload = gr.UploadButton(
                 words("data.upload"),
-                file_types=list(tunekit.DATA_SUFFIXES),
+                file_types=list(SUFFIXES),
+                file_count="multiple",
                 visible=not site.read_only,
                 elem_id="data-upload",
                 min_width=140,

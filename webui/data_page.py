@@ -21,7 +21,7 @@ from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, re
 from webui.data_fields import Fields, anew, choices
 from webui.failures import told_by
 from webui.site import Site
-from webui.uploads import save_upload
+from webui.uploads import SUFFIXES, save_uploads
 from webui.words import Words, told
 
 ROWS = 5
@@ -30,9 +30,9 @@ ROWS = 5
 REPLACE = "(address) => { if (address) history.replaceState(null, '', address); }"
 
 CHOSEN = """document.addEventListener("change", (event) => {
-  const file = event.target.type === "file" && event.target.files[0];
-  const is_sent = file && file.size <= MOST && SUFFIXES.some((suffix) => file.name.toLowerCase().endsWith(suffix));
-  if (is_sent) trigger("input");
+  const files = event.target.type === "file" ? [...event.target.files] : [];
+  const is_sent = (file) => file.size <= MOST && SUFFIXES.some((suffix) => file.name.toLowerCase().endsWith(suffix));
+  if (files.length && files.every(is_sent)) trigger("input");
 });"""
 """Tells the status that a file is sent: gradio tells of it once it was, which may be minutes later."""
 
@@ -107,11 +107,11 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     if site.read_only:
         return
 
-    def upload(file: str | None, *values: Any) -> list[Any]:
-        if file is None:
+    def upload(files: list[str] | None, *values: Any) -> list[Any]:
+        if not files:
             return [gr.skip() for _ in (fields.path, *outputs)]
         try:
-            saved = save_upload(site, file)
+            saved = save_uploads(site, files)
         except tunekit.TunekitError as error:
             return [gr.skip(), *_shown(words, fields, status=told(error))]
         name = saved.relative_to(site.root.resolve()).as_posix()
@@ -123,7 +123,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
 def _chosen(site: Site) -> str:
     """Return the script that reports a file being sent; one that gradio refuses is not."""
-    return CHOSEN.replace("MOST", str(site.max_upload_bytes)).replace("SUFFIXES", json.dumps(tunekit.DATA_SUFFIXES))
+    return CHOSEN.replace("MOST", str(site.max_upload_bytes)).replace("SUFFIXES", json.dumps(SUFFIXES))
 
 
 def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """Rows, their columns and what is wrong with them as HTML. Whatever stands in a row is escaped, and stays text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 
 import tunekit
@@ -91,7 +91,7 @@ def _row(words: Words, row: tunekit.RowPreview) -> str:
     left_out = (
         f"<p class='data-left-out'>{escape(words('data.left_out', why=row.left_out))}</p>" if row.left_out else ""
     )
-    sides = "".join(_sequence(words, sequence) for sequence in row.sequences)
+    sides = "".join(_sequence(words, sequence, row.thumbnails) for sequence in row.sequences)
     several = " data-sides" if [sequence.name for sequence in row.sequences] == ["chosen", "rejected"] else ""
     more = (
         f"<p class='data-soft'>{escape(words('data.more_sequences', number=row.num_more))}</p>" if row.num_more else ""
@@ -110,15 +110,15 @@ def _row(words: Words, row: tunekit.RowPreview) -> str:
     )
 
 
-def _sequence(words: Words, one: tunekit.ShownSequence) -> str:
+def _sequence(words: Words, one: tunekit.ShownSequence, thumbnails: Mapping[str, str]) -> str:
     counts = words("data.sequence_counts", tokens=f"{one.num_tokens:,}", trained=f"{one.num_trained:,}")
     if one.name == "prompt":
         counts = words("data.prompt_counts", tokens=f"{one.num_tokens:,}")
     name = words(f"data.sequence_{one.name}")
-    tokens = pieces(one.head)
+    tokens = pieces(one.head, thumbnails)
     if one.num_hidden:
         tokens += f"<span class='data-gap'> … {escape(words('data.hidden', number=f'{one.num_hidden:,}'))} … </span>"
-        tokens += pieces(one.tail)
+        tokens += pieces(one.tail, thumbnails)
     if one.num_cut:
         tokens += (
             f"<span class='data-gap' role='separator'>✂ {escape(words('data.cut', number=f'{one.num_cut:,}'))}</span>"
@@ -130,13 +130,24 @@ def _sequence(words: Words, one: tunekit.ShownSequence) -> str:
     )
 
 
-def pieces(shown: tunekit.Sample) -> str:
-    """Tokens, each with its number and coloured by what it counts."""
+def pieces(shown: tunekit.Sample, thumbnails: Mapping[str, str]) -> str:
+    """Tokens, each with its number and coloured by what it counts, and pictures in the place of theirs."""
     return "".join(
-        f"<span class='{'data-trained' if piece.trained else 'data-read'}{' data-special' if piece.special else ''}' "
-        f"title='{escape(', '.join(map(str, piece.ids)))}'>{escape(_visible(piece.text))}</span>"
+        _token(piece) if piece.picture is None else _picture(piece.text, thumbnails.get(piece.picture.digest))
         for piece in shown.pieces
     )
+
+
+def _token(piece: tunekit.Piece) -> str:
+    name = f"{'data-trained' if piece.trained else 'data-read'}{' data-special' if piece.special else ''}"
+    return (
+        f"<span class='{name}' title='{escape(', '.join(map(str, piece.ids)))}'>{escape(_visible(piece.text))}</span>"
+    )
+
+
+def _picture(text: str, thumbnail: str | None) -> str:
+    image = "" if thumbnail is None else f"<img src='{escape(thumbnail)}' alt=''>"
+    return f"<span class='data-picture'>{image}{escape(text)}</span>"
 
 
 def _visible(text: str) -> str:

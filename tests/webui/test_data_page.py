@@ -15,7 +15,7 @@ from tests.webui.conftest import fill
 from webui import data_charts, data_page, data_view, work
 from webui.data_asked import Asked, address_of, asked_in, data_files, is_remote, recipe_of
 from webui.site import Site
-from webui.uploads import save_upload
+from webui.uploads import save_uploads
 from webui.words import Words
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>&\"'"
@@ -227,7 +227,7 @@ def test_a_call_that_is_cancelled_ends_also_where_all_that_it_says_has_come(monk
 def test_an_upload_is_kept_under_a_safe_name_and_never_over_another(site, tmp_path):
     given = tmp_path / "a <b> ü.jsonl"
     given.write_text("1")
-    kept = [save_upload(site, given) for _ in range(2)]
+    kept = [save_uploads(site, [given]) for _ in range(2)]
     assert [path.relative_to(site.root).as_posix() for path in kept] == [
         "uploads/a _b_ ü.jsonl",
         "uploads/a _b_ ü-2.jsonl",
@@ -239,19 +239,19 @@ def test_an_upload_is_kept_under_a_safe_name_and_never_over_another(site, tmp_pa
 def test_what_is_no_file_of_rows_is_not_kept(site, tmp_path, name):
     (tmp_path / name).write_text("1")
     with pytest.raises(tunekit.TunekitError, match="unsupported file type"):
-        save_upload(site, tmp_path / name)
+        save_uploads(site, [tmp_path / name])
     assert not (site.root / "uploads").exists()
 
 
 def test_an_upload_is_refused_where_pages_only_show_or_it_is_too_large(workspace, tmp_path):
     (tmp_path / "x.jsonl").write_text("123")
     with pytest.raises(tunekit.TunekitError, match="read-only"):
-        save_upload(Site(workspace, read_only=True), tmp_path / "x.jsonl")
+        save_uploads(Site(workspace, read_only=True), [tmp_path / "x.jsonl"])
     with pytest.raises(tunekit.TunekitError, match="exceeds the upload limit"):
-        save_upload(Site(workspace, max_upload_bytes=2), tmp_path / "x.jsonl")
+        save_uploads(Site(workspace, max_upload_bytes=2), [tmp_path / "x.jsonl"])
     (workspace / "uploads").symlink_to("/tmp")
     with pytest.raises(tunekit.TunekitError, match="outside the workspace"):
-        save_upload(Site(workspace), tmp_path / "x.jsonl")
+        save_uploads(Site(workspace), [tmp_path / "x.jsonl"])
 
 
 @pytest.mark.slow

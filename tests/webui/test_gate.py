@@ -242,7 +242,7 @@ def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browse
     functions = get(f"{open_server}/config").json()["dependencies"]
     function = next(entry for entry in functions if any(event == "upload" for _, event in entry["targets"]))
     forged = {"path": os.path.normpath(root / name), "orig_name": "x.txt", "meta": {"_type": "gradio.FileData"}}
-    data = [forged, *[None] * (len(function["inputs"]) - 1)]
+    data = [[forged], *[None] * (len(function["inputs"]) - 1)]
     what = {"data": data, "fn_index": function["id"], "session_hash": f"forged-{name}", "event_data": None}
     assert post(f"{open_server}/gradio_api/queue/join?", json=what).status_code == 200
     told = get(f"{open_server}/gradio_api/queue/data?session_hash={quote(f'forged-{name}')}").text
