@@ -43,6 +43,7 @@ from tunekit.files import list_recipes as list_recipes
 from tunekit.files import recipe_text as recipe_text
 from tunekit.inference.chat import Talk as Talk
 from tunekit.inference.chat import chat as chat
+from tunekit.inference.chat import picture_part as picture_part
 from tunekit.inference.generate import Generated as Generated
 from tunekit.inference.generate import generate as generate
 from tunekit.inference.reward_trial import RewardTrial as RewardTrial

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Option
@@ -138,7 +138,7 @@ def chat(
     device: cli.DeviceOption = "auto",
     backend: BackendOption = "transformers",
 ) -> None:
-    """Chat with a trained or any other model. Type /clear to start over, /exit or Ctrl-D to quit."""
+    """Chat with a trained or any other model. /clear starts over, /image FILE adds a picture, /exit quits."""
     sampling = cli.passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
     from tunekit.inference import chat as talking
 
@@ -147,22 +147,54 @@ def chat(
         print(f"loading {model}", file=sys.stderr)
     with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
+            commands = f"{'/image FILE adds a picture, ' * talk.reads_pictures}/clear starts over"
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
-            print(f"{talk.name} on {where}; /clear starts over, Ctrl-D quits", file=sys.stderr)
+            print(
+                f"{talk.name} on {where}; {commands}, Ctrl-D quits",
+                file=sys.stderr,
+            )
         first = [] if system is None else [{"role": "system", "content": system}]
         sides = (False, True) if compare else (False,)
-        histories = {base: list(first) for base in sides}
+        histories: dict[bool, list[dict[str, Any]]] = {base: list(first) for base in sides}
+        pictures: list[dict[str, str]] = []
         while (line := _line(at_terminal)) is not None:
             if line.strip() in ("", "/clear"):
-                histories = {base: list(first) for base in sides} if line.strip() else histories
+                if line.strip():
+                    histories, pictures = {base: list(first) for base in sides}, []
+                continue
+            if line.split()[0] == "/image":
+                pictures += _picture(talk, line.strip().removeprefix("/image").strip(), at_terminal)
                 continue
             if line.strip() == "/exit":
                 return
+            content = [*pictures, {"type": "text", "text": line}] if pictures else line
+            pictures = []
             for base in sides:
-                histories[base].append({"role": "user", "content": line})
+                histories[base].append({"role": "user", "content": content})
                 name = "" if not compare else "before: " if base else "after:  "
                 words = _answer(talk, talk.say(histories[base], base=base, **sampling), name)
                 histories[base].append({"role": "assistant", "content": words})
+
+
+def _picture(talk: "Talk", name: str, at_terminal: bool) -> list[dict[str, str]]:
+    """The picture of a file for the next message; at a terminal nothing where it cannot be had, with the reason."""
+    from tunekit.errors import RunError
+    from tunekit.inference.chat import picture_part
+
+    try:
+        if not talk.reads_pictures:
+            raise RunError(f"{talk.name} reads text alone", hint="chat with a vision-language model")
+        if not name:
+            raise RunError("/image without a file", hint="write /image FILE")
+        part = picture_part(name)
+    except RunError as error:
+        if not at_terminal:
+            raise
+        print(error, file=sys.stderr)
+        return []
+    if at_terminal:
+        print(f"{name} goes with your next message", file=sys.stderr)
+    return [part]
 
 
 def _line(at_terminal: bool) -> str | None:

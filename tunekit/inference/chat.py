@@ -3,8 +3,10 @@
 This side starts that process and passes on what is said, a line of JSON each; it loads neither torch nor the model.
 """
 
+import base64
 import contextlib
 import json
+import mimetypes
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunekit.data.formats.row_formats import BadRow
+from tunekit.data.images.pictures import find_picture
 from tunekit.errors import RunError
 from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
 from tunekit.inference.vllm import Backend, missing
@@ -124,9 +128,14 @@ class Talk(contextlib.AbstractContextManager["Talk"]):
         """Device of the model."""
         return str(self.facts["device"])
 
+    @property
+    def reads_pictures(self) -> bool:
+        """True if messages may have pictures."""
+        return bool(self.facts["reads_pictures"])
+
     def say(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         base: bool = False,
         temperature: float = 0.0,
@@ -137,7 +146,8 @@ class Talk(contextlib.AbstractContextManager["Talk"]):
         """Stream the answer to a conversation. Leaving the iterator early stops generation.
 
         Args:
-            messages: The conversation, each with `role` (`system`, `user`, `assistant`) and `content`.
+            messages: The conversation, each with `role` (`system`, `user`, `assistant`) and `content`: a text, or parts
+                `{type: text, text}` and `{type: image, image}` with the picture as a data URL (see `picture_part`).
             base: Whether the model before training answers.
             temperature: Sampling temperature; 0: greedy decoding.
             top_p: Nucleus sampling: probability mass to sample from.
@@ -237,6 +247,22 @@ class Talk(contextlib.AbstractContextManager["Talk"]):
         detail = f": {lines[-1]}" if lines else ""
         problem = f"the process of {self.name} exited{f' with code {code}' if code else ''}{detail}"
         return RunError(problem, hint="memory may have run out: close other models, or pass --device cpu")
+
+
+def picture_part(path: str | Path) -> dict[str, str]:
+    """Return a picture as a part of a message's content.
+
+    Raises:
+        RunError: There is none, or it is damaged or too large.
+    """
+    file = Path(path).expanduser().resolve()
+    try:
+        find_picture(file.name, "the picture", file.parent)
+        raw = file.read_bytes()
+    except (BadRow, OSError) as error:
+        raise RunError(str(error), hint="pass a picture: JPEG, PNG, WebP, GIF, BMP or TIFF") from error
+    kind = mimetypes.guess_type(file.name)[0] or "image/png"
+    return {"type": "image", "image": f"data:{kind};base64,{base64.b64encode(raw).decode()}"}
 
 
 def chat(

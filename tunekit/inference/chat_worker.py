@@ -20,6 +20,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, s
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.inference import inference_model
+from tunekit.inference.conversations import as_texts, has_other_parts, inputs_of, reads_pictures
 from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
@@ -127,7 +128,7 @@ class Worker:
         else:
             loaded = inference_model.load(trained, device=first["device"])
             self.device, self.dtype, self.tokenizer = loaded.device, loaded.dtype, loaded.tokenizer
-            self.model = loaded.model
+            self.model, self.loaded = loaded.model, loaded
             if compare and trained.adapter is None and trained.before is not None:
                 self.before = inference_model.load_trained(trained.before, dtype=self.dtype, device=self.device)
         self.longest = inference_model.longest_of(trained)
@@ -135,6 +136,7 @@ class Worker:
         return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": self.dtype,
+            "reads_pictures": self.vllm is None and reads_pictures(trained),
             "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
         }
 
@@ -150,11 +152,13 @@ class Worker:
             raise RunError(problem, hint="start the chat with compare")
         if not question["say"]:
             raise RunError("the conversation is empty", hint="send a message")
-        ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
-        limit = self._room(ids, question["max_new_tokens"])
+        inputs = self._inputs(question["say"])
+        num_given = inputs["input_ids"].shape[1]
+        limit = self._room(num_given, question["max_new_tokens"])
         sampling = inference_model.Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
         if self.vllm is not None:
             num_tokens, is_cut = 0, False
+            ids = inputs["input_ids"][0].tolist()
             for piece, more, ended in self.vllm.stream(ids, sampling, base=is_base, is_stopped=self.asked.is_set):
                 num_tokens, is_cut = num_tokens + more, ended == "length"
                 if piece:
@@ -162,11 +166,9 @@ class Worker:
             return self._said_so(num_tokens, began, is_cut=is_cut)
         model = self.before if is_base and self.before is not None else self.model
         aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
-        inputs = torch.tensor([ids], device=self.device)
         with torch.inference_mode(), aside:
             output = model.generate(
-                input_ids=inputs,
-                attention_mask=torch.ones_like(inputs),
+                **inputs,
                 max_new_tokens=limit,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                 eos_token_id=inference_model.end_tokens(model, self.tokenizer) or None,
@@ -174,7 +176,7 @@ class Worker:
                 stopping_criteria=StoppingCriteriaList([_Asked(self.asked)]),
                 **sampling.draws,
             )
-        num_tokens = output.shape[1] - len(ids)
+        num_tokens = output.shape[1] - num_given
         return self._said_so(num_tokens, began, is_cut=num_tokens >= limit)
 
     def _said_so(self, num_tokens: int, began: float, *, is_cut: bool) -> dict[str, Any]:
@@ -182,20 +184,30 @@ class Worker:
         reason = "stopped" if self.asked.is_set() else "length" if is_cut else "end"
         return {"num_tokens": num_tokens, "seconds": time.perf_counter() - began, "reason": reason}
 
+    def _inputs(self, messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """A conversation as the model's inputs."""
+        if has_other_parts(messages):
+            if self.vllm is not None:
+                raise RunError("vLLM is not given pictures", hint="pass --backend transformers")
+            return inputs_of(self.loaded, messages)
+        ids = prompt_ids(self.found, self.tokenizer, self._said(as_texts(messages)))
+        inputs = torch.tensor([ids], device=self.device)
+        return {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+
     def _said(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:
         """A conversation; to a model that has no template for one, or was trained on texts, its texts."""
         if self.tokenizer.chat_template is None or not self.found.is_chat:
             return "\n".join(message["content"] for message in messages)
         return messages
 
-    def _room(self, ids: list[int], asked: int) -> int:
+    def _room(self, num_given: int, asked: int) -> int:
         """Tokens that an answer may have."""
         if self.longest is None:
             return asked
-        if len(ids) >= self.longest:
-            problem = f"the conversation has {len(ids):,} tokens; {self.found.name} accepts {self.longest:,}"
+        if num_given >= self.longest:
+            problem = f"the conversation has {num_given:,} tokens; {self.found.name} accepts {self.longest:,}"
             raise RunError(problem, hint="clear it, and start another one")
-        return min(asked, self.longest - len(ids))
+        return min(asked, self.longest - num_given)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 `transformers serve` loads models by name from the hub or a folder. It knows no adapter beside a base that is quantised,
 and no run's name; it also loads whatever a request names. So the model is loaded as everywhere in tunekit, and given to
 the same handlers and routes by a manager that has this model and no other. What those would pass over in silence
-(several answers, a prompt that is too long) is refused here.
+(several answers, a prompt that is too long, pictures for a model of text) is refused here, and so are addresses of
+pictures: they come as data URLs.
 """
 
 import hmac
@@ -30,6 +31,7 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState, Modality
 
 from tunekit.errors import DataError, RunError
+from tunekit.inference.conversations import has_other_parts, inputs_of
 from tunekit.inference.inference_model import Loaded, end_tokens, longest_of
 from tunekit.inference.prompts import prompt_ids
 
@@ -144,8 +146,10 @@ class _Chat(ChatCompletionHandler):  # type: ignore[misc]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer one that the model can answer."""
-        loaded = self.model_manager.loaded
+        loaded, messages = self.model_manager.loaded, body.get("messages")
         try:
+            if isinstance(messages, list) and has_other_parts(messages):
+                return await self._answer_pictures(body, request_id)
             inputs = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
             if not inputs:
                 raise HTTPException(400, "messages is empty")
@@ -156,6 +160,20 @@ class _Chat(ChatCompletionHandler):  # type: ignore[misc]
             raise HTTPException(400, f"messages are not in OpenAI's format: {error!r}") from error
         self.model_manager.limit(body, len(ids))
         return await super().handle_request(body, request_id)
+
+    async def _answer_pictures(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a conversation with pictures, which transformers' server would fetch from wherever they are."""
+        self._validate_request(body)
+        name, model, tokenizer = self._resolve_model(body)
+        manager = self.generation_state.get_manager(name)
+        tools = body.get("tools")
+        # One after the other, as answers are: a tokenizer is not for several threads.
+        inputs = await manager.async_submit(inputs_of, self.model_manager.loaded, body["messages"], tools)
+        self.model_manager.limit(body, inputs["input_ids"].shape[1])
+        config = self._build_generation_config(body, model.generation_config)
+        answer = self._streaming if body.get("stream") else self._non_streaming
+        told = answer(request_id, model, tokenizer, name, inputs, config, gen_manager=manager, tools=tools)
+        return told if body.get("stream") else await told
 
 
 class _Completion(CompletionHandler):  # type: ignore[misc]

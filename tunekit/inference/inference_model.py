@@ -558,7 +558,7 @@ def _answers(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
     model: Any = loaded.model
     if pictured:
-        inputs = _of_pictures(loaded, pictured)
+        inputs = picture_inputs(loaded, pictured)
         width = inputs["input_ids"].shape[1]
     else:
         ids = [[padding] * (width - len(prompt)) + list(prompt) for prompt in batch]
@@ -586,7 +586,7 @@ def _answers(
     return [_ended(row, ends, tokenizer) for row in output[:, width:].tolist()]
 
 
-def _of_pictures(loaded: Loaded, pictured: list[Pictured]) -> "dict[str, Tensor]":
+def picture_inputs(loaded: Loaded, pictured: list[Pictured]) -> "dict[str, Tensor]":
     """Inputs of a batch of prompts with pictures, padded on their left, by the model's processor."""
     processor: Any = loaded.processor
     features = processor(

@@ -93,12 +93,14 @@ def _parts(text: str) -> list[dict[str, str]]:
     return parts or [{"type": "text", "text": ""}]
 
 
-def with_pictures(row: Row, folder: Path | None) -> tuple[Row, list[dict[str, Any]]]:
+def with_pictures(row: Row, folder: Path | None, store: Path | None = None) -> tuple[Row, list[dict[str, Any]]]:
     """Return a row with marks for its pictures, without columns of pictures, and the pictures in their order.
 
     Args:
         row: The row as it was read, under our names of columns.
         folder: Folder that paths of pictures start from.
+        store: Folder for pictures in data URLs where a row is a conversation that somebody holds, and nothing else is
+            read then; None for the cache.
 
     Raises:
         BadRow: A picture cannot be had, or marks and pictures do not fit together.
@@ -121,7 +123,7 @@ def with_pictures(row: Row, folder: Path | None) -> tuple[Row, list[dict[str, An
         return row if beside is None else marked, []
     if gathered.holds_mark:
         raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
-    return marked, [find_picture(value, where, folder).to_row() for value, where in gathered.found]
+    return marked, [find_picture(value, where, folder, store).to_row() for value, where in gathered.found]
 
 
 def _answers(row: Row, gathered: _Gathered) -> Row:

@@ -70,13 +70,14 @@ class Picture:
         return cls(value["path"], width, height, value["digest"])
 
 
-def find_picture(value: object, where: str, folder: Path | None) -> Picture:
+def find_picture(value: object, where: str, folder: Path | None, store: Path | None = None) -> Picture:
     """Find and check a picture.
 
     Args:
         value: A path, a data URL, or `{path, bytes}` as columns of images hold them.
         where: Its place in the row, for messages.
         folder: Folder that paths start from and stay in; None where the rows are not from a local file.
+        store: Folder for data URLs, beside which nothing is read then; None for the cache.
 
     Raises:
         BadRow: There is no such picture, it is damaged, animated or too large, or lies outside the folder.
@@ -84,14 +85,16 @@ def find_picture(value: object, where: str, folder: Path | None) -> Picture:
     if isinstance(value, Mapping):
         raw = value.get("bytes")
         if isinstance(raw, bytes):
-            return _from_bytes(raw, where)
+            return _from_bytes(raw, where, store)
         value = value.get("path") or value.get("url")
     if isinstance(value, bytes):
-        return _from_bytes(value, where)
+        return _from_bytes(value, where, store)
     if not isinstance(value, str) or not value:
         raise BadRow(f"{where} must be a path, a data URL or an image, got {described(value)}")
     if value.startswith("data:"):
-        return _from_bytes(_decoded(value, where), where)
+        return _from_bytes(_decoded(value, where), where, store)
+    if store is not None:
+        raise BadRow(f"{where}: '{shortened(value)}' is no data URL; send the picture as data:image/png;base64,...")
     name = value.removeprefix("file://")
     if is_url(name):
         raise BadRow(f"{where}: '{shortened(name)}' is a URL; download the picture and name its file")
@@ -156,10 +159,10 @@ def _from_file(name: str, where: str, folder: Path | None) -> Picture:
     return _looked_at(raw, f"{where}: '{shortened(name)}'", str(path))
 
 
-def _from_bytes(raw: bytes, where: str) -> Picture:
-    """A picture that stands in the row; its bytes go to the cache, by their digest."""
+def _from_bytes(raw: bytes, where: str, store: Path | None) -> Picture:
+    """A picture that stands in the row; its bytes go to a folder, or the cache, by their digest."""
     digest = hashlib.sha256(raw).hexdigest()
-    path = cache_folder() / "images" / digest[:2] / digest
+    path = (store or cache_folder() / "images") / digest[:2] / digest
     picture = _looked_at(raw, where, str(path))
     if not path.is_file() or path.stat().st_size != len(raw):
         try:
