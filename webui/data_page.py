@@ -208,9 +208,7 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
         chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")
         numbers = gr.HTML(elem_id="data-numbers", padding=False)
 
-    buttons = [gr.Button(interactive=True), gr.Button(interactive=False)]
-
-    @told_by(lambda error: [*buttons, told(error), gr.Plot(visible=False), ""])
+    @told_by(lambda error: [*_idle(), told(error), gr.Plot(visible=False), ""])
     def run(request: gr.Request, *values: Any) -> Iterator[list[Any]]:
         asked_request = fields.asked(*values)
         yield [
@@ -229,17 +227,22 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
                 else:
                     report = event
         except work.Cancelled:
-            yield [*buttons, f"<p class='data-soft'>{words('data.cancelled')}</p>", gr.Plot(visible=False), ""]
+            yield [*_idle(), f"<p class='data-soft'>{words('data.cancelled')}</p>", gr.Plot(visible=False), ""]
             return
         assert report is not None
         source = report.sources[_position(recipe, asked_request)]
         text = data_charts.numbers(words, report, source) + data_charts.mixture_table(words, report)
-        yield [*buttons, "", gr.Plot(data_charts.length_chart(words, source, report.max_length), visible=True), text]
+        yield [*_idle(), "", gr.Plot(data_charts.length_chart(words, source, report.max_length), visible=True), text]
 
     outputs = [measure, cancel, message, chart, numbers]
     measure.click(run, fields.inputs, outputs, show_progress="hidden", concurrency_limit=2)
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
     return [measuring, message, chart, numbers]
+
+
+def _idle() -> list[gr.Button]:
+    """The buttons of work that may begin and of work that may be cancelled; where a page is built they would stand."""
+    return [gr.Button(interactive=True), gr.Button(interactive=False)]
 
 
 def _position(recipe: tunekit.Recipe, asked: Asked) -> int:
@@ -319,9 +322,7 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
             cancel = gr.Button(words("data.cancel"), elem_id="data-stop-trial", interactive=False, min_width=100)
         message = gr.HTML(elem_id="data-trial-result", padding=False)
 
-    buttons = [gr.Button(interactive=True), gr.Button(interactive=False)]
-
-    @told_by(lambda error: [*buttons, told(error)])
+    @told_by(lambda error: [*_idle(), told(error)])
     def run(number: int, request: gr.Request, *values: Any) -> Iterator[list[Any]]:
         asked_request = fields.asked(*values)
         yield [gr.Button(interactive=False), gr.Button(interactive=True), _progress(words, None)]
@@ -331,9 +332,9 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event)]
                 else:
-                    yield [*buttons, data_charts.trial_html(words, event)]
+                    yield [*_idle(), data_charts.trial_html(words, event)]
         except work.Cancelled:
-            yield [*buttons, f"<p class='data-soft'>{words('data.cancelled')}</p>"]
+            yield [*_idle(), f"<p class='data-soft'>{words('data.cancelled')}</p>"]
 
     attempt.click(
         run, [number, *fields.inputs], [attempt, cancel, message], show_progress="hidden", concurrency_limit=2
