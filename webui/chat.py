@@ -6,7 +6,7 @@ browser alone. Answers are shown as they are, as text: nothing in them is taken 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape, unescape
+from html import escape
 from typing import Any
 
 import gradio as gr
@@ -16,6 +16,7 @@ from webui.failures import told_by
 from webui.history import history_of, steps_of
 from webui.listing import listing_of
 from webui.run_parts import empty
+from webui.said import Messages, asked_of, shown, with_turn
 from webui.site import Site
 from webui.talks import Choice, Talks
 from webui.words import Words, next_step, told
@@ -25,7 +26,8 @@ RESULT, NOTHING, BEFORE = "", "", "before"
 
 MAX_PROMPTS = 6
 
-Messages = list[dict[str, Any]]
+Prompt = dict[str, Any]
+"""The text and the files of the field for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Conversation:
 
     left: gr.Chatbot
     right: gr.Chatbot
-    prompt: gr.Textbox
+    prompt: gr.MultimodalTextbox
     send: gr.Button
     stop: gr.Button
     clear: gr.Button
@@ -82,7 +84,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     _attach_choices(page, site, words, chooser, load, samples, nothing, everything)
     _attach_loading(page, site, words, talks, chooser, talk, load, unload, status)
     _attach_talking(words, talks, talk, status)
-    samples.click(lambda row: row[0], samples, talk.prompt, show_progress="hidden")
+    samples.click(lambda row: _prompt(row[0]), samples, talk.prompt, show_progress="hidden")
 
 
 def _conversation(words: Words) -> Conversation:
@@ -95,9 +97,10 @@ def _conversation(words: Words) -> Conversation:
             )
             for side in ("left", "right")
         )  # fmt: skip
-    prompt = gr.Textbox(
-        label=words("chat.prompt"), info=words("chat.prompt_help"), lines=1, max_lines=8, elem_id="chat-prompt"
-    )
+    prompt = gr.MultimodalTextbox(
+        label=words("chat.prompt"), info=words("chat.prompt_help"), lines=1, max_lines=8, elem_id="chat-prompt",
+        sources=[], file_types=list(tunekit.PICTURE_SUFFIXES), file_count="multiple", submit_btn=False,
+    )  # fmt: skip
     with gr.Row(elem_id="chat-buttons"):
         send = gr.Button(
             words("chat.send"), variant="primary", interactive=False, size="md", elem_id="chat-send", min_width=100
@@ -220,13 +223,13 @@ def _attach_loading(
     status: gr.HTML,
 ) -> None:
     seen_state = gr.Textbox("", visible=False)
-    outputs = [status, load, unload, talk.send, talk.left, talk.right, seen_state]
+    outputs = [status, load, unload, talk.send, talk.left, talk.right, seen_state, talk.prompt]
 
-    @told_by(lambda error: [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed"])
+    @told_by(lambda error: [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed", gr.skip()])
     def load_chosen(run: str, checkpoint: str, beside: str, device: str, request: gr.Request) -> Iterator[list[Any]]:
         session = str(request.session_hash)
         busy = f"<p class='chat-busy' role='status'>{escape(words('chat.loading', name=run or ''))}</p>"
-        yield [busy, _off(), _off(), _off(), gr.skip(), gr.skip(), "loading"]
+        yield [busy, _off(), _off(), _off(), gr.skip(), gr.skip(), "loading", gr.skip()]
         talks.load(session, chosen(run, checkpoint, beside), device=device)
         sides = talks.sides(session)
         name = run if not checkpoint else words("chat.name_step", name=run, step=checkpoint)
@@ -237,16 +240,18 @@ def _attach_loading(
             gr.Chatbot(label=title, visible=bool(title), value=[])
             for title in (titles[0], titles[1] if len(sides) > 1 else "")
         ]
-        yield [_loaded(talks, session, words), _on(), _on(), _on(), *pair, "loaded"]
+        sources = ["upload"] if all(side.talk.reads_pictures for side in sides) else []
+        field = gr.MultimodalTextbox(sources=sources)
+        yield [_loaded(talks, session, words), _on(), _on(), _on(), *pair, "loaded", field]
 
     def unload_all(request: gr.Request) -> list[Any]:
         talks.close(str(request.session_hash))
-        return [empty(words("chat.unloaded")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded"]
+        return [empty(words("chat.unloaded")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded", gr.skip()]
 
     def look(seen: str, request: gr.Request) -> list[Any]:
         if seen != "loaded" or not talks.has_ended(str(request.session_hash)):
             return [gr.skip()] * len(outputs)
-        return [empty(words("chat.ended")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded"]
+        return [empty(words("chat.ended")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded", gr.skip()]
 
     inputs = [chooser.run, chooser.checkpoint, chooser.beside, chooser.device]
     load.click(load_chosen, inputs, outputs, show_progress="hidden", concurrency_limit=None)
@@ -278,7 +283,7 @@ def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.H
 
     @told_by(lambda error: [gr.skip(), gr.skip(), gr.skip(), _on(), _off(), told(error)])
     def answer(
-        prompt: str,
+        prompt: Prompt | None,
         left: Messages,
         right: Messages,
         system: str,
@@ -290,15 +295,16 @@ def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.H
     ) -> Iterator[list[Any]]:
         session = str(request.session_hash)
         sides = talks.sides(session)
-        if not prompt.strip() or not sides:
+        text, pictures = (prompt or {}).get("text") or "", (prompt or {}).get("files") or []
+        if not (text.strip() or pictures) or not sides:
             note = gr.skip() if sides else empty(words("chat.none_loaded"))
             yield [gr.skip(), gr.skip(), gr.skip(), gr.skip(), gr.skip(), note]
             return
-        histories = [with_turn(history, prompt) for history in (left, right)[: len(sides)]]
+        histories = [with_turn(history, text, pictures) for history in (left, right)[: len(sides)]]
         options = _options(temperature, top_p, length, seed)
         talks.begin(session)
         try:
-            yield ["", *_both(histories), _off(), _on(), gr.skip()]
+            yield [_prompt(""), *_both(histories), _off(), _on(), gr.skip()]
             for number, side in enumerate(sides):
                 question = asked_of(histories[number], system)
                 histories[number].append({"role": "assistant", "content": ""})
@@ -332,11 +338,6 @@ def _both(said: list[Messages]) -> list[Any]:
     return [shown(said[0]), shown(said[1]) if len(said) > 1 else gr.skip()]
 
 
-def shown(said: Messages) -> Messages:
-    """A conversation as the browser is given it, which takes it for HTML and loads pictures that stand in it."""
-    return [{**history, "content": escape(history["content"])} for history in said]
-
-
 def _options(temperature: float, top_p: float, length: float | None, seed: float | None) -> dict[str, Any]:
     return {
         "temperature": float(temperature),
@@ -346,35 +347,8 @@ def _options(temperature: float, top_p: float, length: float | None, seed: float
     }
 
 
-def with_turn(history: Messages | None, prompt: str) -> Messages:
-    """Return the history as texts, with another turn of the user."""
-    return [
-        *({"role": message["role"], "content": text_of(message)} for message in history or ()),
-        _turn("user", prompt),
-    ]
-
-
-def text_of(message: dict[str, Any]) -> str:
-    """The text of a message that was shown, however the browser hands it over."""
-    content = message["content"]
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content if part.get("type") == "text")
-    return unescape(content)
-
-
-def asked_of(said: Messages, system: str) -> Messages:
-    """Return the prompt of a model: the conversation without missing answers, behind the system prompt."""
-    turns: Messages = [_turn("system", system)] if system and system.strip() else []
-    for message in said:
-        if message["role"] == "assistant" and not message["content"]:
-            turns.pop()
-        else:
-            turns.append(message)
-    return turns
-
-
-def _turn(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
+def _prompt(text: str) -> Prompt:
+    return {"text": text, "files": []}
 
 
 def _on() -> gr.Button:

@@ -7,7 +7,8 @@ import pytest
 
 import tunekit
 from tests.waiting import LIMIT_SECONDS
-from webui.chat import Words, asked_of, choices_of, chosen, shown, text_of, with_turn
+from webui.chat import Words, choices_of, chosen
+from webui.said import asked_of, shown, text_of, with_turn
 from webui.site import Site
 from webui.talks import IDLE_SECONDS, NUM_ALL, Choice, Talks
 
@@ -152,3 +153,20 @@ def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trai
     (second,) = holders(server)
     page.context.close()
     second.wait(LIMIT_SECONDS)
+
+
+def test_pictures_are_shown_come_back_and_are_asked_about(tmp_path):
+    from gradio.components import Chatbot
+    from PIL import Image
+
+    path = tmp_path / "a.png"
+    Image.new("RGB", (4, 6)).save(path)
+    said = with_turn([], "a < b?", [str(path)])
+    chatbot = Chatbot()
+    back = chatbot.preprocess(chatbot.postprocess(shown(said)))
+    again = with_turn(back, "and?")
+    assert [turn.get("pictures") for turn in again] == [[str(path)], None]
+    assert [turn["content"] for turn in again] == ["a < b?", "and?"]
+    first, second = asked_of(again, "")
+    assert first["content"] == [tunekit.picture_part(path), {"type": "text", "text": "a < b?"}]
+    assert second == {"role": "user", "content": "and?"}

@@ -4,8 +4,8 @@ Both sides answer the same prompts, each reward judges all answers, and a row of
 not count for it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
 from tunekit.evaluation.losses import Told, Values, logged_figure
-from tunekit.inference.inference_model import Answer, Loaded, Sampling, answer
+from tunekit.inference.inference_model import Answer, Loaded, Pictured, Sampling, answer
 from tunekit.methods.rewards.load import RewardFunction, reward_arguments
 from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
 from tunekit.runs.evaluation_result import Score
@@ -36,6 +36,7 @@ class Questions:
         ids: Token ids of each prompt.
         sampling: How answers are drawn.
         batch_size: Answers that are given at once.
+        pictured: Prompts with pictures, by their numbers.
     """
 
     of: str
@@ -45,12 +46,14 @@ class Questions:
     ids: Sequence[Sequence[int]]
     sampling: Sampling
     batch_size: int
+    pictured: Mapping[int, Pictured] = field(default_factory=dict)
     needs_before: bool = False
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
         answers: dict[int, Answer] = {}
-        for number, (single,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
+        given = answer(loaded, self.ids, self.sampling, batch_size=self.batch_size, pictured=self.pictured)
+        for number, (single,) in given:
             answers[number] = single
             tell(len(answers), len(self.ids))
         answered = [answers[number] for number in range(len(self.ids))]

@@ -52,24 +52,36 @@ def log_likelihoods(model: Any, ids: Sequence[Ids], counted: Sequence[Ids], tell
         counted: For each token whether it counts. The first is predicted from nothing, and does not.
         tell: Told how many sequences are done, and how many there are.
     """
-    import torch
 
     def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
         logits = model(input_ids=given, attention_mask=mask, use_cache=False).logits
-        targets = np.zeros(given.shape, dtype=bool)
-        for line, number in enumerate(batch):
-            targets[line, : len(counted[number])] = counted[number]
-        targets[:, 0] = False
-        rows, places = (torch.from_numpy(index).to(given.device) for index in targets.nonzero())
-        totals = torch.zeros(len(batch), dtype=torch.float64, device=given.device)
-        for start in range(0, len(rows), _POSITIONS):
-            row, place = rows[start : start + _POSITIONS], places[start : start + _POSITIONS]
-            likely = logits[row, place - 1].float().log_softmax(-1)
-            of_token = likely.gather(-1, given[row, place].unsqueeze(-1)).squeeze(-1)
-            totals.index_add_(0, row, of_token.double())
-        return list(totals.tolist())
+        return sums_of(logits, given, [counted[number] for number in batch])
 
-    return _through(model, ids, sums, tell)
+    return through(model, ids, sums, tell)
+
+
+def sums_of(logits: "torch.Tensor", given: "torch.Tensor", counted: Sequence[Ids]) -> list[float]:
+    """The log-probability of the tokens that count, summed over each sequence of a batch.
+
+    Args:
+        logits: Logits `(batch, seq, vocabulary)`.
+        given: Token ids `(batch, seq)`.
+        counted: For each token of each sequence whether it counts.
+    """
+    import torch
+
+    targets = np.zeros(given.shape, dtype=bool)
+    for line, counts in enumerate(counted):
+        targets[line, : len(counts)] = counts
+    targets[:, 0] = False
+    rows, places = (torch.from_numpy(index).to(given.device) for index in targets.nonzero())
+    totals = torch.zeros(len(counted), dtype=torch.float64, device=given.device)
+    for start in range(0, len(rows), _POSITIONS):
+        row, place = rows[start : start + _POSITIONS], places[start : start + _POSITIONS]
+        likely = logits[row, place - 1].float().log_softmax(-1)
+        of_token = likely.gather(-1, given[row, place].unsqueeze(-1)).squeeze(-1)
+        totals.index_add_(0, row, of_token.double())
+    return list(totals.tolist())
 
 
 def judgements(model: Any, ids: Sequence[Ids], tell: Told | None = None) -> np.ndarray:
@@ -81,10 +93,10 @@ def judgements(model: Any, ids: Sequence[Ids], tell: Told | None = None) -> np.n
     def scores(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
         return list(model(input_ids=given, attention_mask=mask).logits[:, 0].double().tolist())
 
-    return _through(model, ids, scores, tell, pad=model.config.pad_token_id)
+    return through(model, ids, scores, tell, pad=model.config.pad_token_id)
 
 
-def _through(
+def through(
     model: Any,
     ids: Sequence[Ids],
     compute: Callable[[list[int], "torch.Tensor", "torch.Tensor"], list[float]],

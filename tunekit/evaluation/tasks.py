@@ -11,7 +11,10 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.formats.row_formats import COLUMNS, Learner, Row, counted
+from tunekit.data.images.collate import PICTURES
+from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.pictures import Picture
 from tunekit.data.prepare import read_dataset, tokens_of
 from tunekit.data.sources.load import load_rows
 from tunekit.data.sources.rows import Rows, RowStore
@@ -19,7 +22,17 @@ from tunekit.data.tokenization.alignment import ANSWERS, read_rows
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.generative import Questions, questions_in
 from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
-from tunekit.inference.inference_model import GENERATES_NOTHING, Sampling, Trained, longest_of, refuse_judges
+from tunekit.evaluation.pictures import PicturedRow, PicturedTexts, prepared_rows
+from tunekit.inference.conversations import pictured_prompt, reads_pictures
+from tunekit.inference.inference_model import (
+    GENERATES_NOTHING,
+    Pictured,
+    Sampling,
+    Trained,
+    longest_of,
+    processor_of,
+    refuse_judges,
+)
 from tunekit.inference.prompts import prompt_ids
 from tunekit.methods.rewards.load import check_rows, load_rewards
 from tunekit.recipe.functions import find_function
@@ -129,7 +142,11 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         if rewards:
             what = f"{run.name} stores its rows as tokens, but a metric needs prompts with expected answers"
             raise DataError(what, hint="pass rows with --data")
-        return _texts(of, _sequences(read_dataset(file)), wish.limit)
+        dataset = read_dataset(file)
+        if PICTURES in dataset.column_names:
+            rows_of_run = [PicturedRow(**row) for row in dataset.select(range(len(dataset))[: wish.limit])]
+            return PicturedTexts.of_rows(of, rows_of_run, processor_of(found, tokenizer))
+        return _texts(of, _sequences(dataset), wish.limit)
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
         : wish.limit
     ]
@@ -162,7 +179,7 @@ def parts_of_file(
     Raises:
         TunekitError: They cannot be read, or are of no use.
     """
-    rows = _load(data, wish.limit)
+    rows = _load(data, wish.limit, takes_images=reads_pictures(found))
     of = sliced(rows.source, wish.limit)
     method = None if found.run is None else found.run.recipe.method
     if not rewards and rows.format == "prompts" and method is not None and is_rewarded(method):
@@ -182,6 +199,10 @@ def parts_of_file(
         return part, rows.notes
     if found.judges:
         raise DataError(f"{found.name} {GENERATES_NOTHING}", hint="pass preference pairs")
+    if rows.has_pictures:
+        processor = processor_of(found, tokenizer)
+        rows_of_file = prepared_rows(rows, tokenizer, ImageTokens(processor), max_length)
+        return PicturedTexts.of_rows(of, rows_of_file, processor), rows.notes
     sequences = tokens_of(rows, tokenizer, max_length=max_length).sequences
     subset = sequences.take(np.arange(len(sequences)))
     ends = np.cumsum(subset.lengths)[:-1]
@@ -189,7 +210,7 @@ def parts_of_file(
     return _texts(of, pairs, None), rows.notes
 
 
-def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
+def _load(data: str | Mapping[str, Any], limit: int | None, *, takes_images: bool) -> Rows:
     value = _read_yaml(data, "data") if isinstance(data, str) and data.strip().startswith("{") else data
     try:
         parts = DataSource.model_validate({"path": value} if isinstance(value, str) else dict(value))
@@ -199,7 +220,7 @@ def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
         raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it like data.eval of a recipe") from error
     defaults = {"key": "data", "format": "auto", "columns": {}, "loss_on": "assistant"}
     source = CompleteSource(**(defaults | parts.model_dump(exclude_none=True)))
-    rows = load_rows(source, default_split="eval")
+    rows = load_rows(source, Learner("evaluate", tuple(COLUMNS), takes_images), default_split="eval")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
@@ -251,6 +272,8 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
         raise DataError(error.problem.replace("method.rewards: ", ""), hint=error.hint) from error
     method = None if found.run is None else found.run.recipe.method
     longest, encoded = longest_of(found), []
+    images = ImageTokens(processor_of(found, tokenizer)) if rows.has_pictures else None
+    pictured: dict[int, Pictured] = {}
     for index, row in enumerate(rows.rows):
         prompt = row["prompt"]
         if isinstance(prompt, str) and method is not None and generates(method):
@@ -258,7 +281,13 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
             ids = list(tokenizer(prompt)["input_ids"])
         else:
             try:
-                ids = prompt_ids(found, tokenizer, prompt, row.get("tools"))
+                if images is not None and "images" in row:
+                    pictures, place = [Picture.of_row(value) for value in row["images"]], rows.place(index)
+                    ids, pictured[index] = pictured_prompt(
+                        found, tokenizer, images, prompt, pictures, place, row.get("tools")
+                    )
+                else:
+                    ids = prompt_ids(found, tokenizer, prompt, row.get("tools"))
             except RunError as error:
                 raise DataError(f"{rows.place(index)}: {error.problem}", hint=error.hint) from error
         if not ids or (longest is not None and len(ids) >= longest):
@@ -270,5 +299,12 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
     sampling = Sampling(temperature=wish.temperature, max_new_tokens=wish.max_new_tokens or of_run, seed=wish.seed)
     functions = load_rewards(rewards, device=wish.device)
     return Questions(
-        sliced(rows.source, wish.limit), list(rows.rows), rewards, functions, encoded, sampling, wish.batch_size
+        sliced(rows.source, wish.limit),
+        list(rows.rows),
+        rewards,
+        functions,
+        encoded,
+        sampling,
+        wish.batch_size,
+        pictured,
     )

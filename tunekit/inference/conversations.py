@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import BadRow, Row, counted
+from tunekit.data.images.expand import ImageTokens
 from tunekit.data.images.in_rows import with_pictures
 from tunekit.data.images.pictures import Picture
 from tunekit.errors import RunError
@@ -19,6 +20,7 @@ from tunekit.probe.model import model_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -54,6 +56,36 @@ def reads_pictures(found: Trained) -> bool:
         return False
     cached = (try_to_load_from_cache(base, name, revision=found.base.revision) for name in PROCESSOR_FILES)
     return any(isinstance(file, str) for file in cached)
+
+
+def pictured_prompt(
+    found: Trained,
+    tokenizer: "PreTrainedTokenizerBase",
+    images: ImageTokens,
+    said: Sequence[Mapping[str, Any]],
+    pictures: Sequence[Picture],
+    place: str,
+    tools: Sequence[Row] | None = None,
+) -> tuple[list[int], Pictured]:
+    """Return the token ids of a prompt with pictures, and the prompt for the model's processor.
+
+    Args:
+        found: The model.
+        tokenizer: Its tokenizer.
+        images: The tokens of its pictures.
+        said: A conversation with marks for its pictures.
+        pictures: The pictures.
+        place: Where the prompt stands, for messages.
+        tools: What the model may call.
+
+    Raises:
+        RunError: The template refuses the conversation.
+        DataError: The template writes more or fewer pictures than there are.
+    """
+    text = prompt_text(found, tokenizer, said, tools, in_parts=True)
+    whole, _, _ = images.expand(text, (), pictures, place)
+    ids: list[int] = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    return ids, Pictured(text, tuple(pictures))
 
 
 def inputs_of(

@@ -19,7 +19,8 @@ from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.images.expand import ImageTokens
 from tunekit.errors import DataError, DiskError, RunError
 from tunekit.inference import inference_model
-from tunekit.inference.prompts import Prompt, prompt_ids, prompt_text, read_prompts, told
+from tunekit.inference.conversations import pictured_prompt
+from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event
@@ -168,10 +169,10 @@ def _encoded(
     for number, prompt in enumerate(prompts):
         try:
             if prompt.pictures and images is not None and not isinstance(prompt.said, str):
-                text = prompt_text(found, tokenizer, prompt.said, prompt.tools, in_parts=True)
-                pictured[number] = inference_model.Pictured(text, prompt.pictures)
-                text, _, _ = images.expand(text, (), prompt.pictures, prompt.place)
-                ids = array("I", tokenizer(text, add_special_tokens=False)["input_ids"])
+                of_pictures = pictured_prompt(
+                    found, tokenizer, images, prompt.said, prompt.pictures, prompt.place, prompt.tools
+                )
+                ids, pictured[number] = array("I", of_pictures[0]), of_pictures[1]
             else:
                 ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))
         except RunError as error:

@@ -1,0 +1,112 @@
+"""Losses on rows with pictures, in batches that the model's own processor makes, as in training."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tunekit.data.images.collate import PictureCollator
+from tunekit.data.images.expand import ImageTokens
+from tunekit.data.packing.sequences import IGNORED
+from tunekit.data.prepare import PictureInputs, tokens_of
+from tunekit.data.sources.rows import Rows
+from tunekit.errors import DataError
+from tunekit.evaluation.losses import Ids, Texts, Told, Values, sums_of, through
+from tunekit.inference.inference_model import Loaded
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+
+@dataclass(frozen=True)
+class PicturedRow:
+    """A prepared row: see `tunekit.data.images.collate`."""
+
+    input_ids: Sequence[int]
+    labels: Sequence[int]
+    picture_text: str | None
+    pictures: Sequence[str]
+
+
+def prepared_rows(
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens, max_length: int
+) -> list[PicturedRow]:
+    """Return rows as they are prepared for training.
+
+    Args:
+        rows: The rows.
+        tokenizer: Tokenizer of the model.
+        images: The tokens of pictures.
+        max_length: Longest sequence, in tokens.
+    """
+    sequences = tokens_of(rows, tokenizer, max_length=max_length, images=images).sequences
+    inputs = PictureInputs(rows, tokenizer, images)
+    return [
+        PicturedRow(sequences[i]["input_ids"], sequences[i]["labels"], *inputs.of_row(int(sequences.rows[i])))
+        for i in range(len(sequences))
+    ]
+
+
+@dataclass(frozen=True)
+class PicturedTexts(Texts):
+    """Sequences of which some have pictures.
+
+    Attributes:
+        rows: The prepared rows.
+        processor: Processor of the model.
+    """
+
+    rows: Sequence[PicturedRow] = ()
+    processor: "ProcessorMixin | None" = None
+
+    @classmethod
+    def of_rows(cls, of: str, rows: Sequence[PicturedRow], processor: "ProcessorMixin") -> "PicturedTexts":
+        """Return the part of an evaluation that measures rows.
+
+        Args:
+            of: The rows, by name.
+            rows: The rows as they are prepared for training.
+            processor: Processor of the model.
+        """
+        ids = [np.array(row.input_ids, dtype=np.int64) for row in rows]
+        counted = [np.array(row.labels) != IGNORED for row in rows]
+        if not any(counts[1:].any() for counts in counted):
+            raise DataError(f"{of}: no token counts in the loss", hint="add answers to the rows")
+        return cls(of, ids, counted, rows=rows, processor=processor)
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The log-probability of each; those with pictures apart, which some models read otherwise."""
+        logps = np.full(len(self.rows), np.nan)
+        with_pictures = [number for number, row in enumerate(self.rows) if row.pictures]
+        without = [number for number, row in enumerate(self.rows) if not row.pictures]
+        num_before = 0
+        for numbers in (with_pictures, without):
+            if not numbers:
+                continue
+            done = num_before
+
+            def told(part: int, _: int, done: int = done) -> None:
+                tell(done + part, len(self.rows))
+
+            logps[numbers] = self._of(loaded, numbers, told)
+            num_before += len(numbers)
+        return {"logps": logps}
+
+    def _of(self, loaded: Loaded, numbers: Sequence[int], tell: Told) -> np.ndarray:
+        assert self.processor is not None
+        collate = PictureCollator(self.processor, scores_positions=False)
+
+        def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
+            chosen = [numbers[place] for place in batch]
+            inputs = collate([asdict(self.rows[number]) for number in chosen])
+            del inputs["labels"]
+            inputs = {name: tensor.to(given.device) for name, tensor in inputs.items()}
+            if "pixel_values" in inputs:
+                inputs["pixel_values"] = inputs["pixel_values"].to(loaded.model.dtype)
+            logits = loaded.model(**inputs, use_cache=False).logits
+            counted: list[Ids] = [self.counted[number] for number in chosen]
+            return sums_of(logits, inputs["input_ids"], counted)
+
+        return through(loaded.model, [self.ids[number] for number in numbers], sums, tell)
