@@ -51,7 +51,7 @@ def test_metrics_judge_answers_that_see_the_pictures(run, tmp_path):
     rows = run.path.parent / "data" / "rows.jsonl"
     tunekit.generate(run, rows, tmp_path / "out.jsonl", max_new_tokens=6, device="cpu")
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    options = {"data": str(rows), "metrics": ["length"], "max_new_tokens": 6, "before": False, "device": "cpu"}
+    options = {"data": str(rows), "metrics": ["exact_match"], "max_new_tokens": 6, "before": False, "device": "cpu"}
     scores = {score.name: score for score in tunekit.evaluate(run, **options).scores}
     mean = sum(answer["num_tokens"] for answer in answers) / len(answers)
     assert scores["completions/mean_length"].after.value == pytest.approx(mean)

@@ -52,8 +52,8 @@ class Questions:
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
         answers: dict[int, Answer] = {}
-        given = answer(loaded, self.ids, self.sampling, batch_size=self.batch_size, pictured=self.pictured)
-        for number, (single,) in given:
+        batches = answer(loaded, self.ids, self.sampling, batch_size=self.batch_size, pictured=self.pictured)
+        for number, (single,) in batches:
             answers[number] = single
             tell(len(answers), len(self.ids))
         answered = [answers[number] for number in range(len(self.ids))]

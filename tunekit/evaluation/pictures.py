@@ -85,12 +85,11 @@ class PicturedTexts(Texts):
         for numbers in (with_pictures, without):
             if not numbers:
                 continue
-            done = num_before
 
-            def told(part: int, _: int, done: int = done) -> None:
-                tell(done + part, len(self.rows))
+            def report(num_done: int, _: int, offset: int = num_before) -> None:
+                tell(offset + num_done, len(self.rows))
 
-            logps[numbers] = self._of(loaded, numbers, told)
+            logps[numbers] = self._of(loaded, numbers, report)
             num_before += len(numbers)
         return {"logps": logps}
 

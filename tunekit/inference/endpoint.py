@@ -172,8 +172,8 @@ class _Chat(ChatCompletionHandler):  # type: ignore[misc]
         self.model_manager.limit(body, inputs["input_ids"].shape[1])
         config = self._build_generation_config(body, model.generation_config)
         answer = self._streaming if body.get("stream") else self._non_streaming
-        told = answer(request_id, model, tokenizer, name, inputs, config, gen_manager=manager, tools=tools)
-        return told if body.get("stream") else await told
+        response = answer(request_id, model, tokenizer, name, inputs, config, gen_manager=manager, tools=tools)
+        return response if body.get("stream") else await response
 
 
 class _Completion(CompletionHandler):  # type: ignore[misc]

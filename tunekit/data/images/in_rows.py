@@ -76,8 +76,8 @@ def with_caption(row: Row, folder: Path | None, names: Mapping[str, str]) -> tup
             raise
         raise BadRow(f"{error} (data.format=text reads the texts alone)") from None
     turns = [{"role": "user", "content": MARK + prompt}, {"role": "assistant", "content": caption}]
-    kept = {name: value for name, value in row.items() if name not in ("image", "caption", "prompt")}
-    return {**kept, "messages": turns}, [picture.to_row()]
+    remainder = {name: value for name, value in row.items() if name not in ("image", "caption", "prompt")}
+    return {**remainder, "messages": turns}, [picture.to_row()]
 
 
 def as_parts(messages: Sequence[Row]) -> list[Row]:

@@ -292,11 +292,11 @@ def sample(
     """Tokens with the text of each, as it reads behind the one before it, and the tokens of each picture as one."""
     pieces: list[Piece] = []
     start = 0
-    for one in pictures:
-        pieces += _pieces(ids[start : one.start], labels[start : one.start], tokenizer)
-        of_picture = tuple(ids[one.start : one.stop])
-        pieces.append(Piece(one.words, of_picture, trained=False, special=True, picture=one.picture))
-        start = one.stop
+    for tokens in pictures:
+        pieces += _pieces(ids[start : tokens.start], labels[start : tokens.start], tokenizer)
+        of_picture = tuple(ids[tokens.start : tokens.stop])
+        pieces.append(Piece(tokens.words, of_picture, trained=False, special=True, picture=tokens.picture))
+        start = tokens.stop
     return Sample((*pieces, *_pieces(ids[start:], labels[start:], tokenizer)))
 
 

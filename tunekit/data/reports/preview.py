@@ -279,18 +279,18 @@ def _shown(
     pictures: Sequence[PictureTokens] = (),
 ) -> ShownSequence:
     # A picture takes the room of one token.
-    offsets = [token for token in range(len(ids)) if not any(one.start < token < one.stop for one in pictures)]
+    offsets = [token for token in range(len(ids)) if not any(part.start < token < part.stop for part in pictures)]
     is_long = len(offsets) > HEAD_TOKENS + TAIL_TOKENS
     start = offsets[HEAD_TOKENS] if is_long else len(ids)
     end = offsets[-TAIL_TOKENS] if is_long else len(ids)
-    behind = [replace(one, start=one.start - end, stop=one.stop - end) for one in pictures if one.start >= end]
+    behind = [replace(part, start=part.start - end, stop=part.stop - end) for part in pictures if part.start >= end]
     few = cut[:CUT_TOKENS]
     return ShownSequence(
         name=name,
         num_tokens=len(ids),
         num_trained=sum(label != IGNORED for label in labels),
         num_cut=len(cut),
-        head=sample(ids[:start], labels[:start], tokenizer, [one for one in pictures if one.stop <= start]),
+        head=sample(ids[:start], labels[:start], tokenizer, [part for part in pictures if part.stop <= start]),
         num_hidden=end - start,
         tail=sample(ids[end:], labels[end:], tokenizer, behind),
         cut=sample(few, [IGNORED] * len(few), tokenizer),
