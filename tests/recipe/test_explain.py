@@ -41,7 +41,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
         ("data.train[1].weight", "data.train.weight: a number greater than 0; optional"),
         (
             "data.train.format",
-            "data.train.format: auto, messages, sharegpt, alpaca, prompt_completion, text, tokens, preference,",
+            "data.train.format: auto, messages, sharegpt, alpaca, prompt_completion, captions, text, tokens,",
         ),
         ("adapter.type", "adapter.type: one of full, lora, qlora, ia3, vera, oft, adalora; default lora"),
         ("adapter.quant_type", "adapter.quant_type: one of nf4, fp4; default nf4; with adapter.type qlora"),
