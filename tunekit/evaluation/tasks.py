@@ -155,7 +155,8 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         if not reward_list:
             raise DataError(f"{method.type} is scored by its teacher during training only", hint="pass a --metric")
         numbers = range(1, len(rows) + 1)
-        prompts = Rows(format="prompts", rows=RowStore(rows), source=HELD_OUT, numbers=numbers, unit="row")
+        pictured = any(row.get("images") for row in rows)
+        prompts = Rows("prompts", RowStore(rows), HELD_OUT, numbers, "row", has_pictures=pictured)
         return _questions(prompts, reward_list, found, tokenizer, wish)
     if rewards:
         problem = f"{run.name} was trained on preferences, which no metric scores"
@@ -239,10 +240,10 @@ def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: i
 
 
 def _refuse_pictures(of: str, rows: Sequence[Row]) -> None:
-    """Refuse pairs and prompts with pictures, whose tokens alone would be scored."""
+    """Refuse pairs with pictures, whose tokens alone would be scored."""
     if any(row.get("images") for row in rows):
-        problem = f"{of}: pairs and prompts with pictures are scored only while a run is trained"
-        raise DataError(problem, hint="see eval_loss or the rewards in the run's metrics")
+        problem = f"{of}: pairs with pictures are scored only while a run is trained"
+        raise DataError(problem, hint="see eval_loss and the rewards in the run's metrics")
 
 
 def _answered(
@@ -265,7 +266,6 @@ def _answered(
 
 def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:
     refuse_judges(found)
-    _refuse_pictures(rows.source, list(rows.rows))
     try:
         check_rows(rewards, [rows])
     except DataError as error:

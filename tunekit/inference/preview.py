@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.data.formats.row_formats import Learner
+from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens
 from tunekit.data.reports import preview
 from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
@@ -103,7 +104,10 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
         tokenizer = load_tokenizer(recipe.model)
         if not preview.is_encoded(rows.format):
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
-            return _Tokens(preview.answered_sequences(rows, tokenizer, room_of(recipe)), notes)
+            room, pictures = room_of(recipe), None
+            if rows.has_pictures:
+                room, pictures = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
+            return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures), notes)
         images = ImageTokens(load_processor(recipe.model, tokenizer)) if rows.has_pictures else None
         show, encoder = preview.trained_sequences(rows, tokenizer, recipe.data.max_length, images)
     except TunekitError as error:

@@ -247,13 +247,17 @@ def report_on_rows(
         DataError: No row is left, or the rows do not fit the chat template.
     """
     prepared = prepare_rows(recipe, data, on_progress)
+    tokenizer, pictures = load_tokenizer(recipe.model), None
+    if prepared.facts.has_pictures:
+        pictures = PictureAnswers(load_processor(recipe.model, tokenizer))
     return report_rows(
         prepared.splits,
-        load_tokenizer(recipe.model),
+        tokenizer,
         max_length=recipe.data.max_length,
         num_samples=num_samples,
         notes=prepared.notes,
         skipped=prepared.skipped,
+        pictures=pictures,
     )
 
 

@@ -5,7 +5,7 @@ rendered by the chat template, in which each picture is one token, and measured 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -13,11 +13,11 @@ from PIL import Image
 from tunekit.data.formats.messages import tools_of
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.images.collate import PICTURES
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.expand import ImageTokens, PictureTokens
 from tunekit.data.images.in_rows import as_parts
 from tunekit.data.images.pictures import Picture, read_picture
 from tunekit.data.packing.sequences import common_prefix_length
-from tunekit.data.tokenization.render import ChatRenderer, Rendered
+from tunekit.data.tokenization.render import ChatRenderer, Rendered, in_loss
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,6 +82,27 @@ class PictureAnswers:
         num_prompt = min((common_prefix_length(prompt_ids, ids) for ids in wholes), default=len(prompt_ids))
         return num_prompt, wholes, num_picture_tokens
 
+    def prompt_ids(self, row: Row, place: str) -> list[int]:
+        """Return the tokens of a prompt by itself."""
+        asked, _ = self.texts(row, (), place)
+        return self._ids(self._images.expand(asked, (), pictures_of(row), place)[0])
+
+    def places(self, row: Row, columns: Sequence[str], place: str) -> list[list[PictureTokens]]:
+        """Return the tokens that are pictures, of the prompt with each answer, or of the prompt where there is none."""
+        asked, answered = self.texts(row, columns, place)
+        pictures, found = pictures_of(row), []
+        for text in answered or [asked]:
+            whole, _, _ = self._images.expand(text, (), pictures, place)
+            offsets = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            tokens, before = [], 0
+            for picture, span in zip(pictures, self._images.spans_of(text, pictures), strict=True):
+                inside = [index for index, is_inside in enumerate(in_loss(offsets, (span,))) if is_inside]
+                # Two pictures may share a token of what stands around them.
+                start, before = max(before, inside[0]), inside[-1] + 1
+                tokens.append(PictureTokens(picture, start, before))
+            found.append(tokens)
+        return found
+
     def check(self, row: Row, columns: Sequence[str], place: str) -> None:
         """Check that the tokens of a row are those that the whole processor makes of its pictures.
 
@@ -121,16 +142,19 @@ def with_pictures(rows: "datasets.Dataset") -> "datasets.Dataset":
 
     def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         columns = decode(batch)
-        images = columns.get("images", [None] * len(columns["prompt"]))
-        return {
-            **columns,
-            "prompt": [as_parts(prompt) for prompt in columns["prompt"]],
-            "images": [[read_picture(Picture.of_row(value)) for value in of_row or ()] for of_row in images],
-        }
+        rows = [with_images(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+        return {name: [row[name] for row in rows] for name in columns}
 
     return rows.with_transform(read)
 
 
-def pictures_of(row: Row) -> list[Picture]:
+def with_images(row: Mapping[str, Any]) -> Row:
+    """Return a prompt with pictures as TRL reads it, with `images` decoded; any other row as it is."""
+    if not row.get("images"):
+        return dict(row)
+    return {**row, "prompt": as_parts(row["prompt"]), "images": [read_picture(one) for one in pictures_of(row)]}
+
+
+def pictures_of(row: Mapping[str, Any]) -> list[Picture]:
     """Return the pictures of a row, in the order of their marks."""
     return [Picture.of_row(value) for value in row.get("images") or ()]

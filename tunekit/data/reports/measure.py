@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count, groupby
 from typing import TYPE_CHECKING
 
+from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens, PictureTokens
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
 from tunekit.data.prepare import SourceShare, SourceTokens, Split
@@ -346,6 +347,7 @@ def report_rows(
     num_samples: int,
     notes: Sequence[str],
     skipped: tuple[Skipped, ...],
+    pictures: PictureAnswers | None = None,
 ) -> DataReport:
     """Look at rows as their trainer will read them. The length of a row is that of its longest answer with its prompt.
 
@@ -356,6 +358,7 @@ def report_rows(
         num_samples: Rows of each source to take as samples, each with all its answers.
         notes: What was found while the rows were read.
         skipped: Bad rows that were left out.
+        pictures: Tokenizes rows, where some have pictures.
     """
     reports = []
     for split in splits:
@@ -363,7 +366,7 @@ def report_rows(
             statistics = _source_report(
                 split.name, len(split.sources), source.rows, source.counts, source.lengths, max_length
             )
-            samples = tuple(_samples(source, tokenizer, max_length, num_samples))
+            samples = tuple(_samples(source, tokenizer, max_length, num_samples, pictures))
             reports.append(replace(statistics, samples=samples))
     train, shares = splits[0], splits[0].shares
     return DataReport(
@@ -381,10 +384,21 @@ def report_rows(
 
 
 def _samples(
-    measured: Measured, tokenizer: "PreTrainedTokenizerBase", max_length: int, num_samples: int
+    measured: Measured,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    num_samples: int,
+    pictures: PictureAnswers | None,
 ) -> Iterator[Sample]:
+    columns = ANSWERS[measured.rows.format]
     for index in measured.kept[:num_samples]:
-        num_given, answered = tokens_of(measured.rows.rows[index], ANSWERS[measured.rows.format], tokenizer)
-        for ids in answered:
+        row, place = measured.rows.rows[index], measured.rows.place(index)
+        if pictures is None:
+            num_given, answered = tokens_of(row, columns, tokenizer)
+            places: list[list[PictureTokens]] = [[] for _ in columns]
+        else:
+            num_given, answered, _ = pictures.tokens(row, columns, place)
+            places = pictures.places(row, columns, place) if columns else []
+        for ids, parts in zip(answered, places, strict=True):
             prefix = list(ids[:max_length])
-            yield sample(prefix, [IGNORED] * num_given + prefix[num_given:], tokenizer)
+            yield sample(prefix, [IGNORED] * num_given + prefix[num_given:], tokenizer, parts)

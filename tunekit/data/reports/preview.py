@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens, PictureTokens
 from tunekit.data.images.pictures import Picture, thumbnail
 from tunekit.data.packing.sequences import IGNORED
@@ -228,16 +229,32 @@ def trained_sequences(
     return show, encoder
 
 
-def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room) -> Show:
-    """Return the tokenization of rows of answers, or of prompts alone."""
+def answered_sequences(
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, pictures: PictureAnswers | None = None
+) -> Show:
+    """Return the tokenization of rows of answers, or of prompts alone.
+
+    Args:
+        rows: The rows.
+        tokenizer: Tokenizer of the model.
+        room: The longest prompt, and the longest prompt with an answer.
+        pictures: Tokenizes rows, where some have pictures.
+    """
     columns = ANSWERS[rows.format]
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
         _check_size(rows, index)
         try:
-            check_calls(rows.rows[index], columns, tokenizer, rows.place(index))
-            num_given, answered = tokens_of(rows.rows[index], columns, tokenizer)
-            prompt = list(prompt_tokens(rows.rows[index], tokenizer, "a prompt")) if not columns else []
+            row, place = rows.rows[index], rows.place(index)
+            if pictures is None:
+                check_calls(row, columns, tokenizer, place)
+                num_given, answered = tokens_of(row, columns, tokenizer)
+                prompt = list(prompt_tokens(row, tokenizer, "a prompt")) if not columns else []
+                places: list[list[PictureTokens]] = [[] for _ in columns or (None,)]
+            else:
+                num_given, answered, _ = pictures.tokens(row, columns, place)
+                prompt = pictures.prompt_ids(row, place) if not columns else []
+                places = pictures.places(row, columns, place)
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
@@ -250,11 +267,12 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
                 [IGNORED] * min(num_given, room.max_length) + list(answer[num_given : room.max_length]),
                 list(answer[room.max_length :]),
                 tokenizer,
+                [part for part in parts if part.stop <= room.max_length],
             )
-            for name, answer in zip(columns, answered, strict=True)
+            for name, answer, parts in zip(columns, answered, places, strict=True)
         ]
         if not columns:
-            sequences = [_shown("prompt", prompt, [IGNORED] * len(prompt), [], tokenizer)]
+            sequences = [_shown("prompt", prompt, [IGNORED] * len(prompt), [], tokenizer, places[0])]
         return tuple(sequences), 0, left_out
 
     return show

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tunekit.data.images.answers import with_images
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
@@ -31,12 +32,13 @@ def reward_arguments(
     """Build the keyword arguments that TRL passes to a reward: lists as long as there are answers.
 
     Args:
-        rows: The row of each answer.
+        rows: The row of each answer, whose pictures are decoded here.
         texts: The answers.
         token_ids: Tokens of each answer.
     """
     from transformers import TrainerState
 
+    rows = [with_images(row) for row in rows]
     prompts = [row["prompt"] for row in rows]
     columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     return {
