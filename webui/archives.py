@@ -111,7 +111,7 @@ def _is_wanted(member: zipfile.ZipInfo) -> bool:
 
 
 def _check(members: Sequence[zipfile.ZipInfo], name: str) -> None:
-    seen: set[str] = set()
+    unpacked: set[str] = set()
     for member in members:
         path, what = PurePosixPath(member.filename), f"{name}: {member.filename[:200]!r}"
         if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in path.parts[0]:
@@ -122,9 +122,9 @@ def _check(members: Sequence[zipfile.ZipInfo], name: str) -> None:
             raise tunekit.TunekitError(f"{what} is a link or no regular file", hint="replace it with the file itself")
         if member.flag_bits & 1:
             raise tunekit.TunekitError(f"{what} needs a password", hint="zip it without one")
-        if str(path) in seen:
+        if str(path) in unpacked:
             raise tunekit.TunekitError(f"{what} is there twice", hint="rename one of them")
-        seen.add(str(path))
+        unpacked.add(str(path))
 
 
 def _write(

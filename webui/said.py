@@ -29,8 +29,8 @@ def shown(said: Messages) -> Messages:
 
 def with_turn(history: Messages | None, prompt: str, pictures: Sequence[str] = ()) -> Messages:
     """Return the history as texts and pictures, with another turn of the user."""
-    told = [_turn(message["role"], text_of(message), pictures_of(message)) for message in history or ()]
-    return [*told, _turn("user", prompt, pictures)]
+    turns = [_turn(message["role"], text_of(message), pictures_of(message)) for message in history or ()]
+    return [*turns, _turn("user", prompt, pictures)]
 
 
 def text_of(message: dict[str, Any]) -> str:

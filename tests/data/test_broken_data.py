@@ -141,7 +141,8 @@ CASES = {
         '{"a":1,"b":2}',
         "chats.jsonl:1: no format matches the columns a, b; map them to the columns of a format with data.columns "
         "(messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: prompt, "
-        "completion; text: text; tokens: input_ids; preference: chosen, rejected; ranking: prompt, completions, "
+        "completion; captions: image, caption; text: text; tokens: input_ids; preference: chosen, rejected; "
+        "ranking: prompt, completions, "
         "scores; unpaired_preference: prompt, completion, label; prompts: prompt), or convert the rows by a "
         "function (data.format=module:function)",
     ),
@@ -388,7 +389,8 @@ CASES = {
         ",".join(f"c{i}" for i in range(500)) + "\n",
         "wide.csv:1: no format matches the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
         "map them to the columns of a format with data.columns (messages: messages; sharegpt: conversations; "
-        "alpaca: instruction, output; prompt_completion: prompt, completion; text: text; tokens: input_ids; "
+        "alpaca: instruction, output; prompt_completion: prompt, completion; captions: image, caption; "
+        "text: text; tokens: input_ids; "
         "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, "
         "completion, label; prompts: prompt), or convert the rows by a function (data.format=module:function)",
     ),
@@ -612,8 +614,8 @@ def test_every_file_of_a_folder_is_checked_and_named(here):
         (
             {"x": "y"},
             "data.columns.x: no format has a column 'x'; columns: messages, conversations, instruction, output, "
-            "prompt, completion, text, input_ids, chosen, rejected, completions, scores, label, tools, system, "
-            "input, history, labels, attention_mask, completion_mask, assistant_masks, images",
+            "prompt, completion, image, caption, text, input_ids, chosen, rejected, completions, scores, label, "
+            "tools, system, input, history, labels, attention_mask, completion_mask, assistant_masks, images",
         ),
         ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; tunekit's name comes first: {prompt: q}"),
         (

@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from tunekit.data.formats.messages import tools_of
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.images.collate import PICTURES
@@ -44,6 +42,8 @@ class PictureAnswers:
     @property
     def input_names(self) -> set[str]:
         """Names of what the processor makes of a text with a picture."""
+        from PIL import Image
+
         blank = Image.new("RGB", (64, 64))
         return set(self._images.processor(text=[self._images.mark], images=[[blank]]))
 
@@ -57,14 +57,14 @@ class PictureAnswers:
         if isinstance(prompt, str):
             problem = f"{place}: prompt is a plain text, beside rows with pictures"
             raise DataError(problem, hint="make it a list of messages")
-        asked = self._chat.text(prompt, place, tools=tools, add_generation_prompt=True)
+        question = self._chat.text(prompt, place, tools=tools, add_generation_prompt=True)
         answered = []
         for column in columns:
             whole = [*prompt, *row[column]]
             text = self._chat.text(whole, place, tools=tools)
             self._chat.check_calls(whole, place, Rendered(text, ()), num_prompt=len(prompt), tools=tools)
             answered.append(text)
-        return asked, answered
+        return question, answered
 
     def tokens(self, row: Row, columns: Sequence[str], place: str) -> tuple[int, list[list[int]], int]:
         """Return the number of tokens of the prompt, the tokens of it with each answer, and those of its pictures.
@@ -75,8 +75,8 @@ class PictureAnswers:
             DataError: As for `texts`, or there are more or fewer tokens for pictures than pictures.
         """
         pictures = pictures_of(row)
-        asked, answered = self.texts(row, columns, place)
-        expanded, _, num_picture_tokens = self._images.expand(asked, (), pictures, place)
+        question, answered = self.texts(row, columns, place)
+        expanded, _, num_picture_tokens = self._images.expand(question, (), pictures, place)
         prompt_ids = self._ids(expanded)
         wholes = [self._ids(self._images.expand(text, (), pictures, place)[0]) for text in answered]
         num_prompt = min((common_prefix_length(prompt_ids, ids) for ids in wholes), default=len(prompt_ids))
@@ -84,14 +84,14 @@ class PictureAnswers:
 
     def prompt_ids(self, row: Row, place: str) -> list[int]:
         """Return the tokens of a prompt by itself."""
-        asked, _ = self.texts(row, (), place)
-        return self._ids(self._images.expand(asked, (), pictures_of(row), place)[0])
+        question, _ = self.texts(row, (), place)
+        return self._ids(self._images.expand(question, (), pictures_of(row), place)[0])
 
     def places(self, row: Row, columns: Sequence[str], place: str) -> list[list[PictureTokens]]:
         """Return the tokens that are pictures, of the prompt with each answer, or of the prompt where there is none."""
-        asked, answered = self.texts(row, columns, place)
-        pictures, found = pictures_of(row), []
-        for text in answered or [asked]:
+        question, answered = self.texts(row, columns, place)
+        pictures, places = pictures_of(row), []
+        for text in answered or [question]:
             whole, _, _ = self._images.expand(text, (), pictures, place)
             offsets = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             tokens, before = [], 0
@@ -100,8 +100,8 @@ class PictureAnswers:
                 # Two pictures may share a token of what stands around them.
                 start, before = max(before, inside[0]), inside[-1] + 1
                 tokens.append(PictureTokens(picture, start, before))
-            found.append(tokens)
-        return found
+            places.append(tokens)
+        return places
 
     def check(self, row: Row, columns: Sequence[str], place: str) -> None:
         """Check that the tokens of a row are those that the whole processor makes of its pictures.
@@ -109,8 +109,8 @@ class PictureAnswers:
         Raises:
             DataError: They are not.
         """
-        asked, answered = self.texts(row, columns, place)
-        text = answered[0] if answered else asked
+        question, answered = self.texts(row, columns, place)
+        text = answered[0] if answered else question
         pictures = pictures_of(row)
         self._images.check(text, pictures, self._ids(self._images.expand(text, (), pictures, place)[0]), place)
 
@@ -137,7 +137,7 @@ class PictureAnswers:
 
 def with_pictures(rows: "datasets.Dataset") -> "datasets.Dataset":
     """Return prompts as TRL reads them: contents as lists of parts, and a column `images` of decoded pictures."""
-    # Rows are decoded when they are asked for.
+    # Rows are decoded when they are question for.
     decode = rows.format["format_kwargs"]["transform"]
 
     def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -152,7 +152,7 @@ def with_images(row: Mapping[str, Any]) -> Row:
     """Return a prompt with pictures as TRL reads it, with `images` decoded; any other row as it is."""
     if not row.get("images"):
         return dict(row)
-    return {**row, "prompt": as_parts(row["prompt"]), "images": [read_picture(one) for one in pictures_of(row)]}
+    return {**row, "prompt": as_parts(row["prompt"]), "images": [read_picture(picture) for picture in pictures_of(row)]}
 
 
 def pictures_of(row: Mapping[str, Any]) -> list[Picture]:

@@ -269,7 +269,7 @@ def answered_sequences(
                 tokenizer,
                 [part for part in parts if part.stop <= room.max_length],
             )
-            for name, answer, parts in zip(columns, answered, places, strict=True)
+            for name, answer, parts in zip(columns, answered, places if columns else [], strict=True)
         ]
         if not columns:
             sequences = [_shown("prompt", prompt, [IGNORED] * len(prompt), [], tokenizer, places[0])]

@@ -153,7 +153,7 @@ class Encoder:
         import numpy as np
 
         pictures = ([Picture.of_row(value) for value in row.get("images", ())] for row in batch)
-        values = [sum(self._images.of_size(one.width, one.height).num_values for one in row) for row in pictures]
+        values = [sum(self._images.of_size(p.width, p.height).num_values for p in row) for row in pictures]
         return replace(
             encoded,
             has_pictures=np.array(["images" in row for row in batch], dtype=np.bool_),
