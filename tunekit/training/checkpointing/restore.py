@@ -11,8 +11,9 @@ Without these a resume is not exact. They are written here, by each process into
 anything is loaded.
 """
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from transformers import PreTrainedModel, Trainer, set_seed
@@ -118,8 +120,10 @@ def _take_checkpoint_of_others(trainer: Trainer, plan: Plan, newest: Newest, pla
     if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
         load_weights, load_states = _weights_of_parts, _states_of_parts
     elif saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
-        load_weights, load_states = _parts_of_weights, _parts_of_states
+        load_weights, load_states = _fill_from_whole, _parts_of_states
     else:
+        if plan.layout.strategy in WHOLE and not isinstance(trainer.model, PeftModel):
+            trainer.wrap("load_weights", lambda load, folder, model=None: _fill_from_whole(trainer.model, Path(folder)))
         return
     trainer.wrap("load_weights", lambda load, folder, model=None: load_weights(trainer.model, Path(folder)))
     trainer.wrap("load_optimizer", lambda load, folder: load_states(trainer, Path(folder)))
@@ -146,12 +150,16 @@ def _load_weights(trainer: Trainer, plan: Plan, folder: Path) -> None:
         plan: How it is spread.
         folder: The checkpoint.
     """
-    in_parts = (folder / WEIGHTS_IN_PARTS).is_dir()
+    in_parts, is_adapter = (folder / WEIGHTS_IN_PARTS).is_dir(), isinstance(trainer.model, PeftModel)
     if plan.layout.strategy != "fsdp2" and in_parts:
         _weights_of_parts(trainer.model, folder)
-    elif plan.layout.strategy == "fsdp2" and not in_parts:
-        _parts_of_weights(trainer.model, folder)
+    elif not in_parts and (plan.layout.strategy == "fsdp2" or (plan.layout.strategy in WHOLE and not is_adapter)):
+        _fill_from_whole(trainer.model, folder)
     else:
+        # Parameters of ZeRO-3 are in parts already.
+        if not in_parts and not is_adapter and _lacks_names(trainer.model, _whole_weights(folder)):
+            problem = f"{folder}: weights have the names of the hub, which ZeRO cannot begin with"
+            raise RunError(problem, hint="set parallel.strategy to ddp or fsdp2")
         trainer.load_weights(str(folder), trainer.model_wrapped)
 
 
@@ -170,12 +178,33 @@ def _weights_of_parts(model: Module, folder: Path) -> None:
     _fill(model, read["model"])
 
 
-def _parts_of_weights(model: Module, folder: Path) -> None:
+def _fill_from_whole(model: Module, folder: Path) -> None:
+    """Give a model, whole or in parts, the weights of a checkpoint that has them whole.
+
+    transformers saves weights by the names of the hub, which for many models are not those of its modules
+    (vision-language models, experts). Its trainer loads by the latter, and passes over all other names in silence
+    (transformers 5.24, `_load_from_checkpoint`).
+    """
+    weights = _whole_weights(folder)
+    if isinstance(model, PreTrainedModel) and _lacks_names(model, weights):
+        cls: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+        config = copy.deepcopy(model.config)
+        weights = cls.from_pretrained(folder, config=config, dtype=model.dtype, use_safetensors=True).state_dict()
+    _fill(model, weights)
+
+
+def _whole_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("*model*.safetensors")):
         with safe_open(file, framework="pt") as stream:
             weights |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
-    _fill(model, weights)
+    return weights
+
+
+def _lacks_names(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether weights lack one of a model's, by the names of its modules."""
+    tied = model.all_tied_weights_keys
+    return any(name not in weights and tied.get(name) not in weights for name in _weights(model))
 
 
 def _fill(model: Module, found: dict[str, Tensor]) -> None:
