@@ -348,7 +348,7 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
 
     Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
     """
-    if not is_traced(model):
+    if not is_traced(model) or (passes.reads_pictures and model.tower is None):
         return "outside the model"
     if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.token_rows(model, adapter):
         return "closed form"
@@ -358,8 +358,13 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
         # Tables that are trained beside an adapter are counted on one device only as they are traced.
         return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
-    traced = () if model.num_experts else ("single", "ddp")
-    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else traced)
+    traced: tuple[str, ...] = () if model.num_experts else ("single", "ddp")
+    if passes.reads_pictures:
+        # Towers are traced on one device, below supervised fine-tuning.
+        traced = ("single", "ddp") if passes.method == "sft" else ()
+    elif passes.method == "sft":
+        traced = ("single", "ddp", "fsdp2")
+    engine = layout.strategy in traced
     return "traced" if alone and engine else "closed form"
 
 
