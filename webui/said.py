@@ -1,4 +1,4 @@
-"""What was said in a chat, as the browser shows it, as it comes back from there, and as a model is asked it.
+"""Messages of a chat, as the browser shows it, as it comes back from there, and as a model is asked it.
 
 Texts are escaped, since the browser takes them for HTML. Pictures are files that gradio keeps while the server runs; it
 takes no others back from a browser.

@@ -1,4 +1,4 @@
-"""What a step on rows with pictures allocates, traced as `oracle` traces those of text.
+"""Allocations of a step on rows with pictures, traced as `oracle` traces those of text.
 
 The whole model runs, its tower too. Token ids, masks and the sizes of pictures are real tensors, since code of towers
 branches on their values; weights, pixels and what follows of them have no storage. Pixels count as long as the trainer
@@ -198,7 +198,7 @@ def facts_of(step: VisionStep) -> ModelFacts:
 
 
 def estimate_of(step: VisionStep) -> MemoryEstimate:
-    """What the planner says of a step on an accelerator."""
+    """Return the planned memory of a step on an accelerator."""
     facts = facts_of(step)
     masks = step.batch > 1 or (facts.tower is not None and facts.tower.masks_text)
     mask_length = step.length if masks else None

@@ -47,7 +47,7 @@ def asked(pictures, number=0, text="what colour?"):
 
 
 def greedy(run, pictures, messages, numbers):
-    """What transformers generates of a conversation with the model's own processor."""
+    """Return what transformers generates of a conversation with the model's own processor."""
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -42,11 +42,11 @@ class PictureBytes:
     encoding: int
     """At the most while the tower computes, besides the pixels."""
     outputs: int
-    """What the tower gives, until the forward pass is over."""
+    """Outputs of the tower, until the forward pass is over."""
     embedded: int = 0
     """Embedded text beside what the first layer reads, until the backward pass is over."""
     states: int = 0
-    """What cross-attention reads, until the backward pass of the first layer with it."""
+    """States that cross-attention reads, until the backward pass of the first layer with it."""
     crossed: int = 0
     """Kept of layers with cross-attention for the backward pass."""
     recomputed: int = 0
