@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from tunekit.data.formats.row_formats import COLUMNS, Learner, Row, counted
 from tunekit.data.images.collate import PICTURES
 from tunekit.data.images.expand import ImageTokens
-from tunekit.data.images.pictures import Picture
+from tunekit.data.images.pictures import pictures_of
 from tunekit.data.prepare import read_dataset, tokens_of
 from tunekit.data.sources.load import load_rows
 from tunekit.data.sources.rows import Rows, RowStore
@@ -282,7 +282,7 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
         else:
             try:
                 if images is not None and "images" in row:
-                    pictures, place = [Picture.of_row(value) for value in row["images"]], rows.place(index)
+                    pictures, place = pictures_of(row), rows.place(index)
                     ids, pictured[index] = pictured_prompt(
                         found, tokenizer, images, prompt, pictures, place, row.get("tools")
                     )

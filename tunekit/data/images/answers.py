@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.formats.messages import tools_of
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.images.collate import PICTURES
-from tunekit.data.images.expand import ImageTokens, PictureTokens
+from tunekit.data.images.expand import ImageTokens, PictureTokens, Span
 from tunekit.data.images.in_rows import as_parts
-from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.data.images.pictures import Picture, pictures_of, read_picture
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.render import ChatRenderer, Rendered, in_loss
 from tunekit.errors import DataError
@@ -74,34 +74,27 @@ class PictureAnswers:
         Raises:
             DataError: As for `texts`, or there are more or fewer tokens for pictures than pictures.
         """
-        pictures = pictures_of(row)
-        question, answered = self.texts(row, columns, place)
-        expanded, _, num_picture_tokens = self._images.expand(question, (), pictures, place)
-        prompt_ids = self._ids(expanded)
-        wholes = [self._ids(self._images.expand(text, (), pictures, place)[0]) for text in answered]
+        return self._tokens(self.texts(row, columns, place), pictures_of(row), place)
+
+    def _tokens(
+        self, texts: tuple[str, list[str]], pictures: Sequence[Picture], place: str
+    ) -> tuple[int, list[list[int]], int]:
+        question, answered = texts
+        _, _, num_picture_tokens = self._images.expand(question, (), pictures, place)
+        prompt_ids, *wholes = (self._encode(text, pictures, place) for text in (question, *answered))
         num_prompt = min((common_prefix_length(prompt_ids, ids) for ids in wholes), default=len(prompt_ids))
         return num_prompt, wholes, num_picture_tokens
 
     def prompt_ids(self, row: Row, place: str) -> list[int]:
         """Return the tokens of a prompt by itself."""
         question, _ = self.texts(row, (), place)
-        return self._ids(self._images.expand(question, (), pictures_of(row), place)[0])
+        return self._encode(question, pictures_of(row), place)
 
     def places(self, row: Row, columns: Sequence[str], place: str) -> list[list[PictureTokens]]:
         """Return the tokens that are pictures, of the prompt with each answer, or of the prompt where there is none."""
         question, answered = self.texts(row, columns, place)
-        pictures, places = pictures_of(row), []
-        for text in answered or [question]:
-            whole, _, _ = self._images.expand(text, (), pictures, place)
-            offsets = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            tokens, before = [], 0
-            for picture, span in zip(pictures, self._images.spans_of(text, pictures), strict=True):
-                inside = [index for index, is_inside in enumerate(in_loss(offsets, (span,))) if is_inside]
-                # Two pictures may share a token of what stands around them.
-                start, before = max(before, inside[0]), inside[-1] + 1
-                tokens.append(PictureTokens(picture, start, before))
-            places.append(tokens)
-        return places
+        pictures = pictures_of(row)
+        return [self._images.placed(text, pictures, place, self._marks) for text in answered or [question]]
 
     def check(self, row: Row, columns: Sequence[str], place: str) -> None:
         """Check that the tokens of a row are those that the whole processor makes of its pictures.
@@ -112,32 +105,37 @@ class PictureAnswers:
         question, answered = self.texts(row, columns, place)
         text = answered[0] if answered else question
         pictures = pictures_of(row)
-        self._images.check(text, pictures, self._ids(self._images.expand(text, (), pictures, place)[0]), place)
+        self._images.check(text, pictures, self._encode(text, pictures, place), place)
 
     def pairs(self, rows: "datasets.Dataset") -> "datasets.Dataset":
         """Return pairs as token ids by TRL's names, with the texts and pictures that a processor reads."""
 
         def columns(row: Row) -> dict[str, object]:
-            num_prompt, (chosen, rejected), _ = self.tokens(row, PAIR, "a row")
-            _, texts = self.texts(row, PAIR, "a row")
+            texts = self.texts(row, PAIR, "a row")
+            num_prompt, (chosen, rejected), _ = self._tokens(texts, pictures_of(row), "a row")
             return {
                 "prompt_ids": chosen[:num_prompt],
                 "chosen_ids": chosen[num_prompt:],
                 "rejected_ids": rejected[num_prompt:],
-                **{f"{name}_text": text for name, text in zip(PAIR, texts, strict=True)},
+                **{f"{name}_text": text for name, text in zip(PAIR, texts[1], strict=True)},
                 PICTURES: [json.dumps(picture) for picture in row.get("images") or ()],
             }
 
         return rows.map(columns, remove_columns=rows.column_names).with_format(None)
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _encode(self, text: str, pictures: Sequence[Picture], place: str) -> list[int]:
+        whole, _, _ = self._images.expand(text, (), pictures, place)
+        ids: list[int] = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
+
+    def _marks(self, text: str, span: Span) -> list[bool]:
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return in_loss(encoding["offset_mapping"], (span,))
 
 
 def with_pictures(rows: "datasets.Dataset") -> "datasets.Dataset":
     """Return prompts as TRL reads them: contents as lists of parts, and a column `images` of decoded pictures."""
-    # Rows are decoded when they are question for.
+    # Rows are decoded when they are asked for.
     decode = rows.format["format_kwargs"]["transform"]
 
     def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -153,8 +151,3 @@ def with_images(row: Mapping[str, Any]) -> Row:
     if not row.get("images"):
         return dict(row)
     return {**row, "prompt": as_parts(row["prompt"]), "images": [read_picture(picture) for picture in pictures_of(row)]}
-
-
-def pictures_of(row: Mapping[str, Any]) -> list[Picture]:
-    """Return the pictures of a row, in the order of their marks."""
-    return [Picture.of_row(value) for value in row.get("images") or ()]

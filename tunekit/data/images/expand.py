@@ -6,7 +6,7 @@ itself, of a blank picture, once for each size. That this gives the tokens of th
 on rows with their real pictures, before training and for each row while it is trained on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,6 +122,29 @@ class ImageTokens:
             spans.append((start, end))
             end += len(piece)
         return spans
+
+    def placed(
+        self, text: str, pictures: Sequence[Picture], place: str, marks: Callable[[str, Span], Sequence[bool]]
+    ) -> list[PictureTokens]:
+        """Return the tokens that are pictures, once the marks of a text are replaced.
+
+        Args:
+            text: The text with its marks.
+            pictures: Its pictures, in their order.
+            place: Where the row stands, for messages.
+            marks: For each token of a text whether it has a character of a span.
+
+        Raises:
+            DataError: The text has more or fewer marks than pictures.
+        """
+        whole, _, _ = self.expand(text, (), pictures, place)
+        tokens, before = [], 0
+        for picture, span in zip(pictures, self.spans_of(text, pictures), strict=True):
+            inside = [index for index, is_inside in enumerate(marks(whole, span)) if is_inside]
+            # Two pictures may share a token of what stands around them.
+            start, before = max(before, inside[0]), inside[-1] + 1
+            tokens.append(PictureTokens(picture, start, before))
+        return tokens
 
     def check(self, text: str, pictures: Sequence[Picture], ids: Sequence[int], place: str) -> None:
         """Check that the whole processor makes the same tokens of a text with its real pictures.

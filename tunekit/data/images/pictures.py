@@ -70,6 +70,11 @@ class Picture:
         return cls(value["path"], width, height, value["digest"])
 
 
+def pictures_of(row: Mapping[str, Any]) -> list[Picture]:
+    """Return the pictures of a row, in the order of their marks."""
+    return [Picture.of_row(value) for value in row.get("images") or ()]
+
+
 def find_picture(value: object, where: str, folder: Path | None, store: Path | None = None) -> Picture:
     """Find and check a picture.
 

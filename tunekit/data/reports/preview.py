@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.formats.row_formats import Format, Row
 from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens, PictureTokens
-from tunekit.data.images.pictures import Picture, thumbnail
+from tunekit.data.images.pictures import pictures_of, thumbnail
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
@@ -284,8 +284,7 @@ def is_encoded(format: Format) -> bool:
 
 
 def _thumbnails(row: Row) -> dict[str, str]:
-    pictures = [Picture.of_row(value) for value in row.get("images", ())[:_THUMBNAILS]]
-    return {picture.digest: thumbnail(picture) for picture in pictures}
+    return {picture.digest: thumbnail(picture) for picture in pictures_of(row)[:_THUMBNAILS]}
 
 
 def _shown(

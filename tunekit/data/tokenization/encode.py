@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from tunekit.data.formats.messages import unweighted
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.images.expand import ImageTokens, PictureTokens
-from tunekit.data.images.pictures import Picture
+from tunekit.data.images.expand import ImageTokens, PictureTokens, Span
+from tunekit.data.images.pictures import pictures_of
 from tunekit.data.packing.sequences import IGNORED, Batch, common_prefix_length
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.fast_bpe import word_encoder
@@ -152,7 +152,7 @@ class Encoder:
             return encoded
         import numpy as np
 
-        pictures = ([Picture.of_row(value) for value in row.get("images", ())] for row in batch)
+        pictures = (pictures_of(row) for row in batch)
         values = [sum(self._images.of_size(p.width, p.height).num_values for p in row) for row in pictures]
         return replace(
             encoded,
@@ -172,27 +172,20 @@ class Encoder:
         assert self._images is not None
         row, place = rows.rows[first], rows.place(first)
         ids = self.encode(rows, range(first, first + 1)).ids.tolist()
-        self._images.check(self.text_of(row, place), [Picture.of_row(image) for image in row["images"]], ids, place)
+        self._images.check(self.text_of(row, place), pictures_of(row), ids, place)
 
     def pictures_of(self, rows: Rows, index: int) -> list[PictureTokens]:
         """Return the pictures of a row of the source with their tokens in it, before anything is cut."""
         row, place = rows.rows[index], rows.place(index)
         if self._images is None or "images" not in row:
             return []
-        import numpy as np
+        return self._images.placed(self.text_of(row, place), pictures_of(row), place, self._marks)
 
-        pictures = [Picture.of_row(value) for value in row["images"]]
-        text = self.text_of(row, place)
-        whole, _, _ = self._images.expand(text, (), pictures, place)
-        placed, before = [], 0
-        for picture, span in zip(pictures, self._images.spans_of(text, pictures), strict=True):
-            ((_, marks),) = self._marked([Rendered(whole, (span,))])
-            assert marks is not None
-            tokens = np.flatnonzero(marks)
-            # Two pictures may share a token of what stands around them.
-            start, before = max(before, int(tokens[0])), int(tokens[-1]) + 1
-            placed.append(PictureTokens(picture, start, before))
-        return placed
+    def _marks(self, text: str, span: Span) -> Sequence[bool]:
+        ((_, marks),) = self._marked([Rendered(text, (span,))])
+        assert marks is not None
+        listed: list[bool] = marks.tolist()
+        return listed
 
     def text_of(self, row: Row, place: str) -> str:
         """Return a conversation as text in which each picture is the one token that its processor replaces."""
@@ -234,7 +227,7 @@ class Encoder:
                 observed.num_looked_at += 1
                 observed.left_out.update(chat.left_out(messages, place, tools, r.text))
             if self._images is not None:
-                pictures = [Picture.of_row(value) for value in row.get("images", ())]
+                pictures = pictures_of(row)
                 spans = ((0, len(r.text)),) if self._all else r.spans
                 text, spans, num_tokens = self._images.expand(r.text, spans, pictures, place)
                 r = Rendered(text, spans)

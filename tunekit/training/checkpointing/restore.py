@@ -109,7 +109,7 @@ def start_of(run: Run, place: Place) -> Start:
 
 
 def _take_checkpoint_of_others(trainer: Trainer, plan: Plan, newest: Newest, place: Place) -> None:
-    """Have a trainer take a checkpoint that was written by other processes than these."""
+    """Have a trainer take a checkpoint that it would not take itself: of other processes, or by the hub's names."""
     assert newest.path is not None, "there is a checkpoint"
     saved = manifest_of(newest.path)
     if saved.num_processes != plan.layout.num_processes:
