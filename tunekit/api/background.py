@@ -19,10 +19,13 @@ from typing import IO, Any
 import yaml
 
 from tunekit.api.devices import visible_to
+from tunekit.data.sources.in_memory import RowData
 from tunekit.errors import RunError, Stopped, TunekitError, from_words
+from tunekit.recipe.load import as_plain
 from tunekit.recipe.reading.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.events import Event, Listener
+from tunekit.runs.kept_inputs import rows_as_overrides
 from tunekit.runs.run import Run, find_run
 
 CONSOLE = "console.log"
@@ -38,6 +41,8 @@ def start(
     source: Source,
     overrides: Sequence[str] = (),
     *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
     resume: bool = False,
     devices: Sequence[str] | None = None,
     queue: bool = False,
@@ -47,6 +52,8 @@ def start(
     Args:
         source: The recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one.
         overrides: Changes to it, such as `train.max_steps=10`.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
         resume: Resume the unfinished run of this recipe, if there is one.
         devices: The accelerators to use, by index or UUID; by default those that the plan chooses.
         queue: Wait until no other run on this machine uses the devices.
@@ -54,10 +61,12 @@ def start(
     Raises:
         TunekitError: There is no run, for the same reasons as with `train`.
     """
+    words = list(overrides)
+    words += rows_as_overrides(source, words, train_dataset=train_dataset, eval_dataset=eval_dataset)
     with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
         recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
         options = ["--resume"] if resume else []
-        return _start(["train", str(recipe), *overrides, *options], devices, queue=queue)
+        return _start(["train", str(recipe), *words, *options], devices, queue=queue)
 
 
 def start_resume(
@@ -128,7 +137,7 @@ def _written(source: Mapping[str, Any] | Recipe, folder: Path) -> Path:
     if isinstance(source, Recipe):
         name, text = source.output.name or "recipe", short_recipe(source)
     else:
-        name, text = "recipe", yaml.safe_dump(dict(source), sort_keys=False, allow_unicode=True)
+        name, text = "recipe", yaml.safe_dump(as_plain(source), sort_keys=False, allow_unicode=True)
     path = folder / f"{Path(name).name}.yaml"
     path.write_text(text, encoding="utf-8")
     return path

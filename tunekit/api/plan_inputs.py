@@ -27,6 +27,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.fingerprints import continued, settled
+from tunekit.runs.kept_inputs import with_inputs_of
 from tunekit.runs.prepared_data import absolute, counted_facts
 from tunekit.runs.record import free_bytes, place_of_run, recorded_runs
 from tunekit.runs.run import Run, list_runs
@@ -211,7 +212,7 @@ def is_same(recipe: Recipe, run: Run) -> bool:
 
 def as_stored(recipe: Recipe, stored: Recipe) -> Recipe:
     """A recipe as a run would keep it that keeps another one: what a run fills in is taken from there."""
-    recipe = absolute(continued(with_started(recipe, os.environ)))
+    recipe = with_inputs_of(absolute(continued(with_started(recipe, os.environ))), stored)
     written_output = recipe.output
     prompts = stored.output.sample_prompts if written_output.sample_prompts is None else written_output.sample_prompts
     output = written_output.model_copy(

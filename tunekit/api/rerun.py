@@ -25,6 +25,7 @@ from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import prospects
 from tunekit.runs.events import Event, judged_by
 from tunekit.runs.fingerprints import MadeWith, changed_texts, check_run_code, made_with, record_versions, write_code
+from tunekit.runs.kept_inputs import keep_inputs
 from tunekit.runs.run import RUNS, Run, check_free
 from tunekit.runs.small_files import place_of
 
@@ -253,6 +254,7 @@ def _made(story: Story, name: str | None) -> Run:
     again = Run.create(story.plan.model_copy(update={"recipe": recipe}))
     if (run.path / "data").is_dir():
         shutil.copytree(run.path / "data", again.path / "data", dirs_exist_ok=True)
+    keep_inputs(again, run)
     write_code(again)
     fingerprints.record(again)
     record_versions(again)

@@ -12,6 +12,7 @@ from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import Progress
 from tunekit.data.reports.preview import DataPreview
 from tunekit.data.reports.report import DataReport
+from tunekit.data.sources.in_memory import RowData
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Hardware
@@ -36,6 +37,7 @@ from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.events import FINAL_PHASES, Event
 from tunekit.runs.fingerprints import continued, read_recipe, record_versions, write_code
+from tunekit.runs.kept_inputs import keep_inputs
 from tunekit.runs.prepared_data import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
 from tunekit.runs.record import claimed, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
@@ -47,10 +49,18 @@ if TYPE_CHECKING:
     from tunekit.models.fusion.fuse import Report
 
 Source = str | Path | Mapping[str, Any] | Recipe
-"""A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
+"""A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one. In a mapping,
+functions may stand where a recipe names them; their source is kept with the run."""
 
 
-def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
+def plan(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
+    on: str | None = None,
+) -> Plan:
     """Plan a recipe. Reads the rows and the model's headers; loads neither weights nor torch.
 
     A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
@@ -59,12 +69,14 @@ def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None
     Args:
         source: The recipe.
         overrides: Changes to it, such as `train.max_steps=10`.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
         on: Another machine than this one: `h200`, `8xh100`, `2x8xrtx5090`, or a YAML file that describes one.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
     """
-    recipe, _ = read_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
     return Lookup([on]).plan(recipe, on)
 
 
@@ -142,13 +154,26 @@ def fit(
     return Variants(recipe, tuple(variants))
 
 
-def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
+def check(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
+) -> list[str]:
     """Check a recipe, its model, its data and whether they fit this machine; return what is worth knowing.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
 
     Raises:
         TunekitError: There is a fault.
     """
-    return check_recipe(read_recipe(source, overrides)[0], Lookup([None], probe_model))[1]
+    recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    return check_recipe(recipe, Lookup([None], probe_model))[1]
 
 
 def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
@@ -175,15 +200,35 @@ def train(
     source: Source | Plan,
     overrides: Sequence[str] = (),
     *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
     resume: bool = False,
     queue: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Train, in as many processes as the plan has, and return the finished run.
 
+    Example:
+        >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(32)]
+        >>> run = tunekit.train({"model": "pico", "train": {"max_steps": 2}}, train_dataset=rows)
+        >>> run.state
+        'finished'
+
+        A reward of a notebook's cell, or of the script that is run:
+
+        >>> def is_short(completions, **columns):
+        ...     return [1.0 if len(completion[0]["content"]) < 20 else 0.0 for completion in completions]
+        >>> prompts = [{"prompt": [{"role": "user", "content": f"What is {n}?"}]} for n in range(32)]
+        >>> recipe = {"model": "pico", "method": {"type": "grpo", "rewards": [is_short]}}
+        >>> tunekit.plan(recipe, train_dataset=prompts).recipe.method.rewards[0].weight
+        1.0
+
     Args:
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe.
+        train_dataset: Rows to train on instead of `data.train`: a list of dicts, a `datasets.Dataset`, a DataFrame of
+            pandas or polars, or an iterable of dicts. They are kept in the folder of the run.
+        eval_dataset: The same instead of `data.eval`.
         resume: Resume the unfinished run of this recipe, if there is one.
         queue: Wait until no other run on this machine uses the devices.
         on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
@@ -193,7 +238,12 @@ def train(
     """
 
     def make() -> Run:
-        recipe, notes = read_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+        recipe, notes = read_recipe(
+            source.recipe if isinstance(source, Plan) else source,
+            overrides,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+        )
         earlier = run_of(recipe)
         if earlier is not None and resume:
             return _going_on(earlier, recipe=recipe, on_event=on_event)
@@ -394,6 +444,7 @@ def make_run(
         if shares_disk:
             _check_disk(final)
         run = Run.create(final)
+        keep_inputs(run)
         prepared.save(run.path / "data")
         write_code(run)
     fingerprints.record(run)
@@ -431,6 +482,7 @@ def try_rewards(
     source: Source,
     overrides: Sequence[str] = (),
     *,
+    train_dataset: RowData | None = None,
     num_prompts: int = 20,
     on_event: Callable[[Event], None] | None = None,
 ) -> "RewardTrial":
@@ -439,13 +491,14 @@ def try_rewards(
     Args:
         source: The recipe.
         overrides: Changes to it.
+        train_dataset: Rows instead of `data.train`, as for `train`.
         num_prompts: Prompts to try, the first of the training rows.
         on_event: Called with the progress of generation; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
     """
-    recipe = continued(read_recipe(source, overrides)[0])
+    recipe = continued(read_recipe(source, overrides, train_dataset=train_dataset)[0])
     if not is_rewarded(recipe.method):
         rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
         raise TunekitError(f"method.type: {recipe.method.type} does not use rewards", hint=f"use {rewarded}")
@@ -480,6 +533,8 @@ def data_report(
     source: Source,
     overrides: Sequence[str] = (),
     *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
     num_samples: int = 3,
     on_event: Callable[[Event], None] | None = None,
 ) -> DataReport:
@@ -488,13 +543,15 @@ def data_report(
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
         num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
         on_event: Called with the progress of reading rows; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
-    recipe, _ = read_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
     data = load_data(recipe.data, learner_of(recipe.method.type))
     make = prepare if recipe.method.spec.trains_on == "tokens" else report_on_rows
     with library_words_to(StringIO()):
@@ -503,7 +560,14 @@ def data_report(
 
 
 def preview(
-    source: Source, overrides: Sequence[str] = (), *, key: str | None = None, start: int = 0, num_rows: int = 10
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
+    key: str | None = None,
+    start: int = 0,
+    num_rows: int = 10,
 ) -> DataPreview:
     """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
 
@@ -513,6 +577,8 @@ def preview(
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
         key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Default: the first.
         start: The first row to show, counted from 0.
         num_rows: Rows to show.
@@ -520,7 +586,7 @@ def preview(
     Raises:
         TunekitError: The recipe has a fault, or the source is not there.
     """
-    recipe, _ = read_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
     with library_words_to(StringIO()):
         return preview_data(recipe, learner_of(recipe.method.type), key=key, start=start, num_rows=num_rows)
 

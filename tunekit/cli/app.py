@@ -240,18 +240,18 @@ def data_cache(
     To preview a recipe named cache, use `tunekit data ./cache`.
     """
     from tunekit.data import prepare
-    from tunekit.data.sources import remote
+    from tunekit.data.sources import in_memory, remote
     from tunekit.display.console import make_console
     from tunekit.display.data import cache_table
 
     if clear:
-        print(f"{prepare.clear() + remote.clear_downloads():,} bytes freed")
+        print(f"{prepare.clear() + remote.clear_downloads() + in_memory.clear_rows():,} bytes freed")
         return
-    entries, downloads = prepare.list_entries(), remote.list_downloads()
-    if not entries and not downloads:
+    entries, downloads, rows = prepare.list_entries(), remote.list_downloads(), in_memory.list_rows()
+    if not entries and not downloads and not rows:
         print(f"the cache in {prepare.cache_root().parent} is empty")
         return
-    make_console().print(cache_table(entries, downloads))
+    make_console().print(cache_table(entries, downloads, rows))
 
 
 @app.command(rich_help_panel=RECIPES)

@@ -82,24 +82,27 @@ def _append(text: Text, pieces: Iterable[Piece], *, in_colour: bool) -> None:
         text.append("⟧")
 
 
-def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> RenderableType:
-    """Prepared rows, the largest first, files fetched from other machines, and the disk space of all.
+def cache_table(entries: Sequence[Entry], downloads: Sequence[Path], rows: Sequence[Path]) -> RenderableType:
+    """Prepared rows, the largest first, files fetched from other machines, rows passed in Python, and the space of all.
 
     Args:
         entries: Sets of prepared rows.
         downloads: Copies of files.
+        rows: Files of rows that callers held in memory.
     """
     table = plain_table("source", "contents", *numbers("sequences", "tokens", "size", "age"))
     for entry in entries:
         counts = (f"{entry.account[name]:,}" for name in ("num_sequences", "num_tokens"))
         holds = HOLDS[entry.kind]
         table.add_row(Text(entry.source), holds, *counts, gib(entry.size_bytes), _age(entry.path))
-    num_download_bytes = sum(file.stat().st_size for file in downloads)
-    if downloads:
-        newest = max(downloads, key=lambda file: file.stat().st_mtime)
-        table.add_row(counted(len(downloads), "downloaded file"), "", "", "", gib(num_download_bytes), _age(newest))
-    total = gib(num_download_bytes + sum(entry.size_bytes for entry in entries))
-    table.add_row("total", "", "", "", total, "", style="bold")
+    num_bytes = sum(entry.size_bytes for entry in entries)
+    for noun, files in (("downloaded file", downloads), ("dataset file", rows)):
+        if files:
+            newest = max(files, key=lambda file: file.stat().st_mtime)
+            size = sum(file.stat().st_size for file in files)
+            table.add_row(counted(len(files), noun), "", "", "", gib(size), _age(newest))
+            num_bytes += size
+    table.add_row("total", "", "", "", gib(num_bytes), "", style="bold")
     return table
 
 

@@ -5,6 +5,9 @@ directory is searched as well, as it would be by `python -m`.
 
 `tunekit check` imports them, and reading rows calls them, before anybody has said that a recipe is to be trained. So
 they are the user's own: Python's library and installed packages hold functions that run what a row tells them to.
+
+Those that were written from a notebook or script (`function_source`) are in the user's cache folder, and in a run's
+own folder, which its processes search too.
 """
 
 import difflib
@@ -21,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from tunekit.errors import RecipeError
+from tunekit.recipe.function_source import functions_folder, is_written
 
 TRUSTED = "TUNEKIT_TRUSTED_MODULES"
 """Variable with the installed packages, by commas, whose functions recipes may name."""
@@ -75,7 +79,7 @@ def _check_own(name: str) -> None:
 
 
 def _import(name: str) -> ModuleType:
-    with _working_directory_importable():
+    with importable(Path.cwd(), *([functions_folder()] if is_written(name) else [])):
         _check_own(name)
         try:
             return importlib.import_module(name)
@@ -92,15 +96,17 @@ def _import(name: str) -> ModuleType:
 
 
 @contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+def importable(*folders: Path) -> Iterator[None]:
+    """Search folders for modules before all others, within the context."""
+    paths = [str(folder) for folder in folders]
+    sys.path[:0] = paths
     importlib.invalidate_caches()  # a module may have been written since the last look
     try:
         yield
     finally:
-        with suppress(ValueError):  # the module may have changed the path itself
-            sys.path.remove(here)
+        for path in paths:
+            with suppress(ValueError):  # the module may have changed the path itself
+                sys.path.remove(path)
 
 
 def _modules_beside(name: str) -> list[str]:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.files import find_recipe, list_recipes, near_names
+from tunekit.recipe.function_source import path_of
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.reading import parse
 from tunekit.recipe.reading.overrides import Overrides, escape_environment, expand_environment, spell_out
@@ -142,6 +143,28 @@ def load_recipe_with_notes(
     parse.raise_problems(problems)
     assert recipe is not None, "a recipe without problems is valid"
     return recipe, notes
+
+
+def as_plain(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a mapping as a YAML file would hold them, with functions by their paths.
+
+    Raises:
+        RecipeError: It holds what no file can hold.
+    """
+    problems: list[Problem] = []
+    values: dict[str, Any] = _plain(source, (), problems)
+    parse.raise_problems(problems)
+    return values
+
+
+def sets(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str], key: Key) -> bool:
+    """Return whether a recipe sets a key, with its overrides; nothing is checked."""
+    draft = _read(source)
+    Overrides(draft.values, draft.places).apply(list(overrides))
+    value: Any = draft.values
+    for part in key:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value is not None
 
 
 def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -264,7 +287,7 @@ def asked_for(value: Any) -> Any:
 
 
 def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
-    """A Python value in the types that YAML has: mappings as dicts, tuples as lists, paths as text."""
+    """A Python value in the types that YAML has: mappings as dicts, tuples as lists, paths and functions as text."""
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
@@ -272,6 +295,12 @@ def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
         return {name: _plain(item, (*key, name), problems) for name, item in value.items() if isinstance(name, str)}
     if isinstance(value, list | tuple):
         return [_plain(item, (*key, position), problems) for position, item in enumerate(value)]
+    if callable(value):
+        try:
+            return path_of(value)
+        except RecipeError as error:
+            problems.append(Problem(parse.MAPPING, error.problem, key, error.hint))
+            return None
     return str(value) if isinstance(value, PurePath) else value
 
 

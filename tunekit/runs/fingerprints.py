@@ -30,6 +30,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tunekit.data.sources.files import LocalFile
+from tunekit.data.sources.in_memory import RowData
 from tunekit.data.sources.load import find_files
 from tunekit.errors import DataError, ModelError, PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Facts, contradictions, taken_over
@@ -49,8 +50,9 @@ from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import Conflict
 from tunekit.runs.available_actions import prospects
+from tunekit.runs.kept_inputs import rows_as_overrides
 from tunekit.runs.prepared_data import FILES, with_models
-from tunekit.runs.run import Run, called, list_runs
+from tunekit.runs.run import INPUTS, Run, called, list_runs
 from tunekit.runs.small_files import damaged, read_list, read_object, read_text
 
 FINGERPRINTS = "fingerprints.json"
@@ -74,10 +76,10 @@ class Fingerprint(Facts):
     """Fingerprint of an input when the run was made."""
 
     what: str
-    """`model`, `tokenizer`, `rows`, or the recipe's key of a source."""
+    """`model`, `tokenizer`, `rows`, `function`, or the recipe's key of a source."""
     path: str
-    """The file; below the run folder for the prepared rows. A source's pattern for the names of its files, and a
-    model's name on the hub for its commit."""
+    """The file; below the run folder for the prepared rows and for functions. A source's pattern for the names of its
+    files, and a model's name on the hub for its commit."""
     digest: str
 
 
@@ -154,6 +156,8 @@ def _found(run: Run) -> Iterator[Fingerprint]:
         if (run.path / "data" / name).is_file():
             path = f"data/{name}"
             yield Fingerprint(what="rows", path=path, digest=digest_of(run.path / path))
+    for file in sorted((run.path / INPUTS).glob("*.py")):
+        yield Fingerprint(what="function", path=f"{INPUTS}/{file.name}", digest=digest_of(file))
     yield from _of_listings(recipe.data)
     for source in (*recipe.data.sources, *recipe.data.eval_sources):
         yield from _of_files(source.key, _files_of_source(source))
@@ -297,14 +301,26 @@ CODE = "code.json"
 
 
 def read_recipe(
-    source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
+    source: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Sequence[str] = (),
+    *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe, checked also against the run that it starts from, and notes of its overrides.
 
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        train_dataset: Rows to train on, which are written to a file that the recipe names.
+        eval_dataset: Rows to evaluate on.
+
     Raises:
-        RecipeError: It is invalid; the message has a line per fault, each with its place.
+        TunekitError: The recipe is invalid, the message has a line per fault, each with its place; or rows are.
     """
-    return load_recipe_with_notes(source, overrides, conflicts_of=_conflicts)
+    words = list(overrides)
+    words += rows_as_overrides(source, words, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    return load_recipe_with_notes(source, words, conflicts_of=_conflicts)
 
 
 def check_text(

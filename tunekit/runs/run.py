@@ -12,6 +12,7 @@
     console.log    output of a detached run
     launcher.log   other output of the processes; errors/ has the errors of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl if rows were skipped
+    inputs/        rows and functions that its caller held in memory, which its recipe names
     ranks/         heartbeats of the processes
     stacks/        stacks of all processes when one made no progress
     made_with.json versions, commit and threads that it was made with
@@ -104,6 +105,9 @@ def _listed(names: Sequence[str]) -> str:
 
 RUNS = Path("runs")
 """Folder of runs, in the working directory."""
+
+INPUTS = "inputs"
+"""Folder of a run folder with inputs that its caller held in memory."""
 
 TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""

@@ -18,11 +18,12 @@ from tunekit.process import watchdog
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
 from tunekit.process.signals import Ending, Wishes
+from tunekit.recipe.functions import importable
 from tunekit.recipe.methods import has_teacher
 from tunekit.redact import Redacting
 from tunekit.runs.events import Listener
 from tunekit.runs.record import FULL, Record, disk_full, first_error_of, hold_room
-from tunekit.runs.run import Run
+from tunekit.runs.run import INPUTS, Run
 from tunekit.runs.small_files import Place, forget_request, place_of
 from tunekit.tracking.trackers import Reporting
 from tunekit.training.measured_memory import is_out_of_memory, set_allocator, shortage
@@ -55,7 +56,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     record = Record(run, place, listener)
     log = run.path / ("log.txt" if place.is_main else f"log-{place.rank}.txt")
     ending = Ending(record, supervised=supervised)
-    with ending.wishes, Reporting(record, run.recipe.output.report_to):
+    with ending.wishes, Reporting(record, run.recipe.output.report_to), importable(run.path.resolve() / INPUTS):
         try:
             heart = watchdog.Heart(run, place)
             with log.open("a", encoding="utf-8") as stream, library_words_to(stream), heart:
