@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.recipe.load import load_recipe, load_recipe_with_notes
+from tunekit.errors import RecipeError
+from tunekit.recipe.load import load_recipe, load_recipe_with_notes, override_words
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.data import DataSource
@@ -203,3 +204,36 @@ def test_overrides_lie_over_recipes_and_mappings_as_over_files() -> None:
         "adapter.rank=8 ignored: adapter.type=full has no 'rank'",
         "train.num_epochs=3.0 ignored: train.max_steps=5 replaces it",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.max_steps=5"], ["train.max_steps=5"]),
+        ({"train.max_steps": 5}, ["train.max_steps=5"]),
+        ({"train": {"max_steps": 5, "learning_rate": 1e-4}}, ["train.max_steps=5", "train.learning_rate=0.0001"]),
+        ({"train": {}}, []),
+        ({"data.train": None, "data": {"eval": None}}, ["data.train=null", "data.eval=null"]),
+        ({"data": {"train": {"path": Path("x.jsonl")}}}, ["data.train.path=x.jsonl"]),
+        ({"data.train[0]": {"weight": 2}}, ["data.train[0].weight=2"]),
+        ({"data": {"train": [{"path": "x: y"}]}}, ["data.train=[{path: 'x: y'}]"]),
+        # These have no fields of their own: they are replaced as a whole.
+        ({"data": {"columns": {"prompt": "q"}}}, ["data.columns={prompt: q}"]),
+        ({"method": {"trainer_args": {"a": "1"}}}, ["method.trainer_args={a: '1'}"]),
+        ({"adapter.target_modules": ("q_proj", "v_proj")}, ["adapter.target_modules=[q_proj, v_proj]"]),
+        ({"nothing": {"a": 1}}, ["nothing={a: 1}"]),
+    ],
+)
+def test_overrides_by_key_are_words(overrides, words) -> None:
+    assert override_words(overrides) == words
+
+
+def test_overrides_by_key_change_a_recipe_as_words_do(recipe, tmp_path) -> None:
+    changed, notes = recipe(LORA, "adapter.type=qlora", "adapter.rank=8", "train.max_steps=5")
+    by_key = {"adapter": {"type": "qlora", "rank": 8}, "train": {"max_steps": 5}}
+    assert load_recipe_with_notes(tmp_path / "recipe.yaml", by_key) == (changed, notes)
+
+
+def test_a_lone_word_is_no_list_of_overrides() -> None:
+    with pytest.raises(RecipeError, match=r"overrides: got a string, 'a=1'; pass a list: \['a=1'\]"):
+        load_recipe("sft/quickstart", "a=1")

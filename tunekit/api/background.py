@@ -21,7 +21,7 @@ import yaml
 from tunekit.api.devices import visible_to
 from tunekit.data.sources.in_memory import RowData
 from tunekit.errors import RunError, Stopped, TunekitError, from_words
-from tunekit.recipe.load import as_plain
+from tunekit.recipe.load import AnyOverrides, as_plain, override_words
 from tunekit.recipe.reading.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.events import Event, Listener
@@ -39,7 +39,7 @@ Source = str | Path | Mapping[str, Any] | Recipe
 
 def start(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
@@ -61,7 +61,7 @@ def start(
     Raises:
         TunekitError: There is no run, for the same reasons as with `train`.
     """
-    words = list(overrides)
+    words = override_words(overrides)
     words += rows_as_overrides(source, words, train_dataset=train_dataset, eval_dataset=eval_dataset)
     with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
         recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
@@ -71,7 +71,7 @@ def start(
 
 def start_resume(
     run: Run | str | Path,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     from_: str | None = None,
     weights_only: bool = False,
@@ -93,7 +93,7 @@ def start_resume(
     """
     existing = run if isinstance(run, Run) else find_run(str(run), exact=True)
     options = [*([] if from_ is None else ["--from", from_]), *(["--weights-only"] if weights_only else [])]
-    return _start(["resume", str(existing.path), *overrides, *options], devices, queue=queue)
+    return _start(["resume", str(existing.path), *override_words(overrides), *options], devices, queue=queue)
 
 
 def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) -> Run:

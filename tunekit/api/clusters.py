@@ -1,6 +1,6 @@
 """The verbs that make a run and give it to a cluster: Slurm, Ray or SkyPilot."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from tunekit.errors import TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.launching import cluster
 from tunekit.launching.cluster import Wishes, nodes_of, with_all_nodes
+from tunekit.recipe.load import AnyOverrides
 from tunekit.runs.events import Event
 from tunekit.runs.fingerprints import read_recipe
 from tunekit.runs.run import Run
@@ -32,7 +33,7 @@ class Submitted:
 
 def launch_slurm(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     wishes: Wishes | None = None,
     on: str | None = None,
@@ -63,7 +64,7 @@ def launch_slurm(
 
 def launch_ray(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     address: str | None = None,
     on: str | None = None,
@@ -92,7 +93,7 @@ def launch_ray(
 
 def launch_sky(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     on: str,
     num_nodes: int | None = None,
@@ -123,7 +124,7 @@ def launch_sky(
 
 def _make_run_on(
     source: Source,
-    overrides: Sequence[str],
+    overrides: AnyOverrides,
     on: str | None,
     num_nodes: int | None,
     on_event: Callable[[Event], None] | None,

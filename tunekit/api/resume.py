@@ -9,6 +9,7 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import check_may_go_back
+from tunekit.recipe.load import AnyOverrides, override_words
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.available_actions import ENDED_EARLY, has_checkpoints
 from tunekit.runs.events import Event
@@ -19,7 +20,7 @@ from tunekit.training.checkpointing.resume import carry_out, decide
 
 def resumed(
     run: Run,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     recipe: Recipe | None = None,
     from_: str | None = None,
@@ -52,7 +53,7 @@ def resumed(
     started = place_of().num_processes
     planned = run.recipe.parallel.num_processes
     if started > 1 and started not in (planned, run.plan.layout.num_processes):
-        overrides = (*overrides, f"parallel.num_processes={started}")
+        overrides = (*override_words(overrides), f"parallel.num_processes={started}")
     lookup = Lookup([None], probe_model)
 
     def make_plan(recipe: Recipe, earlier: Plan) -> Plan:

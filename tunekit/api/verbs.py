@@ -29,6 +29,7 @@ from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.process.log_capture import library_words_to
+from tunekit.recipe.load import AnyOverrides
 from tunekit.recipe.methods import is_rewarded, list_methods
 from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.schema import Recipe
@@ -55,7 +56,7 @@ functions may stand where a recipe names them; their source is kept with the run
 
 def plan(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
@@ -68,7 +69,7 @@ def plan(
 
     Args:
         source: The recipe.
-        overrides: Changes to it, such as `train.max_steps=10`.
+        overrides: Changes to it: `["train.max_steps=10"]`, `{"train.max_steps": 10}` or `{"train": {"max_steps": 10}}`.
         train_dataset: Rows to train on instead of `data.train`, as for `train`.
         eval_dataset: The same instead of `data.eval`.
         on: Another machine than this one: `h200`, `8xh100`, `2x8xrtx5090`, or a YAML file that describes one.
@@ -80,7 +81,7 @@ def plan(
     return Lookup([on]).plan(recipe, on)
 
 
-def compare_plans(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
+def compare_plans(source: Source, overrides: AnyOverrides = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
     """Plan a recipe for each of several machines, with the error in place of the plan where it does not fit.
 
     Args:
@@ -99,7 +100,7 @@ def compare_plans(source: Source, overrides: Sequence[str] = (), *, on: Sequence
 def sweep_plans(
     source: Source,
     values: Mapping[str, Sequence[Any]],
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     on: str | Sequence[str] | None = None,
 ) -> Variants:
@@ -129,7 +130,7 @@ def sweep_plans(
 
 
 def fit(
-    source: Source, largest: Largest, overrides: Sequence[str] = (), *, on: str | Sequence[str] | None = None
+    source: Source, largest: Largest, overrides: AnyOverrides = (), *, on: str | Sequence[str] | None = None
 ) -> Variants:
     """The largest batch, length or model with which a recipe fits a machine.
 
@@ -156,7 +157,7 @@ def fit(
 
 def check(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
@@ -198,7 +199,7 @@ def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
 
 def train(
     source: Source | Plan,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
@@ -225,7 +226,7 @@ def train(
 
     Args:
         source: The recipe, or a plan of it.
-        overrides: Changes to the recipe.
+        overrides: Changes to the recipe: `["train.max_steps=10"]`, `{"train.max_steps": 10}` or nested mappings.
         train_dataset: Rows to train on instead of `data.train`: a list of dicts, a `datasets.Dataset`, a DataFrame of
             pandas or polars, or an iterable of dicts. They are kept in the folder of the run.
         eval_dataset: The same instead of `data.eval`.
@@ -256,7 +257,7 @@ def train(
     return _start(make, on_event, queue=queue)
 
 
-def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
+def unfinished(source: Source, overrides: AnyOverrides = ()) -> Run | None:
     """Return the run of a recipe that has ended early and can be resumed; None where there is none.
 
     Args:
@@ -272,7 +273,7 @@ def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
 
 def resume(
     run: Run | str | Path,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     from_: str | None = None,
     weights_only: bool = False,
@@ -284,7 +285,7 @@ def resume(
 
     Args:
         run: The run, its folder, or its name in `runs/`.
-        overrides: Edits of its recipe, such as `train.max_steps=200`; those in its `recipe.yaml` count too.
+        overrides: Edits of its recipe, such as `{"train.max_steps": 200}`; those in its `recipe.yaml` count too.
         from_: The checkpoint to resume from, by its step, name or path. Default: the newest complete one.
         weights_only: Start over with the weights of that checkpoint, and load nothing else of it.
         nodes: Machines, named as for `launch`. Default: this one.
@@ -342,7 +343,7 @@ def _to_stop(name: str) -> Run:
     return (live or runs)[0]
 
 
-def _going_on(run: Run, overrides: Sequence[str] = (), **how: Any) -> Run:
+def _going_on(run: Run, overrides: AnyOverrides = (), **how: Any) -> Run:
     """A run that is ready to go on and says so already, before another process may look whether it is over."""
     from tunekit.launching.local import begin
 
@@ -375,7 +376,7 @@ def _refuse_queue(queue: bool, where: str) -> None:
 
 def launch(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     nodes: Sequence[str],
     on_event: Callable[[Event], None] | None = None,
@@ -401,7 +402,7 @@ def launch(
 
 def make_run(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     hardware: Hardware | None = None,
     shares_disk: bool = True,
@@ -456,7 +457,7 @@ def make_run(
 
 
 def check_network(
-    source: Source | None = None, overrides: Sequence[str] = (), *, nodes: Sequence[str] | None = None
+    source: Source | None = None, overrides: AnyOverrides = (), *, nodes: Sequence[str] | None = None
 ) -> Exchange:
     """Measure how fast ranks exchange data: those of a recipe's plan, or those that the machines have room for.
 
@@ -480,7 +481,7 @@ def check_network(
 
 def try_rewards(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     num_prompts: int = 20,
@@ -531,7 +532,7 @@ def coverage(model: str) -> "Report":
 
 def data_report(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
@@ -561,7 +562,7 @@ def data_report(
 
 def preview(
     source: Source,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,

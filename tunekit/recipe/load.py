@@ -34,7 +34,7 @@ from tunekit.recipe.reading.overrides import Overrides, escape_environment, expa
 from tunekit.recipe.reading.parse import Fault, Key, Place, Places, Problem, YAMLProblem, dotted
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.wording import to_problems
-from tunekit.recipe.schema import Recipe, expands_env, holders_along, is_free_mapping, members, tag_of
+from tunekit.recipe.schema import Recipe, expands_env, holders_along, is_free_mapping, members, sections_of, tag_of
 from tunekit.recipe.sections.section import (
     FUNCTION_PATTERN,
     NAME_PATTERN,
@@ -107,13 +107,52 @@ _TOO_LARGE = f"is larger than {parse.MAX_BYTES // 1024} KiB"
 _NO_DATA = "pass a recipe, not its data"
 
 
-def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+AnyOverrides = Sequence[str] | Mapping[str, Any]
+"""Changes to a recipe: `key=value` words, or values by key."""
+
+
+def override_words(overrides: AnyOverrides) -> list[str]:
+    """Return overrides as `key=value` words.
+
+    Example:
+        >>> override_words({"train": {"max_steps": 5}, "adapter.type": "qlora"})
+        ['train.max_steps=5', 'adapter.type=qlora']
+
+    Args:
+        overrides: Words, or values by dotted key. Mappings reach into sections; any other value replaces that of the
+            recipe, and None goes back to the default.
+
+    Raises:
+        RecipeError: They are neither, or hold what no recipe holds.
+    """
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides: got a string, {overrides!r}", hint=f"pass a list: [{overrides!r}]")
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return list(_words_of(as_plain(overrides), "", [Recipe]))
+
+
+def _words_of(values: Mapping[str, Any], above: str, sections: Sequence[type[Section]]) -> Iterator[str]:
+    for name, value in values.items():
+        below = list(sections)
+        for part in parse.undotted(name) or ():
+            if isinstance(part, str):
+                fields = [section.model_fields[part] for section in below if part in section.model_fields]
+                below = [section for field in fields for section in sections_of(field)]
+        if isinstance(value, dict) and below:
+            yield from _words_of(value, f"{above}{name}.", below)
+        else:
+            yield f"{above}{name}={parse.to_inline_yaml(value)}"
+
+
+def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: AnyOverrides = ()) -> Recipe:
     """The checked recipe, with `output.name` filled in.
 
     Args:
         source: A YAML file's path, the name of a shipped recipe such as `sft/quickstart`, a mapping of sections, or a
             recipe to lay overrides over.
-        overrides: `dotted.key=value` words; the value is read as YAML, and `null` goes back to the default.
+        overrides: `dotted.key=value` words; the value is read as YAML, and `null` goes back to the default. Or values
+            by key: `{"train.max_steps": 5}`, `{"train": {"max_steps": 5}}`.
 
     Raises:
         RecipeError: It cannot be read or is not valid; the message has a line for every mistake, each with its place.
@@ -123,7 +162,7 @@ def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequ
 
 def load_recipe_with_notes(
     source: str | Path | Mapping[str, Any] | Recipe,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     find_functions: bool = True,
     conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
@@ -139,7 +178,8 @@ def load_recipe_with_notes(
     # One that was loaded before was looked through for secrets then; its variables are filled in now.
     secrets: _Secrets = "in overrides" if isinstance(source, Recipe) else "anywhere"
     secrets = secrets if find_functions else "nowhere"
-    recipe, problems, notes = _check(_read(source), overrides, secrets, conflicts_of, find_functions=find_functions)
+    words = override_words(overrides)
+    recipe, problems, notes = _check(_read(source), words, secrets, conflicts_of, find_functions=find_functions)
     parse.raise_problems(problems)
     assert recipe is not None, "a recipe without problems is valid"
     return recipe, notes
@@ -167,7 +207,7 @@ def sets(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[st
     return value is not None
 
 
-def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def reload_recipe(path: Path, overrides: AnyOverrides = ()) -> Recipe:
     """A recipe as `dump_recipe` wrote it for a run, in which its functions have done their work.
 
     They are not looked up again: where the run is looked at, their module need not be.
@@ -180,7 +220,7 @@ def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def check_text(
     text: str,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     find_functions: bool = True,
     conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
@@ -194,7 +234,9 @@ def check_text(
         conflicts_of: As for `load_recipe_with_notes`.
     """
     draft = _draft(text, _START, None)
-    recipe, problems, _ = _check(draft, overrides, "anywhere", conflicts_of, find_functions=find_functions)
+    recipe, problems, _ = _check(
+        draft, override_words(overrides), "anywhere", conflicts_of, find_functions=find_functions
+    )
     faults = [
         Fault(bad.place.line, bad.place.column, dotted(bad.key), redacted(bad.what), bad.hint and redacted(bad.hint))
         for bad in sorted(problems, key=lambda bad: bad.place)

@@ -22,7 +22,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tunekit.probe.host import num_cores
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
 from tunekit.recipe import load
-from tunekit.recipe.load import load_recipe_with_notes
+from tunekit.recipe.load import AnyOverrides, load_recipe_with_notes, override_words
 from tunekit.recipe.methods import METHODS, has_teacher, is_rewarded
 from tunekit.recipe.reading.parse import Fault, Key, dotted
 from tunekit.recipe.reading.phrases import show
@@ -302,7 +302,7 @@ CODE = "code.json"
 
 def read_recipe(
     source: str | Path | Mapping[str, Any] | Recipe,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
@@ -318,13 +318,13 @@ def read_recipe(
     Raises:
         TunekitError: The recipe is invalid, the message has a line per fault, each with its place; or rows are.
     """
-    words = list(overrides)
+    words = override_words(overrides)
     words += rows_as_overrides(source, words, train_dataset=train_dataset, eval_dataset=eval_dataset)
     return load_recipe_with_notes(source, words, conflicts_of=_conflicts)
 
 
 def check_text(
-    text: str, overrides: Sequence[str] = (), *, find_functions: bool = True
+    text: str, overrides: AnyOverrides = (), *, find_functions: bool = True
 ) -> tuple[Recipe | None, list[Fault]]:
     """Check a recipe's YAML text, as the command line checks a file.
 

@@ -13,6 +13,7 @@ from tunekit.planner.plan import Plan, gib
 from tunekit.planner.variants import Variant, Variants, to_words
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
+from tunekit.recipe.load import AnyOverrides
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.events import Event
 from tunekit.runs.fingerprints import read_recipe
@@ -28,7 +29,7 @@ from tunekit.sweeps.values import Axis, Changes, Span, axes_of, check_number, co
 def sweep(
     source: Source,
     values: Mapping[str, Sequence[Any] | str | Span],
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     random: int | None = None,
     optuna: int | None = None,

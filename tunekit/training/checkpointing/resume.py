@@ -15,7 +15,7 @@ from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import differences, obstacle, rescheduled
 from tunekit.recipe.edits import Edit, Effect, edits, ruling
-from tunekit.recipe.load import dump_recipe, reload_recipe
+from tunekit.recipe.load import AnyOverrides, dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.runs import fingerprints, small_files
 from tunekit.runs.available_actions import TO_THE_END, begin_anew
@@ -60,7 +60,7 @@ class Decision:
 
 def decide(
     run: Run,
-    overrides: Sequence[str] = (),
+    overrides: AnyOverrides = (),
     *,
     recipe: Recipe | None = None,
     make_plan: Callable[[Recipe, Plan], Plan],
@@ -324,7 +324,7 @@ class EditEffect:
 
 
 def effects_of(
-    run: Run, overrides: Sequence[str] = (), *, from_: str | None = None, weights_only: bool = False
+    run: Run, overrides: AnyOverrides = (), *, from_: str | None = None, weights_only: bool = False
 ) -> list[EditEffect]:
     """Return the effects of recipe edits on a resume; empty if there are none.
 
