@@ -1,4 +1,5 @@
-"""Many prompts answered: from a file of rows to a file of the same rows, each with what the model answers.
+"""Many prompts answered: from a file of rows to a file of the same rows, each with what the model answers; or from a
+list to a list.
 
 What is answered is written at once, in the order in which it is there, to `OUT.part`; nothing of it is lost if this
 ends early. Once all of it is there it becomes `OUT`, in the order of the prompts.
@@ -7,20 +8,20 @@ ends early. Once all of it is there it becomes `OUT`, in the order of the prompt
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, overload
 
 from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.images.expand import ImageTokens
 from tunekit.errors import DataError, DiskError, RunError
 from tunekit.inference import inference_model
 from tunekit.inference.conversations import pictured_prompt
-from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
+from tunekit.inference.prompts import Asked, Prompt, held_prompts, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.runs.events import Event
@@ -63,10 +64,54 @@ class Generated:
         return asdict(self)
 
 
+@overload
 def generate(
     run: Run | str | Path,
-    prompts: str | Path,
+    prompts: str | Path | Iterable[Asked],
+    out: None = None,
+    *,
+    checkpoint: str | None = ...,
+    system: str | None = ...,
+    temperature: float = ...,
+    top_p: float = ...,
+    max_new_tokens: int = ...,
+    num_samples: int = ...,
+    seed: int | None = ...,
+    batch_size: int = ...,
+    column: str | None = ...,
+    device: inference_model.Device = ...,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = ...,
+    backend: Backend = ...,
+    on_event: Callable[[Event], None] | None = ...,
+) -> list[inference_model.Answer]: ...
+
+
+@overload
+def generate(
+    run: Run | str | Path,
+    prompts: str | Path | Iterable[Asked],
     out: str | Path,
+    *,
+    checkpoint: str | None = ...,
+    system: str | None = ...,
+    temperature: float = ...,
+    top_p: float = ...,
+    max_new_tokens: int = ...,
+    num_samples: int = ...,
+    seed: int | None = ...,
+    batch_size: int = ...,
+    column: str | None = ...,
+    device: inference_model.Device = ...,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = ...,
+    backend: Backend = ...,
+    on_event: Callable[[Event], None] | None = ...,
+) -> Generated: ...
+
+
+def generate(
+    run: Run | str | Path,
+    prompts: str | Path | Iterable[Asked],
+    out: str | Path | None = None,
     *,
     checkpoint: str | None = None,
     system: str | None = None,
@@ -81,15 +126,22 @@ def generate(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     backend: Backend = "auto",
     on_event: Callable[[Event], None] | None = None,
-) -> Generated:
-    """Answer the prompts of a file.
+) -> Generated | list[inference_model.Answer]:
+    """Answer prompts, those of a file or of a list, and return the answers or write them to a file.
+
+    Example:
+        >>> answers = tunekit.generate("pico", ["What is 2 plus 2?", "Hello"], max_new_tokens=8)
+        >>> [type(answer.text).__name__ for answer in answers]
+        ['str', 'str']
 
     Args:
         run: A run, its folder or its name; or a model's folder or name.
-        prompts: A file of rows that have `messages`, `prompt`, `instruction`, `conversations` or `text`. An answer at
-            the end of a conversation is left out.
+        prompts: A list of texts, of conversations (lists of messages) or of rows; or a file of rows that have
+            `messages`, `prompt`, `instruction`, `conversations` or `text`. An answer at the end of a conversation is
+            left out.
         out: The file to write, a line of JSON for each row: the row, its `answer` (`answers` where there are several),
-            `num_tokens` and `finish_reason` (`end` or `length`). It must not be there yet.
+            `num_tokens` and `finish_reason` (`end` or `length`). It must not be there yet. Default: the answers are
+            returned.
         checkpoint: Checkpoint step of a run, instead of the result.
         system: System prompt for conversations without one.
         temperature: Sampling temperature; 0: greedy decoding.
@@ -104,6 +156,10 @@ def generate(
         backend: Generation backend; `auto`: vLLM if it is installed and supports the model.
         on_event: Called with events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
 
+    Returns:
+        Without `out`, the answers in the order of the prompts, those to one prompt together: their `text`, `ids`,
+        `num_tokens` and `reason`. With it, a summary.
+
     Raises:
         TunekitError: There is no such model, it does not generate, prompts are invalid or too long, or the file cannot
             be written.
@@ -116,12 +172,20 @@ def generate(
     inference_model.refuse_judges(trained)
     name = column or ("answer" if num_samples == 1 else "answers")
     with_vllm = takes_vllm(backend, trained, device)
-    file_prompts, rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
+    taken = (name, *BESIDE) if out is not None else ()
+    if isinstance(prompts, str | Path):
+        all_prompts, rows = read_prompts(prompts, system=system, taken=taken)
+    else:
+        all_prompts, rows = held_prompts(prompts, system=system, taken=taken)
     send_nothing_at_all()
-    with _Answers(Path(out), name, rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
-        if with_vllm and any(prompt.pictures for prompt in file_prompts):
+    with ExitStack() as stack:
+        answers = None
+        if out is not None:
+            answers = stack.enter_context(_Answers(Path(out), name, rows, several=num_samples > 1))
+        stack.enter_context(library_words_to(StringIO()))
+        if with_vllm and any(prompt.pictures for prompt in all_prompts):
             raise RunError("vLLM is not given pictures", hint="pass --backend transformers")
-        ids, pictured = _encoded(trained, file_prompts)
+        ids, pictured = _encoded(trained, all_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = inference_model.device_for(device)
         chosen = inference_model.dtype_on(trained, where) if dtype == "auto" else dtype
@@ -133,9 +197,15 @@ def generate(
             making = partial(inference_model.answer, loaded, batch_size=batch_size, pictured=pictured)
         tell({"event": "generate", "phase": "ready", "name": trained.name, "device": where})
         began = time.perf_counter()
-        for index, reply in making(ids, sampling):
-            answers.write(index, reply)
-            tell({"event": "generate", "phase": "answers", "done": answers.num_prompts, "total": len(ids)})
+        replies: dict[int, tuple[inference_model.Answer, ...]] = {}
+        for done, (index, reply) in enumerate(making(ids, sampling), start=1):
+            if answers is None:
+                replies[index] = reply
+            else:
+                answers.write(index, reply)
+            tell({"event": "generate", "phase": "answers", "done": done, "total": len(ids)})
+        if answers is None:
+            return [one for index in range(len(ids)) for one in replies[index]]
         answers.order()
     return Generated(
         name=trained.name,

@@ -4,10 +4,10 @@ A row to train on is a row to ask as well: its answer is left out. What is broke
 before any model is loaded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.convert import asked_in
 from tunekit.data.formats.messages import plain, with_system
@@ -15,6 +15,7 @@ from tunekit.data.formats.row_formats import BadRow, Row, counted
 from tunekit.data.images.in_rows import as_parts, with_pictures
 from tunekit.data.images.pictures import Picture
 from tunekit.data.sources.files import OPENERS, Fault, LocalFile
+from tunekit.data.sources.in_memory import as_row
 from tunekit.data.sources.load import find_files
 from tunekit.data.sources.rows import RowStore, place
 from tunekit.errors import DataError, RunError
@@ -59,9 +60,13 @@ def read_prompts(
     Raises:
         DataError: It cannot be read, or rows of it ask nothing; the first of them are named.
     """
-    files = find_files(DataSource(path=str(path)), key="prompts")
+    hint = "pass a file, such as prompts.jsonl, or a list of texts"
+    try:
+        files = find_files(DataSource(path=str(path)), key="prompts")
+    except DataError as error:
+        raise DataError(error.problem, hint=error.hint or hint) from error
     if files is None:
-        raise DataError(f"'{path}' is not a file of prompts", hint="pass a file, such as prompts.jsonl")
+        raise DataError(f"'{path}' is not a file of prompts", hint=hint)
     prompts: list[Prompt] = []
     rows, faults = RowStore(), []
     for file in files.found:
@@ -82,6 +87,44 @@ def read_prompts(
         raise DataError(told(faults, "bad row"))
     if not prompts:
         raise DataError(f"{path}: no rows")
+    return prompts, rows
+
+
+Asked = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""A prompt that a caller holds: a text, the messages of a conversation, or a row of any format."""
+
+
+def held_prompts(
+    items: Iterable[Asked], *, system: str | None = None, taken: Sequence[str] = ()
+) -> tuple[list[Prompt], RowStore]:
+    """Take the prompts that a caller holds, and the rows that they stand for.
+
+    Args:
+        items: The prompts.
+        system: System prompt for conversations without one.
+        taken: Columns that no row may have.
+
+    Raises:
+        DataError: There are none, or some ask nothing; the first of them are named.
+    """
+    prompts: list[Prompt] = []
+    rows, faults = RowStore(), []
+    for number, item in enumerate(items):
+        where, row = f"prompts[{number}]", item
+        if isinstance(item, str):
+            row = {"prompt": item}
+        elif isinstance(item, list | tuple):
+            row = {"messages": list(item)}
+        try:
+            plain_row = as_row(row, where)
+            prompts.append(_prompt(plain_row, where, system, taken, Path.cwd()))
+            rows.append(plain_row)
+        except BadRow as error:
+            faults.append(f"{where}: {error}")
+    if faults:
+        raise DataError(told(faults, "bad prompt"))
+    if not prompts:
+        raise DataError("prompts: empty", hint="pass at least one prompt, or a file of prompts")
     return prompts, rows
 
 

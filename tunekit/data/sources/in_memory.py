@@ -94,6 +94,20 @@ def write_rows(data: Any, name: str) -> Path:
     return path
 
 
+def as_row(row: Any, place: str) -> dict[str, Any]:
+    """Return a row as it would be read from the file that `write_rows` writes.
+
+    Args:
+        row: The row.
+        place: Where it stands, for messages.
+
+    Raises:
+        DataError: It is not a dict, or JSON cannot hold a value of it.
+    """
+    read: dict[str, Any] = json.loads(_line(row, place))
+    return read
+
+
 def list_rows() -> list[Path]:
     """List these files."""
     return sorted((platformdirs.user_cache_path("tunekit") / FOLDER).glob("*.jsonl"))
