@@ -162,6 +162,56 @@ def test_texts_go_on_where_a_model_has_no_template(tmp_path):
     assert [row["answer"] for row in read(tmp_path / "out.jsonl")] == expected
 
 
+def test_a_list_of_prompts_is_answered_as_a_file_of_them(run, tmp_path):
+    tunekit.generate(run, write(tmp_path / "prompts.jsonl", ROWS[:3]), tmp_path / "out.jsonl", max_new_tokens=8)
+    held = [ROWS[0]["prompt"], [*ROWS[1]["messages"]], ROWS[2]]
+    answers = tunekit.generate(run, held, max_new_tokens=8)
+    rows = read(tmp_path / "out.jsonl")
+    assert [(one.text, one.num_tokens, one.reason) for one in answers] == [
+        (row["answer"], row["num_tokens"], row["finish_reason"]) for row in rows
+    ]
+    summary = tunekit.generate(run, held, tmp_path / "held.jsonl", max_new_tokens=8)
+    assert summary.num_prompts == 3
+    assert [row["answer"] for row in read(tmp_path / "held.jsonl")] == [row["answer"] for row in rows]
+
+
+def test_several_answers_to_a_prompt_of_a_list_stand_together():
+    answers = tunekit.generate("pico", ["Hi", "Hello"], num_samples=2, temperature=1.0, seed=1, max_new_tokens=4)
+    alone = tunekit.generate("pico", ["Hi"], num_samples=2, temperature=1.0, seed=1, max_new_tokens=4, batch_size=4)
+    assert len(answers) == 4 and len(alone) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([], "prompts: empty; pass at least one prompt"),
+        (["a", ""], r"prompts\[1\]: prompt is empty"),
+        ([3], r"prompts\[0\]: must be a dict, got int"),
+        ([{"promt": "b"}], r"prompts\[0\]: .*rename promt to prompt"),
+        ("What is 2?", r"no file matches 'What is 2\?'; pass a file, such as prompts.jsonl, or a list of texts"),
+        (
+            "What is 2",
+            "no file 'What is 2' in the working directory; pass a file, such as prompts.jsonl, or a list of ",
+        ),
+    ],
+)
+def test_prompts_of_a_list_that_ask_nothing_are_named(prompts, words):
+    with pytest.raises(tunekit.TunekitError, match=words):
+        tunekit.generate("pico", prompts)
+
+
+def test_a_run_loads_its_result_and_its_checkpoints(run):
+    model, tokenizer = run.model(device="cpu"), run.tokenizer()
+    assert isinstance(model, PeftModel) and not model.training
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32), run.model_path)
+    before = run.model(checkpoint="2", device="cpu")
+    ids = tokenizer("What is 2 plus 2?", return_tensors="pt")
+    with torch.no_grad():
+        logits = [one(**ids).logits for one in (model, plain.eval(), before)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)
+    assert not torch.allclose(logits[0], logits[2])
+
+
 LONG = {"prompt": "long " * 2000}
 
 

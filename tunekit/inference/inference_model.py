@@ -383,6 +383,11 @@ def load(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["aut
         TunekitError: It is a reward model, it cannot be loaded, or it does not fit in free memory.
     """
     refuse_judges(found)
+    return load_any(found, device=device, dtype=dtype)
+
+
+def load_any(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal["auto"] = "auto") -> Loaded:
+    """Load a model as `load` does, a reward model too."""
     where = device_for(device)
     chosen = dtype_on(found, where) if dtype == "auto" else dtype
     tokenizer = tokenizer_of(found)

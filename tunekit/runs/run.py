@@ -22,7 +22,8 @@
     checkpoints/   the last two, each with a manifest once it is complete
     model/         the result with tokenizer, chat template and model card
 
-A `Run` only reads and writes this folder: it is the same from the training process and from any other.
+A `Run` only reads and writes this folder: it is the same from the training process and from any other. Its result is
+loaded by `tunekit.inference`.
 
 A folder is named NAME-YYYYMMDD-HHMMSS, with -2, -3, ... if several started at once; so are those of sweeps. A name
 matches, in this order: the folder of exactly that name; the folders with that NAME; and, for commands that only read,
@@ -37,8 +38,9 @@ import shlex
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.files import has_controls, is_inside, is_name, load_template
@@ -54,6 +56,7 @@ from tunekit.runs.events import FINAL_PHASES, Event, judged_by, read_events, row
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 _TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
@@ -108,6 +111,9 @@ RUNS = Path("runs")
 
 INPUTS = "inputs"
 """Folder of a run folder with inputs that its caller held in memory."""
+
+LOADING = "tunekit.inference.inference_model"
+"""Module that loads results. A run imports it only when asked to: its methods are one more door to it, for users."""
 
 TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""
@@ -191,6 +197,42 @@ class Run:
     def model_path(self) -> Path:
         """Folder of the trained model or adapter."""
         return self.path / "model"
+
+    def model(
+        self,
+        *,
+        checkpoint: str | None = None,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ) -> "PreTrainedModel":
+        """Load the trained model in evaluation mode: Transformers' class, or PEFT's around it for an adapter.
+
+        Args:
+            checkpoint: Step of a checkpoint, instead of the result.
+            device: Device of the model; `auto`: an accelerator if available.
+            dtype: Data type of the weights; `auto`: as trained, or as stored.
+
+        Raises:
+            TunekitError: The run has no result yet, it cannot be loaded, or it does not fit in free memory.
+        """
+        loading = import_module(LOADING)
+        model: PreTrainedModel = loading.load_any(
+            loading.find_trained(self, checkpoint), device=device, dtype=dtype
+        ).model
+        return model
+
+    def tokenizer(self, *, checkpoint: str | None = None) -> "PreTrainedTokenizerBase":
+        """Load the tokenizer of the trained model, with its chat template.
+
+        Args:
+            checkpoint: Step of a checkpoint, instead of the result.
+
+        Raises:
+            TunekitError: The run has no result yet, or it cannot be loaded.
+        """
+        loading = import_module(LOADING)
+        tokenizer: PreTrainedTokenizerBase = loading.tokenizer_of(loading.find_trained(self, checkpoint))
+        return tokenizer
 
     def status(self) -> dict[str, Any]:
         """Return phase, step, process and exit reason, as last written.
