@@ -5,6 +5,7 @@ from tunekit.api.background import start_resume as start_resume
 from tunekit.api.devices import DeviceState as DeviceState
 from tunekit.api.devices import devices as devices
 from tunekit.api.notebook import ui as ui
+from tunekit.api.own_loop import trainer as trainer
 from tunekit.api.rerun import Agreement as Agreement
 from tunekit.api.rerun import rerun as rerun
 from tunekit.api.verbs import check as check

@@ -1,6 +1,8 @@
 """Training of a run in one of its processes: load what the folder names, train, and save the result."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from tunekit.training.check_head import check_head
 from tunekit.training.check_pictures import check_mixed_rows
 from tunekit.training.check_reference import check_isolation, check_new_layers, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
-from tunekit.training.checkpointing.restore import Carried, start_of
+from tunekit.training.checkpointing.restore import Carried, Start, start_of
 from tunekit.training.checkpointing.safe_load import check_states
 from tunekit.training.checkpointing.save import Saver, result_saved
 from tunekit.training.engines import engine
@@ -47,22 +49,43 @@ SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
 
 
-def load_train_save(watch: Watch, wishes: Wishes) -> bool:
-    """Load, train and save, and return whether the run was stopped before its end.
+@dataclass(frozen=True)
+class Ready:
+    """A trainer that is ready for its first step, with what watches it.
+
+    Attributes:
+        trainer: The trainer. Its `train` proves what the plan promises before the first step.
+        tokenizer: Its tokenizer.
+        start: Start of the training, with the checkpoint that it resumes from.
+        saver: Saver of its checkpoints.
+        boundary: What stops it after a step.
+        sample: Answers prompts, and records the answers.
+        vocabulary: Number of tokens that the tokenizer knows.
+    """
+
+    trainer: RunTrainer
+    tokenizer: PreTrainedTokenizerBase
+    start: Start
+    saver: Saver
+    boundary: Boundary
+    sample: Callable[[str, list[str]], None]
+    vocabulary: int
+
+
+def make_ready(watch: Watch, wishes: Wishes) -> Ready:
+    """Load what the folder of a run names, and build the trainer with all that watches and proves it.
 
     Raises:
-        RunError: The plan has no schedule, or a check fails.
+        RunError: The plan has no schedule.
     """
     record, plan = watch.record, watch.plan
     run, recipe, place, schedule = record.run, plan.recipe, record.place, plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenized data")
-    began = time.time()
     watch.enter("loading")
     start = start_of(run, place)
     source = start.newest.path or start.weights
     trainer, tokenizer = build(watch, schedule, source)
-    vocabulary, prompts = len(tokenizer), recipe.output.sample_prompts or []
     sample = partial(_sample, watch, tokenizer, chat=_is_chat(run, plan))
     start.tell(record)
     if source is not None:
@@ -79,24 +102,9 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
         engine.after_wrapping(trainer, plan)
         # A few small passes are no shapes to compile for.
         with torch.compiler.set_stance("force_eager"):
-            if plan.padding_free:
-                key = "data.packing" if recipe.data.packing else "data.padding_free"
-                check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
-            if plan.attn_implementation == VARLEN:
-                error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
-                record.write("attention", message=error_bound)
-            check_head(trainer, plan, record, vocabulary=vocabulary)
-            engine.between_checks(trainer, plan)
-            if plan.data.has_pictures:
-                check_mixed_rows(trainer, plan)
-                engine.between_checks(trainer, plan)
-            if plan.reference != "none":
-                check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)
-                engine.between_checks(trainer, plan)
+            prove(trainer, plan, record, vocabulary=len(tokenizer), start=start)
             if not start.goes_on:
-                if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.new_layers is not None:
-                    check_new_layers(trainer, recipe.adapter, vocabulary=vocabulary)
-                sample("before", prompts)
+                sample("before", recipe.output.sample_prompts or [])
         engine.before_steps(trainer, plan, goes_on=start.goes_on)
         carried.restore()
         watch.go_on(carried.num_tokens)
@@ -106,12 +114,56 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     saver.attach(trainer)
     boundary = Boundary(plan, wishes, saver)
     boundary.attach(trainer)
+    return Ready(trainer, tokenizer, start, saver, boundary, sample, len(tokenizer))
+
+
+def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, start: Start) -> None:
+    """Prove on the loaded model what the plan promises: isolation, attention, head, pictures, reference, new layers.
+
+    Raises:
+        TunekitError: A check fails.
+    """
+    recipe = plan.recipe
+    if plan.padding_free:
+        key = "data.packing" if recipe.data.packing else "data.padding_free"
+        check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
+    if plan.attn_implementation == VARLEN:
+        error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
+        record.write("attention", message=error_bound)
+    check_head(trainer, plan, record, vocabulary=vocabulary)
+    engine.between_checks(trainer, plan)
+    if plan.data.has_pictures:
+        check_mixed_rows(trainer, plan)
+        engine.between_checks(trainer, plan)
+    if plan.reference != "none":
+        check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)
+        engine.between_checks(trainer, plan)
+    if not start.goes_on and isinstance(recipe.adapter, FullAdapter) and recipe.adapter.new_layers is not None:
+        check_new_layers(trainer, recipe.adapter, vocabulary=vocabulary)
+
+
+def load_train_save(watch: Watch, wishes: Wishes) -> bool:
+    """Load, train and save, and return whether the run was stopped before its end.
+
+    Raises:
+        RunError: The plan has no schedule, or a check fails.
+    """
+    record, plan = watch.record, watch.plan
+    run, recipe, place = record.run, plan.recipe, record.place
+    began = time.time()
+    ready = make_ready(watch, wishes)
+    trainer, saver, boundary = ready.trainer, ready.saver, ready.boundary
+    newest, prompts = ready.start.newest.path, recipe.output.sample_prompts or []
     try:
         with saver:
-            trainer.train(resume_from_checkpoint=None if start.newest.path is None else str(start.newest.path))
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
         if boundary.has_ended():
             return True
-        if schedule.eval_steps is not None and watch.evaluated_step != trainer.state.global_step:
+        if (
+            plan.schedule is not None
+            and plan.schedule.eval_steps is not None
+            and watch.evaluated_step != trainer.state.global_step
+        ):
             trainer.evaluate()
     except EvaluationLeft:
         return True
@@ -127,15 +179,15 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
         watch.on_result_saved()
         engine.between_checks(trainer, plan)
         with torch.compiler.set_stance("force_eager"):
-            check_saved(trainer, plan, record, draft, vocabulary=vocabulary)
+            check_saved(trainer, plan, record, draft, vocabulary=ready.vocabulary)
         engine.between_checks(trainer, plan)
         for prompt in prompts:
             if boundary.has_ended():
                 return True
             with torch.compiler.set_stance("force_eager"):
-                sample("after", [prompt])
+                ready.sample("after", [prompt])
         if place.is_main:
-            load.save_processor(recipe.model, tokenizer, draft)
+            load.save_processor(recipe.model, ready.tokenizer, draft)
             if plan.base.rope_scaling is not None and not isinstance(recipe.adapter, FullAdapter):
                 # PEFT saves an adapter without the configuration that its base was changed to.
                 load.read_config(plan.base).save_pretrained(draft)
