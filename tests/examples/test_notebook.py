@@ -1,4 +1,4 @@
-"""The notebook, executed as it stands."""
+"""The notebooks, executed as they stand."""
 
 from pathlib import Path
 
@@ -8,15 +8,21 @@ from nbclient import NotebookClient
 
 from tests.waiting import LIMIT_SECONDS
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def execute(name, folder):
+    """A notebook, executed in a folder."""
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    NotebookClient(notebook, timeout=LIMIT_SECONDS, resources={"metadata": {"path": str(folder)}}).execute()
+    return notebook
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
     folder = tmp_path_factory.mktemp("notebook")
-    NotebookClient(notebook, timeout=LIMIT_SECONDS, resources={"metadata": {"path": str(folder)}}).execute()
-    return notebook, folder
+    return execute("quickstart.ipynb", folder), folder
 
 
 def outputs(notebook, cell, kind):
@@ -47,6 +53,24 @@ def test_the_notebook_learns(executed):
     assert all(sample["before"] != sample["after"] for sample in run.samples())
 
 
-def test_the_notebook_is_kept_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.slow
+def test_a_reward_of_a_cell_trains_and_its_runs_are_compared_and_exported(tmp_path):
+    notebook = execute("own_reward.ipynb", tmp_path)
+    plan, comparison, metrics = (outputs(notebook, cell, "text/html") for cell in (3, 5, 7))
+    assert "grpo" in plan
+    assert "brief-0.001" in comparison and "train.learning_rate" in comparison and "<html" not in comparison
+    assert "rewards/is_brief/mean" in metrics
+    answered = "".join(output["text"] for output in notebook.cells[9].outputs)
+    assert answered.partition(" | ")[0] == "Who are you?"
+    (exported,) = (tmp_path / "runs").glob("brief-0.001-*/export/*/model.safetensors")
+    assert str(exported.parent.name) in outputs(notebook, 10, "text/plain")
+    for run in (tmp_path / "runs").iterdir():
+        kept = "\n".join(file.read_text() for file in (run / "inputs").glob("is_brief_*.py"))
+        assert "def num_words" in kept and "WORD = " in kept and "questions" not in kept
+        assert len(list((run / "inputs").glob("train_dataset-*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")

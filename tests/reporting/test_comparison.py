@@ -77,6 +77,13 @@ def test_the_page_has_a_curve_of_each_run_and_loads_nothing(runs):
     assert "<script" not in page and "url(" not in page and "src=" not in page
 
 
+def test_a_notebook_shows_the_tables_of_the_page(runs):
+    found = tunekit.compare(runs)
+    cell = found._repr_html_()
+    assert "<html" not in cell and cell.count("<table>") >= 2
+    assert all(name in cell for name in found.names)
+
+
 def test_the_command_shows_compares_and_writes(runs, tmp_path):
     named = [str(run.path) for run in runs]
     shown = CliRunner().invoke(app, ["compare", *named])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.errors import DependencyError, TunekitError
 from tunekit.estimates.throughput.speed import duration
+from tunekit.files import load_template
 from tunekit.planner.plan import gib
 from tunekit.recipe.edits import recipe_diff
 from tunekit.recipe.load import asked_for
@@ -134,28 +135,36 @@ class Comparison:
 
     def to_html(self) -> str:
         """One HTML page that loads nothing from elsewhere."""
-        rows = [
-            ("state", [story.state for story in self.stories], frozenset[int]()),
-            ("steps", [story.step_words for story in self.stories], frozenset[int]()),
-            *((figure.what, list(figure.words), figure.best) for figure in self.figures),
-        ]
         return page_of(
             "comparison.html.jinja",
-            names=self.names,
-            figures=rows,
+            **self._tables(),
             curves=[
                 (overlay.title, draw(overlay.lines, title=f"{overlay.title} of each run by step"))
                 for overlay in self.overlays
             ],
-            tables=[
+            answers=self.answers,
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        )
+
+    def _repr_html_(self) -> str:
+        return load_template(Path(__file__).with_name("comparison_cell.html.jinja")).render(**self._tables())
+
+    def _tables(self) -> dict[str, Any]:
+        """Return the tables of a page, by the names that templates have for them."""
+        return {
+            "names": self.names,
+            "figures": [
+                ("state", [story.state for story in self.stories], frozenset[int]()),
+                ("steps", [story.step_words for story in self.stories], frozenset[int]()),
+                *((figure.what, list(figure.words), figure.best) for figure in self.figures),
+            ],
+            "tables": [
                 ("Recipe differences", "The recipes are identical.", self.recipe),
                 ("Differences in data, lineage and machine", "No known differences.", self.surroundings),
             ],
-            answers=self.answers,
-            notes=self.notes,
-            missing=NONE,
-            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        )
+            "notes": self.notes,
+            "missing": NONE,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """All but the curves as plain data."""

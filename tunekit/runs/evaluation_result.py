@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tunekit.errors import RunError
+from tunekit.files import load_template
 from tunekit.redact import without_secrets
 from tunekit.runs.events import number
 from tunekit.runs.run import Run, find_run
@@ -119,6 +120,10 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        compares = any(score.before is not None for score in self.scores)
+        return load_template(Path(__file__).with_name("evaluation.html.jinja")).render(made=self, compares=compares)
 
     @classmethod
     def from_dict(cls, held: dict[str, Any]) -> "Evaluation":
