@@ -67,6 +67,11 @@ def plan(
     A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
     from tunekit's own table; training needs the files.
 
+    Example:
+        >>> plan = tunekit.plan("sft/quickstart", {"train": {"max_steps": 5}}, on="h100")
+        >>> plan.recipe.train.max_steps, plan.layout.num_processes
+        (5, 1)
+
     Args:
         source: The recipe.
         overrides: Changes to it: `["train.max_steps=10"]`, `{"train.max_steps": 10}` or `{"train": {"max_steps": 10}}`.
@@ -228,7 +233,8 @@ def train(
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe: `["train.max_steps=10"]`, `{"train.max_steps": 10}` or nested mappings.
         train_dataset: Rows to train on instead of `data.train`: a list of dicts, a `datasets.Dataset`, a DataFrame of
-            pandas or polars, or an iterable of dicts. They are kept in the folder of the run.
+            pandas or polars, or an iterable of dicts. They are kept in the folder of the run. Relative paths of images
+            need `data.image_folder`.
         eval_dataset: The same instead of `data.eval`.
         resume: Resume the unfinished run of this recipe, if there is one.
         queue: Wait until no other run on this machine uses the devices.
