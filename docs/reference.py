@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 import tunekit
 from tunekit.cli.app import app
 from tunekit.files import list_recipes
-from tunekit.recipe.explain import document_fields
+from tunekit.recipe.explain import FieldDocument, document_fields
 
 ROOT = Path(__file__).parents[1]
 COPIED = {
@@ -70,7 +70,7 @@ def recipe_pages() -> dict[str, str]:
                 continue
             if field.key != previous and field.key != key:
                 lines.append(f"## {field.key} {{ #{field.key} }}\n")
-            lines += [f"*{'; '.join(field.facts)}*\n", "\n\n".join(field.paragraphs) + "\n"]
+            lines += [f"*{'; '.join(field.facts)}*\n", _paragraphs(field)]
             home = homes.setdefault(field.sections, field.key) if field.sections else field.key
             if home != field.key:
                 lines.append(f"Its fields are those of [`{home}`]({home.split('.')[0]}.md#{home}).\n")
@@ -78,6 +78,14 @@ def recipe_pages() -> dict[str, str]:
             previous = field.key
         pages[f"reference/recipe/{key}.md"] = "\n".join(lines)
     return pages
+
+
+def _paragraphs(field: FieldDocument) -> str:
+    """Return the texts of a field; those of a tag as a list, a variant a line."""
+    if not field.key.endswith(".type") or len(field.paragraphs) == 1:
+        return "\n\n".join(field.paragraphs) + "\n"
+    variants = (paragraph.partition(": ") for paragraph in field.paragraphs)
+    return "\n".join(f"- `{name}`: {text}" for name, _, text in variants) + "\n"
 
 
 def planner_page() -> str:
@@ -187,7 +195,7 @@ def _class_lines(definition: ast.ClassDef) -> Iterator[str]:
     for statement in body:
         if isinstance(statement, ast.FunctionDef) and not statement.name.startswith("_"):
             is_property = any("property" in ast.unparse(decorator) for decorator in statement.decorator_list)
-            returns = f" -> {ast.unparse(statement.returns)}" if statement.returns else ""
+            returns = _returns(statement)
             words = f"{statement.name}{returns}" if is_property else _signature(statement)
             yield f"```python\n{words}\n```\n"
             yield _docstring(statement)
@@ -196,13 +204,20 @@ def _class_lines(definition: ast.ClassDef) -> Iterator[str]:
 def _signature(function: ast.FunctionDef) -> str:
     """Return the signature of a function, an argument a line where one line would be too long."""
     arguments = ast.unparse(function.args)
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    returns = _returns(function)
     arguments = re.sub(r"^(self|cls)(, |$)", "", arguments)
     line = f"{function.name}({arguments}){returns}"
     if len(line) <= SIGNATURE_WIDTH:
         return line
     parts = re.split(r", (?![^\[(]*[\])])", arguments)
     return f"{function.name}(\n    " + ",\n    ".join(parts) + f",\n){returns}"
+
+
+def _returns(function: ast.FunctionDef) -> str:
+    """Return the arrow and the type that a function returns, without the quotes of a name that is bound later."""
+    node = function.returns
+    text = str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node) if node else ""
+    return f" -> {text}" if text else ""
 
 
 def _docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
