@@ -1,4 +1,4 @@
-.PHONY: affected check format full random test wheel
+.PHONY: affected check docs format full random test wheel
 
 WORKERS ?= auto
 
@@ -27,3 +27,6 @@ random:  ## The quick tier in a random order of its own (SEED=1)
 
 wheel:  ## dist/tunekit-*.whl, with recipes, example data and pico
 	python -m build --wheel
+
+docs:  ## The documentation in site/, without a network
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet

@@ -1,7 +1,6 @@
 """The README is true: every command in it is run as it stands there, in order, in one new folder.
 
-A fenced block whose info string ends in a file name (as in ```yaml mine.yaml) is written to that file first. What
-installs packages or runs the tests is left to `.ci/run`, which takes those lines from the README too.
+What installs packages or runs the tests is left to `.ci/run`, which takes those lines from the README too.
 """
 
 import os
@@ -9,24 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from tests.documents import blocks_of, check_shown, run_blocks
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-class Block(NamedTuple):
-    """A fenced block: its language, the file that it is, and its text."""
-
-    language: str
-    file: str
-    text: str
-
-
-FENCED = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-BLOCKS = [Block(*groups) for groups in FENCED]
+BLOCKS = blocks_of(README)
 COMMANDS = [block.text for block in BLOCKS if block.language == "bash"]
 
 
@@ -58,23 +47,9 @@ def test_the_plan_that_is_shown_is_the_one_that_is_made(tmp_path: Path) -> None:
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | offline)
     assert done.returncode == 0, done.stderr
-    made = iter([line.rstrip() for line in done.stdout.splitlines()])
-    for shown in BLOCKS[at].text.splitlines():
-        assert shown == "..." or shown in made, f"the README shows a line that is not there or elsewhere: {shown}"
+    check_shown(BLOCKS[at].text, done.stdout)
 
 
 @pytest.mark.slow
 def test_every_command_runs_as_written(tmp_path: Path) -> None:
-    scripts = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": scripts + os.pathsep + os.environ["PATH"]}
-    for block in BLOCKS:
-        if block.file:
-            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
-        if block.language == "bash" and "pip install" not in block.text:
-            command = ["bash", "-euo", "pipefail", "-c", block.text]
-        elif block.language == "python":
-            command = [sys.executable, "-c", block.text]
-        else:
-            continue
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+    run_blocks(BLOCKS, tmp_path)

@@ -222,6 +222,20 @@ def test_fit_finds_well_known_models_without_a_network(workspace, tmp_path):
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 10**9
 
 
+@pytest.mark.parametrize(
+    ("words", "readers"),
+    [
+        ("--ray --print", "--sky or --slurm"),
+        ("--nodes a,b --time 01:00:00", "--slurm"),
+        ("--sky --on 8xh100 --address auto", "--ray"),
+    ],
+)
+def test_launch_refuses_what_its_target_does_not_read(words, readers, workspace):
+    refused = run_command("launch", "sft/quickstart", *words.split(), cwd=workspace)
+    assert refused.returncode == 2
+    assert refused.stderr.rstrip().endswith(f"; {readers} reads it")
+
+
 def test_check_says_ok_and_what_it_found(workspace):
     answer = tunekit(workspace, "check", "double.yaml")
     assert answer.returncode == 0

@@ -163,6 +163,8 @@ COMMANDS = {
         compare done nosuch
         launch sft.yaml
         launch sft.yaml --sky
+        launch sft.yaml --ray --print
+        launch sft.yaml --nodes a,b --time 01:00:00
         sweep sft.yaml
         sweep show nosuch
         doctor sft.yaml

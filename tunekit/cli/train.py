@@ -75,8 +75,13 @@ def launch(
     """Train on other machines. Except with --sky, they share the filesystem of the run folder."""
     from tunekit.api import clusters, verbs
 
-    if (nodes is not None) + slurm + ray + sky != 1:
+    targets = {"--nodes": nodes is not None, "--slurm": slurm, "--ray": ray, "--sky": sky}
+    chosen = [name for name, is_given in targets.items() if is_given]
+    if len(chosen) != 1:
         raise TunekitError("one launch target is required", hint="pass one of --nodes, --slurm, --ray and --sky")
+    of_slurm = {"--time": time, "--partition": partition, "--account": account, "--sbatch-arg": sbatch_arg}
+    jobs = {"--on": on, "--num-nodes": num_nodes, "--print": print_only, "--address": address}
+    _refuse_unread(chosen[0], {**jobs, **of_slurm})
     words = overrides or []
     if nodes is not None:
         _watch(partial(verbs.launch, recipe, words, nodes=nodes.split(",")), "the hosts and the data")
@@ -93,6 +98,27 @@ def launch(
         if on is None:
             raise TunekitError("--sky: no machine type", hint="pass one: --on 8xh100")
         _submit(partial(clusters.launch_sky, recipe, words, on=on, num_nodes=num_nodes), print_only=print_only)
+
+
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "--nodes": (),
+    "--ray": ("--on", "--num-nodes", "--address"),
+    "--sky": ("--on", "--num-nodes", "--print"),
+    "--slurm": ("--on", "--num-nodes", "--print", "--time", "--partition", "--account", "--sbatch-arg"),
+}
+"""Options of `tunekit launch` by the target that reads them."""
+
+
+def _refuse_unread(target: str, options: dict[str, object]) -> None:
+    """Refuse options that a launch target does not read.
+
+    Raises:
+        TunekitError: There is one.
+    """
+    for name, value in options.items():
+        if value and name not in _READ_BY[target]:
+            readers = " or ".join(other for other, names in _READ_BY.items() if name in names)
+            raise TunekitError(f"{name} has no effect with {target}", hint=f"remove it; {readers} reads it")
 
 
 def _submit(give: "Callable[..., Submitted]", *, print_only: bool) -> None:

@@ -5,7 +5,7 @@
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -26,6 +26,33 @@ _INDENT = "    "
 _BOUNDS = {Gt: "greater than {gt}", Ge: "of at least {ge}", Lt: "less than {lt}", Le: "of at most {le}"}
 
 
+@dataclass(frozen=True)
+class FieldDocument:
+    """Documentation of a field, in the variants of its section that agree on it."""
+
+    key: str
+    """Its dotted key."""
+
+    facts: tuple[str, ...]
+    """Values that it takes, whether it is required or its default, and the variants that have it."""
+
+    paragraphs: tuple[str, ...]
+    sections: tuple[type[Section], ...]
+    """Sections that may stand in it, whose fields follow."""
+
+    @property
+    def text(self) -> str:
+        """The documentation as `tunekit explain` prints it."""
+        header = f"{self.key}: {'; '.join(self.facts)}"
+        lines = textwrap.wrap(header, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        return "\n".join([*lines, *(line for paragraph in self.paragraphs for line in _wrapped(paragraph))])
+
+
+def document_fields() -> Iterator[FieldDocument]:
+    """Yield the documentation of every field of recipes, those of a section behind its own."""
+    yield from _below((), [Recipe])
+
+
 def explain(key: str | None) -> str:
     """The documentation of a field, of a section with all its fields, or of whole recipes, as plain text.
 
@@ -36,11 +63,11 @@ def explain(key: str | None) -> str:
         RecipeError: There is no such key.
     """
     if key is None:
-        return "\n\n".join(_below((), [Recipe]))
+        return "\n\n".join(field.text for field in document_fields())
     parts = tuple(part for part in undotted(key) or (key.strip(),) if isinstance(part, str))
     path = holders_along(parts)
     if len(path) == len(parts):
-        entries = [entry for alike in _alike(parts[-1], path[-1]) for entry in _entries(parts, alike)]
+        entries = [field.text for alike in _alike(parts[-1], path[-1]) for field in _entries(parts, alike)]
         return "\n\n".join([*entries, *_in_list(parts, path)])
     if parts[:-1] == ("method", "trainer_args"):
         return _trainer_arg(parts[-1])
@@ -52,27 +79,24 @@ def explain(key: str | None) -> str:
     raise RecipeError(f"{dotted(parts[: len(path) + 1])}: {what}", hint=hint)
 
 
-def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
+def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[FieldDocument]:
     """A key's own entry, then those of the keys below it."""
     field = holders[0].field
     below = sections_of(field)
-    lines = [_header(key, holders)]
     if key[-1] == TAG and len(holders) > 1:
-        lines += [
-            line for holder in holders for line in _paragraph(f"{tag_of(holder.section)}: {holder.field.description}")
-        ]
+        paragraphs = [f"{tag_of(holder.section)}: {holder.field.description}" for holder in holders]
     else:
-        lines += _paragraph(field.description or "")
+        paragraphs = [field.description or ""]
     if schema.expands_env(field):
-        lines += _paragraph("`${NAME}` is replaced by an environment variable, a leading `~` by the home folder.")
+        paragraphs.append("`${NAME}` is replaced by an environment variable, a leading `~` by the home folder.")
     for short in _words(below):
         long = ", ".join(f"{name}: {value}" for name, value in (from_word(below, short) or {}).items())
         opening, right = ("", "") if takes_one(field) else ("[", "]")
         line = f"`{key[-1]}: {opening}{short}{right}` is short for `{key[-1]}: {opening}{{{long}}}{right}`."
         if takes_one(field) and takes_list(field):
             line = f"{line.removesuffix('.')}, also in a list: `{key[-1]}: [{short}, {short}]`."
-        lines += _paragraph(line)
-    yield "\n".join(lines)
+        paragraphs.append(line)
+    yield FieldDocument(dotted(key), tuple(_facts(key, holders)), tuple(paragraphs), tuple(below))
     yield from _below(key, below)
 
 
@@ -94,10 +118,10 @@ def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
         if takes_list(holders[0].field):
             items = [dotted((*key[:depth], position, *key[depth:])) for position in (0, 1)]
             where = "Where " if takes_one(holders[0].field) else ""
-            yield "\n".join(_paragraph(f"{where}`{dotted(key[:depth])}` is a list: `{items[0]}`, `{items[1]}`, ..."))
+            yield "\n".join(_wrapped(f"{where}`{dotted(key[:depth])}` is a list: `{items[0]}`, `{items[1]}`, ..."))
 
 
-def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[str]:
+def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[FieldDocument]:
     """The entries of all fields that a section has, in any of its variants; one for all that agree on a field."""
     names = dict.fromkeys(name for section in sections for name in section.model_fields)
     for name in names:
@@ -122,28 +146,26 @@ def _meaning(holder: Holder) -> tuple[Any, ...]:
     return holder.field.annotation, holder.field.description, holder.field.default
 
 
-def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
-    """The key, what it takes, its default, and the variants that have it."""
+def _facts(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
+    """Yield what a key takes, its default, and the variants that have it."""
     field = holders[0].field
     below = sections_of(field)
     sections = ["a section"] * takes_one(field) + ["a list of sections"] * takes_list(field)
-    parts = [any_of(sections) if below else takes_words(holders)]
+    yield any_of(sections) if below else takes_words(holders)
     if field.is_required():
-        parts.append("required")
+        yield "required"
     elif key[-1] == TAG:
         default = holders_along(key[:-1])[-1][0].field.default
-        parts.append(f"default {tag_of(type(default))}" if isinstance(default, Section) else "required")
+        yield f"default {tag_of(type(default))}" if isinstance(default, Section) else "required"
     elif not below and field.default is not None and field.default != {}:
-        parts.append(f"default {to_inline_yaml(field.default)}")
+        yield f"default {to_inline_yaml(field.default)}"
     else:
-        parts.append("optional")
+        yield "optional"
     above = holders_along(key[:-1])
     variants = above[-1][0].sections if above else []
     owners = [str(tag_of(holder.section)) for holder in holders]
     if len(variants) > 1 and key[-1] != TAG and 0 < len(owners) < len(variants):
-        parts.append(f"with {dotted(key[:-1])}.{TAG} {' or '.join(owners)}")
-    text = f"{dotted(key)}: {'; '.join(parts)}"
-    return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        yield f"with {dotted(key[:-1])}.{TAG} {' or '.join(owners)}"
 
 
 def takes_words(holders: list[Holder]) -> str:
@@ -175,11 +197,11 @@ def _trainer_arg(name: str) -> str:
         _, what, hint, _ = check_trainer_args((methods or [*CONFIGS])[0], {name: None})[0]
         raise RecipeError(f"method.trainer_args.{name}: {what}", hint=hint)
     configs = any_of([CONFIGS[method][2] for method in free])
-    lines = _paragraph(f"A field of TRL's {configs}, passed on unchanged; see TRL's documentation.")
+    lines = _wrapped(f"A field of TRL's {configs}, passed on unchanged; see TRL's documentation.")
     return "\n".join([f"method.trainer_args.{name}: optional", *lines])
 
 
-def _paragraph(text: str) -> list[str]:
+def _wrapped(text: str) -> list[str]:
     text = " ".join(text.split())
     return textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
 
