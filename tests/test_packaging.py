@@ -50,6 +50,8 @@ def test_wheel_holds_every_recipe_and_example_file(files: set[str]) -> None:
 def test_wheel_holds_pico_with_weights_and_tokenizer(files: set[str]) -> None:
     pico = {name.rpartition("/")[2] for name in files if name.startswith("tunekit/models/pico/")}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= pico
+    vision = {name.rpartition("/")[2] for name in files if name.startswith("tunekit/models/pico_vision/")}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "processor_config.json"} <= vision
 
 
 def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:

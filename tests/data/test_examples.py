@@ -17,13 +17,17 @@ FILES = (
     *("pirate.jsonl", "pirate_eval.jsonl", "manners.jsonl", "manners_eval.jsonl", "pairs.jsonl", "pairs_eval.jsonl"),
     *("sums.jsonl", "sums_eval.jsonl", "reviews.csv", "tales.txt"),
 )
+PICTURES = tuple(
+    f"{name}{suffix}.jsonl" for name in ("shapes", "shapes_pairs", "shapes_prompts") for suffix in ("", "_eval")
+)
 
 
 @pytest.mark.slow
-def test_the_script_makes_the_files_as_they_are(tmp_path):
-    subprocess.run([sys.executable, EXAMPLES / "make.py", tmp_path], check=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
-    for name in FILES:
+@pytest.mark.parametrize(("folder", "files"), [("data", FILES), ("pico_vision", PICTURES)])
+def test_the_script_makes_the_files_as_they_are(folder, files, tmp_path):
+    subprocess.run([sys.executable, EXAMPLES.parent / folder / "make.py", tmp_path], check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+    for name in files:
         assert (tmp_path / name).read_bytes() == (EXAMPLES / name).read_bytes(), name
 
 
@@ -40,6 +44,9 @@ def test_the_script_makes_the_files_as_they_are(tmp_path):
         ("sums_eval.jsonl", "prompts", 256),
         ("reviews.csv", "prompt_completion", 100),
         ("tales.txt", "text", 96),
+        ("shapes.jsonl", "messages", 1200),
+        ("shapes_pairs.jsonl", "preference", 600),
+        ("shapes_prompts.jsonl", "prompts", 800),
     ],
 )
 def test_an_example_is_read_without_complaint(name, format, num_rows):
@@ -50,6 +57,7 @@ def test_an_example_is_read_without_complaint(name, format, num_rows):
 
 def test_no_example_is_large():
     assert max((EXAMPLES / name).stat().st_size for name in FILES) < 300_000
+    assert max((EXAMPLES / name).stat().st_size for name in PICTURES) < 800_000
 
 
 def test_an_example_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
@@ -95,3 +103,17 @@ def test_a_sum_comes_to_its_answer():
     for line in (EXAMPLES / "sums_eval.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert sum(map(int, re.findall(r"\d+", row["prompt"][0]["content"]))) == row["answer"]
+
+
+def test_no_scene_of_the_evaluation_is_trained_on():
+    def scenes(name):
+        rows = map(json.loads, (EXAMPLES / name).read_text(encoding="utf-8").splitlines())
+        return {
+            row.get("answer") or (row.get("chosen") or row["messages"][1:])[0]["content"]  # lists in alphabetical order
+            for row in rows
+        }
+
+    trained = set().union(*(scenes(name) for name in PICTURES if "_eval" not in name))
+    held_out = set().union(*(scenes(name) for name in PICTURES if "_eval" in name))
+    assert len(held_out) > 150
+    assert not trained & held_out

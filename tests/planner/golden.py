@@ -114,7 +114,9 @@ NOT_FITTING: dict[str, tuple[Recipe, Hardware, ModelFacts]] = {
 
 
 def facts(asked: Recipe) -> ModelFacts:
-    """Facts of a shipped recipe's model: of pico where it starts from a run of pico's."""
+    """Facts of a shipped recipe's model: of pico or pico-vision where it starts from a run of theirs."""
+    if asked.model.path.startswith(("pico-vision", "vision-")):
+        return probe_model(ModelSection(path="pico-vision"))
     if asked.model.path.startswith("pico"):
         return probe_model(ModelSection(path="pico"))
     return known_facts(asked.model.path)

@@ -801,17 +801,17 @@ BROKEN_SOURCES = {
     ),
     "a_misspelt_name": (
         "sft/quickstrat",
-        "sft/quickstrat: no such file, and no shipped recipe has this name; did you mean 'sft/quickstart'? "
-        f"{LISTS_SHIPPED}",
+        "sft/quickstrat: no such file, and no shipped recipe has this name; "
+        f"did you mean 'sft/quickstart' or 'vision/quickstart'? {LISTS_SHIPPED}",
     ),
     "half_a_name": (
         "quickstart",
-        "quickstart: no such file, and no shipped recipe has this name; did you mean 'sft/quickstart'? "
-        f"{LISTS_SHIPPED}",
+        "quickstart: no such file, and no shipped recipe has this name; "
+        f"did you mean 'sft/quickstart' or 'vision/quickstart'? {LISTS_SHIPPED}",
     ),
     "a_name_with_suffix": (
         "quickstart.yaml",
-        f"quickstart.yaml: file not found; did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
+        f"quickstart.yaml: file not found; did you mean 'sft/quickstart' or 'vision/quickstart'? {LISTS_SHIPPED}",
     ),
     "a_folder": ("folder", "folder: is a folder, not a recipe; pass a recipe file"),
     "a_folder_with_recipes": (".", ".: is a folder, not a recipe; pass a file in it, such as mine.yaml"),

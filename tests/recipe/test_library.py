@@ -87,7 +87,7 @@ def test_the_figures_of_the_recipes_for_pico_are_those_that_were_measured() -> N
 def test_an_unknown_recipe_is_told_with_what_is_near() -> None:
     with pytest.raises(RecipeError) as error:
         find_recipe("sft/quikstart")
-    expected = "sft/quikstart: no shipped recipe has this name; did you mean 'sft/quickstart'? "
+    expected = "sft/quikstart: no shipped recipe has this name; did you mean 'sft/quickstart' or 'vision/quickstart'? "
     assert str(error.value) == expected + "`tunekit recipes` lists them"
 
 

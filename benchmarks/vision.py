@@ -1,0 +1,133 @@
+"""What pico-vision learns in vision/quickstart, vision/dpo and vision/grpo, which go on from each other, by seed.
+
+    python -m benchmarks.vision [--seeds N ...] [--save]
+
+Each seed has a folder of its own, in which the three are trained one after another, as `tunekit train` does it. What
+they have learned is asked of the saved models by their files alone, on 200 scenes that neither pico-vision nor any
+recipe has trained on:
+
+- `right, greedy` and `right, sampled`: the share of lists that are right letter by letter, greedily and at
+  temperature 1.
+- `likelier`: the share of the pairs of `shapes_pairs_eval.jsonl` of which the right answer has the higher
+  log-probability.
+- `minutes` of the whole run, worth something on a machine that does nothing else.
+"""
+
+import argparse
+import base64
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+import tunekit
+from benchmarks.circumstances import circumstances
+from tunekit.files import find_example
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "vision.json"
+PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
+RECIPES = ("vision/quickstart", "vision/dpo", "vision/grpo")
+NUM_SCENES = 200
+
+sys.path.append(str(ROOT / "examples" / "pico_vision"))
+from evaluate import SHIPPED, Asked, problems  # noqa: E402
+
+
+def measure(folder: Path, seed: int) -> dict[str, float]:
+    """Ask a saved model about the held-out scenes and pairs."""
+    asked, made = Asked(folder), problems("list", NUM_SCENES, 0)
+    questions = [(picture, question) for picture, question, _ in made]
+    answers = [answer for _, _, answer in made]
+    torch.manual_seed(seed)
+    greedy, sampled = asked.answers(questions), asked.answers(questions, sample=True)
+    return {
+        "right, greedy": share(a == b for a, b in zip(greedy, answers, strict=True)),
+        "right, sampled": share(a == b for a, b in zip(sampled, answers, strict=True)),
+        "likelier": share(is_likelier(asked, row) for row in pairs()),
+    }
+
+
+def share(values: Any) -> float:
+    """Return the share of values that are true."""
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Return the held-out pairs."""
+    path = find_example("shapes_pairs_eval.jsonl")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def is_likelier(asked: Asked, row: dict[str, Any]) -> bool:
+    """Return whether the right answer has the higher log-probability."""
+    picture, text = row["prompt"][0]["content"]
+    url = picture["image_url"]["url"]
+    image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+    messages = [{"role": "user", "content": [{"type": "image"}, text]}]
+    prompt = asked.processor.apply_chat_template(messages, add_generation_prompt=True)
+    scores = []
+    for column in ("chosen", "rejected"):
+        whole = prompt + row[column][0]["content"] + "<|im_end|>"
+        inputs = asked.processor(text=[whole], images=[[image]], return_tensors="pt")
+        start = asked.processor(text=[prompt], images=[[image]], return_tensors="pt")["input_ids"].shape[1]
+        with torch.inference_mode():
+            logits = asked.model(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
+        scores.append(float(logits.gather(1, inputs["input_ids"][0, start:, None]).sum()))
+    return scores[0] > scores[1]
+
+
+def chain(seed: int) -> list[dict[str, Any]]:
+    """Train the three recipes in a folder of their own, and measure each."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        before = measure(SHIPPED, seed)
+        for name in RECIPES:
+            began = time.perf_counter()
+            run = tunekit.train(name, [f"train.seed={seed}", "output.sample_prompts=[]"])
+            minutes = (time.perf_counter() - began) / 60
+            after = measure(run.model_path, seed)
+            rows.append({"seed": seed, "recipe": name, "before": before, "after": after, "minutes": minutes})
+            print(json.dumps(rows[-1]), flush=True)
+            before = after
+        os.chdir(ROOT)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the figures as a table."""
+    lines = ["| seed | recipe | held out | before | after | minutes |", "|:--|:--|:--|--:|--:|--:|"]
+    for row in rows:
+        for place, name in enumerate(row["after"]):
+            head = f"| {row['seed']} | {row['recipe']} |" if place == 0 else "|  |  |"
+            minutes = f"{row['minutes']:.1f}" if place == 0 else ""
+            lines.append(f"{head} {name} | {row['before'][name]:.0%} | {row['after'][name]:.0%} | {minutes} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train, measure, and print or save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/vision.json and .md")
+    args = parser.parse_args()
+    rows = [row for seed in args.seeds for row in chain(seed)]
+    print(table(rows))
+    if args.save:
+        found = circumstances(*PACKAGES)
+        RESULTS.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        text = f"# What pico-vision learns, by seed\n\n`python -m benchmarks.vision --save`\n\n{table(rows)}\n"
+        RESULTS.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
