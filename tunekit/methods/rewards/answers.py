@@ -62,10 +62,13 @@ def each(score: Callable[[str, Any], float]) -> Callable[[Answers], list[float]]
 
 
 def text_of(completion: Any) -> str:
-    """An answer as text: of messages the content of the last, which is empty where it only calls a tool."""
+    """An answer as text: of messages the content of the last, which is empty where it only calls a tool.
+
+    Where the last message is a tool's, the model has not answered.
+    """
     if isinstance(completion, str):
         return completion
-    content = completion[-1]["content"] if completion else ""
+    content = completion[-1]["content"] if completion and completion[-1].get("role") != "tool" else ""
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
     return content or ""

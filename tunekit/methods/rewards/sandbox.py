@@ -50,6 +50,7 @@ from tunekit.files import read_table
 _SCRIPT, _TESTS, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "handles.py", "sandbox.yaml"))
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _OPEN_FILES = 16
+_MAX_PRINTED = 2**16
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -75,9 +76,7 @@ def failures(program: str, tests: list[str], *, timeout_seconds: float, memory_b
         memory_bytes: Address space that it may have.
     """
     deadline = time.monotonic() + timeout_seconds
-    limits = {"AS": memory_bytes, "CPU": int(timeout_seconds) + 1, "FSIZE": 0, "CORE": 0, "NOFILE": _OPEN_FILES}
-    shared: dict[str, object] = {"limits": limits, "readable": _readable(), "filter": b64encode(_filter()).decode()}
-    shared["parent"] = os.getpid()
+    shared = _task(timeout_seconds, memory_bytes)
     requests, replies = os.pipe(), os.pipe()
     programmed = {**shared, "program": program, "requests": requests[0], "replies": replies[1]}
     tested = {**shared, "module": str(_TESTS), "tests": tests, "requests": requests[1], "replies": replies[0]}
@@ -101,6 +100,41 @@ def failures(program: str, tests: list[str], *, timeout_seconds: float, memory_b
     return reasons + [missing] * (len(tests) - len(reasons))
 
 
+def printed(program: str, *, timeout_seconds: float, memory_bytes: int) -> str:
+    """Return what a program prints, and behind it the error that ends it, if any.
+
+    Args:
+        program: Python source.
+        timeout_seconds: Time limit. What it printed until then is returned.
+        memory_bytes: Address space that it may have.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    task = {**_task(timeout_seconds, memory_bytes), "printing": program}
+    process = _started(task)
+    try:
+        _write(process, json.dumps(task).encode())
+        assert process.stdout is not None, "it is a pipe"
+        output, is_open = b"", True
+        while is_open and len(output) < _MAX_PRINTED:
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(process.stdout.fileno(), 2**16) if ready else b""
+            output, is_open = output + part, bool(part)
+    finally:
+        process.kill()
+        process.communicate()
+    text = output[:_MAX_PRINTED].decode("utf-8", "replace").rstrip()
+    if is_open:
+        return f"{text}\n[more output was cut]"
+    return text if time.monotonic() < deadline else f"{text}\nTimeoutError: ended after {timeout_seconds:g} s".lstrip()
+
+
+def _task(timeout_seconds: float, memory_bytes: int) -> dict[str, object]:
+    """Return what a process of the sandbox is told: its limits, and who started it."""
+    limits = {"AS": memory_bytes, "CPU": int(timeout_seconds) + 1, "FSIZE": 0, "CORE": 0, "NOFILE": _OPEN_FILES}
+    kernel = {"readable": _readable(), "filter": b64encode(_filter()).decode()}
+    return {"limits": limits, **kernel, "parent": os.getpid()}
+
+
 def check_sandbox() -> None:
     """Try whether the sandbox works here: a program that computes passes, and none that reaches out does.
 
@@ -119,7 +153,7 @@ def check_sandbox() -> None:
 
 
 def _started(task: dict[str, object]) -> subprocess.Popen[bytes]:
-    descriptors = [task["requests"], task["replies"]]
+    descriptors = [task.get("requests"), task.get("replies")]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(_SCRIPT)],
         stdin=subprocess.PIPE,
