@@ -1,0 +1,339 @@
+"""Tools and environments in processes of their own: what hangs, dies, raises or says too much."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunekit.errors import RunError
+from tunekit.methods.environments.episodes import (
+    Host,
+    Limits,
+    RaisedError,
+    Seeds,
+    environment_class,
+    fill_lost,
+    owns_reward,
+    tool_functions,
+    tool_methods,
+)
+
+MODULE = """
+import os, random, sys, threading, time
+
+class Trouble:
+    '''An environment that does all that it should not.'''
+
+    def __init__(self, start=0):
+        if start < 0:
+            raise ValueError("start must not be negative")
+        self.total = start
+
+    def reset(self, seed, start=0, **row):
+        if start == "raise":
+            raise KeyError("no such level")
+        self.total = 0
+        self.drawn = (seed, random.random(), sorted(row))
+        return f"drawn {self.drawn}"
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    def hang(self) -> str:
+        time.sleep(3600)
+
+    def hang_without_end(self) -> str:
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+        while True:
+            pass
+
+    def die(self) -> str:
+        os._exit(3)
+
+    def shout(self) -> str:
+        return "a" * 50_000_000
+
+    def swallow(self) -> str:
+        raise MemoryError
+
+    def leave(self) -> str:
+        sys.exit(2)
+
+    def structured(self) -> dict:
+        return {"ö": [1, (2, 3)], "other": {4}}
+
+    def _private(self) -> str:
+        return ""
+
+    def get_reward(self):
+        return {7: float("nan"), 8: None, 9: "many"}.get(self.total, float(self.total))
+
+class Gym:
+    def reset(self, seed=None):
+        self.place = 0
+        return "start", {"info": 1}
+
+    def step(self, action: str):
+        self.place += 1
+        return f"at {self.place}", 0.5, self.place == 2, False, {}
+
+    def render(self):
+        return "a picture"
+
+class Result:
+    def __init__(self, observation, reward, done):
+        self.observation, self.reward, self.done = observation, reward, done
+
+class OpenEnv:
+    def reset(self):
+        return Result("begin", None, False)
+
+    def step(self, action: str) -> Result:
+        return Result("end", 2, True)
+
+class NoReset:
+    pass
+
+def double(number: int) -> int:
+    '''Double a number.
+
+    Args:
+        number: The number.
+    '''
+    if number == 13:
+        time.sleep(3600)
+    return 2 * number
+"""
+LIMITS = Limits(timeout_seconds=1.0, max_chars=100)
+
+
+@pytest.fixture
+def trouble(tmp_path, monkeypatch):
+    """A module with environments, and a function that hosts one of them."""
+    (tmp_path / "trouble.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    hosts = []
+
+    def host(name="Trouble", limits=LIMITS, **arguments):
+        import trouble
+
+        hosts.append(Host("method.environment", {"path": f"trouble:{name}", "arguments": arguments}, limits))
+        return environment_class(vars(trouble)[name], hosts[-1], Seeds(seed=1)), hosts[-1]
+
+    yield host
+    sys.modules.pop("trouble", None)
+    for each in hosts:
+        each.close()
+
+
+def test_methods_are_passed_on_with_their_signatures(trouble):
+    import inspect
+
+    import trouble as module
+
+    episode, _ = trouble()
+    assert episode.__name__ == "Trouble"
+    assert set(tool_methods(module.Trouble)) == {
+        *("add", "die", "hang", "hang_without_end", "leave", "shout", "structured", "swallow")
+    }
+    made = episode()
+    assert str(inspect.signature(made.add)) == "(number: int) -> int"
+    made.reset()
+    assert (made.add(number=2), made.add(number=3)) == ("2", "5")
+    assert made.structured() == '{"ö": [1, [2, 3]], "other": "{4}"}'
+    assert made.get_reward() == 5.0
+
+
+def test_instances_know_nothing_of_each_other(trouble):
+    episode, _ = trouble()
+    one, other = episode(), episode()
+    one.reset()
+    other.reset()
+    one.add(number=2)
+    assert (one.get_reward(), other.get_reward()) == (2.0, 0.0)
+
+
+def test_an_episode_is_seeded_by_run_step_and_row(trouble):
+    episode, _ = trouble()
+    one, other = episode(), episode()
+    first = one.reset(episode=4, level="x", prompt=[])
+    assert first.startswith("drawn (") and "['level', 'prompt']" in first
+    assert other.reset(episode=4, level="x", prompt=[]) == first
+    assert one.reset(episode=5, level="x", prompt=[]) != first
+    assert Seeds(1, lambda: 0).of(4) != Seeds(1, lambda: 1).of(4) != Seeds(2, lambda: 1).of(4)
+    assert Seeds(1, lambda: "eval").of(4) == Seeds(1, lambda: "eval").of(4)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("hang", "hang did not return within 1 s"),
+        ("hang_without_end", "hang_without_end did not return within 1 s"),
+        ("die", "its process ended in die"),
+        ("leave", "its process ended in leave"),
+    ],
+)
+def test_what_hangs_or_dies_loses_its_episode_alone(action, reason, trouble):
+    episode, host = trouble()
+    lost, other = episode(), episode()
+    for each in (lost, other):
+        each.reset()
+    process = lost._channel._process_id
+    with pytest.raises(RaisedError, match=f"the environment is gone: {reason}"):
+        getattr(lost, action)()
+    with pytest.raises(RaisedError, match="the environment is gone"):
+        lost.add(number=1)
+    assert (lost.get_reward(), lost.is_lost) == (None, True)
+    other.add(number=1)
+    assert (other.get_reward(), other.is_lost) == (1.0, False)
+    assert host.counts.take() == (1, [reason])
+    _gone(process)
+    lost.reset()
+    lost.add(number=4)
+    assert (lost.get_reward(), lost.is_lost) == (4.0, False)
+    assert host.counts.take() == (0, [])
+
+
+def test_what_raises_is_said_and_goes_on(trouble):
+    episode, host = trouble()
+    made = episode()
+    made.reset()
+    with pytest.raises(RaisedError, match=r"TypeError: .*unexpected keyword argument 'nmber'"):
+        made.add(nmber=3)
+    with pytest.raises(RaisedError, match=r"^MemoryError$"):
+        made.swallow()
+    assert (made.add(number=1), made.is_lost, host.counts.take()) == ("1", False, (0, []))
+
+
+def test_a_result_of_50_mb_is_cut_where_it_is_made(trouble):
+    episode, _ = trouble(limits=Limits(20.0, 100))
+    made = episode()
+    made.reset()
+    assert made.shout() == "a" * 100 + " [49,999,900 characters cut]"
+
+
+@pytest.mark.parametrize("total", [7, 9])
+def test_a_reward_that_is_no_number_is_an_error(total, trouble):
+    episode, _ = trouble()
+    made = episode()
+    made.reset()
+    made.add(number=total)
+    with pytest.raises(RunError, match="get_reward raised ValueError"):
+        made.get_reward()
+
+
+def test_a_reward_of_none_says_nothing(trouble):
+    episode, _ = trouble()
+    made = episode()
+    made.reset()
+    made.add(number=8)
+    assert (made.get_reward(), made.is_lost) == (None, False)
+
+
+def test_a_reset_that_raises_ends_the_run_with_the_row(trouble):
+    episode, _ = trouble()
+    with pytest.raises(
+        RunError, match=r"method.environment: reset raised KeyError: 'no such level', for the row \{\"st"
+    ):
+        episode().reset(start="raise")
+
+
+def test_a_class_that_cannot_be_made_is_an_error(trouble):
+    episode, _ = trouble(start=-1)
+    with pytest.raises(RunError, match=r"method.environment: ValueError: start must not be negative"):
+        episode()
+
+
+def test_gymnasium_and_openenv_are_environments(trouble):
+    import trouble as module
+
+    gym, _ = trouble("Gym")
+    assert list(tool_methods(module.Gym)) == ["step"] and owns_reward(module.Gym)
+    made = gym()
+    assert made.reset() == "start"
+    assert made.step(action="x") == "at 1"
+    assert made.step(action="x") == "at 2 (The episode is over.)"
+    with pytest.raises(RaisedError, match="the episode is over"):
+        made.step(action="x")
+    assert made.get_reward() == 1.0
+    other, _ = trouble("OpenEnv")
+    made = other()
+    assert (made.reset(), made.step(action="x"), made.get_reward()) == ("begin", "end (The episode is over.)", 2.0)
+
+
+def test_tools_are_functions_in_a_process_that_is_started_again(trouble):
+    import inspect
+
+    paths = {"double": ("trouble:double", {}), "calculator": ("tunekit.methods.environments.tools:calculator", {})}
+    host = Host("method.tools", {"tools": paths}, LIMITS)
+    double, calculator = tool_functions(paths, host)
+    assert (double.__name__, str(inspect.signature(double))) == ("double", "(number: int) -> int")
+    assert (double(number=4), calculator(expression="2 * (3 + 4)")) == ("8", "14")
+    with pytest.raises(RaisedError, match="double did not return within 1 s"):
+        double(number=13)
+    assert double(number=5) == "10"
+    assert host.counts.take()[0] == 1
+    host.close()
+
+
+def test_a_module_that_cannot_be_imported_is_an_error(trouble, tmp_path):
+    (tmp_path / "broken.py").write_text("raise OSError('no such disk')")
+    with pytest.raises(RunError, match="importing 'broken' raised OSError: no such disk"):
+        Host("method.environment", {"path": "broken:Broken", "arguments": {}}, LIMITS)
+
+
+def test_all_end_with_the_process_that_started_them(tmp_path):
+    (tmp_path / "trouble.py").write_text(MODULE)
+    program = """
+    from trouble import Trouble
+    from tunekit.methods.environments.episodes import Host, Limits, Seeds, environment_class
+    host = Host("method.environment", {"path": "trouble:Trouble", "arguments": {}}, Limits(5.0, 100))
+    episodes = [environment_class(Trouble, host, Seeds(0))() for _ in range(3)]
+    print(host._process.pid, *(each._channel._process_id for each in episodes), flush=True)
+    input()
+    """
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    processes = list(map(int, trainer.stdout.readline().split()))
+    assert len(processes) == 4
+    trainer.kill()
+    trainer.communicate()
+    for process in processes:
+        _gone(process)
+
+
+def _gone(process: int) -> None:
+    """Wait until a process is there no more, or is a zombie that somebody else has to collect."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {process} is still there")
+
+
+def test_lost_episodes_take_the_mean_of_their_group():
+    rewards = torch.tensor([[1.0, 0.0], [3.0, torch.nan], [9.0, 9.0], [2.0, 1.0], [5.0, 5.0], [5.0, 5.0]])
+    filled = fill_lost(rewards, [False, False, True, False, True, True], 3)
+    expected = torch.tensor([[1.0, 0.0], [3.0, torch.nan], [2.0, 0.0], [2.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
+    torch.testing.assert_close(filled, expected, equal_nan=True)
+    assert fill_lost(rewards, [False] * 6, 3) is rewards
+    assert fill_lost(rewards[:3], [True] * 3, 3).tolist() == [[0.0, 0.0]] * 3

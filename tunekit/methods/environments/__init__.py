@@ -1,0 +1,1 @@
+"""Tools and environments: the processes that they run in, and those that come with tunekit."""

@@ -1,0 +1,368 @@
+"""Tools and environments as TRL's trainer calls them, each in a process of its own that can be ended and started again.
+
+TRL makes an environment for each answer of a batch, resets them with the columns of their rows, calls their public
+methods as tools, and asks each for its reward (trl 1.16, `GRPOTrainer`). What it is given here are stand-ins with the
+same methods, signatures and docstrings, which pass each call to `host`.
+
+- A call that raises is answered to the model by `{'error': …}`, as TRL does with tools.
+- A call that does not return in time, or whose process ends, loses the episode: the process is ended, a new one takes
+  its place, further calls are answered by an error, and the episode takes the mean reward of its group, so that nothing
+  is learned from it.
+- An episode is seeded by the run's seed, the step and its row: all answers of a group meet the same episode, and a
+  resumed run the same as one that went on. Held-out rows have the same episode at every evaluation.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from tunekit.errors import RunError
+from tunekit.methods.environments.host import load, receive, send
+
+EPISODE = "episode"
+"""Column of the number of a row, from which its episodes are seeded."""
+
+_START_SECONDS = 120.0
+_LIFECYCLE = ("reset", "get_reward")
+_TURN_BASED = "step"
+
+
+class RaisedError(Exception):
+    """A call raised, which says why."""
+
+
+class LostError(Exception):
+    """A call did not return in time, or its process ended."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a call.
+
+    Attributes:
+        timeout_seconds: Time limit.
+        max_chars: Longest result that the model is shown, in characters.
+    """
+
+    timeout_seconds: float
+    max_chars: int
+
+
+@dataclass
+class Counts:
+    """What happened since the counts were read last.
+
+    Attributes:
+        num_lost: Episodes or calls whose process hung or ended.
+        reasons: Why, a line each.
+    """
+
+    num_lost: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str) -> None:
+        """Count a loss."""
+        self.num_lost += 1
+        self.reasons.append(reason)
+
+    def take(self) -> tuple[int, list[str]]:
+        """Return the counts, and begin anew."""
+        counts = self.num_lost, self.reasons
+        self.num_lost, self.reasons = 0, []
+        return counts
+
+
+class Host:
+    """The process that imports tools or an environment, and forks a process for each instance.
+
+    Args:
+        name: Field of the recipe, for messages.
+        task: Module and class with its arguments, or tools by name.
+        limits: Limits of a call.
+
+    Raises:
+        RunError: The module cannot be imported there.
+    """
+
+    def __init__(self, name: str, task: Mapping[str, Any], limits: Limits) -> None:
+        self.name = name
+        self.limits = limits
+        self.counts = Counts()
+        self.on_call: Callable[[], None] = lambda: None
+        """Called before each call."""
+        self._control, theirs = socket.socketpair()
+        limit = {"max_chars": limits.max_chars}
+        words = {"tools": None, **task, **limit, "parent": os.getpid(), "control": theirs.fileno()}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tunekit.methods.environments.host", json.dumps(words)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._control.settimeout(_START_SECONDS)
+        reply = receive(self._control)
+        if reply is None or "raised" in reply:
+            reason = "its process ended" if reply is None else reply["raised"]
+            raise RunError(f"{name}: {reason}", hint="see log.txt for what it printed")
+
+    def new(self) -> "Channel":
+        """Start an instance.
+
+        Raises:
+            RunError: The class raises where it is made, or the process is gone.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            except OSError:
+                problem = f"{self.name}: the process that starts its instances has ended"
+                raise RunError(problem, hint="it may have run out of memory; resume the run") from None
+        ours.settimeout(_START_SECONDS)
+        try:
+            reply = receive(ours)
+        except TimeoutError:
+            reply = {"raised": f"it did not start within {_START_SECONDS:g} s"}
+        if reply is None or "raised" in reply:
+            reason = "its process ended where it was made" if reply is None else reply["raised"]
+            raise RunError(f"{self.name}: {reason}", hint="see log.txt for what it printed")
+        return Channel(self, ours, reply["result"])
+
+    def close(self) -> None:
+        """End it with all its instances."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Channel:
+    """An instance in its process."""
+
+    def __init__(self, host: Host, channel: socket.socket, process_id: int) -> None:
+        self._host = host
+        self._channel = channel
+        self._process_id = process_id
+        self._timeout_seconds = host.limits.timeout_seconds
+
+    def call(self, action: str, arguments: Mapping[str, Any], seed: int | None = None) -> Any:
+        """Carry out an action.
+
+        Raises:
+            RaisedError: It raised.
+            LostError: It did not return in time, or its process ended. The process is gone.
+        """
+        self._host.on_call()
+        deadline = time.monotonic() + self._timeout_seconds
+        try:
+            self._channel.settimeout(self._timeout_seconds)
+            send(self._channel, {"action": action, "arguments": dict(arguments), "seed": seed})
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            reply = receive(self._channel)
+        except TimeoutError:
+            self.end()
+            raise LostError(f"{action} did not return within {self._timeout_seconds:g} s") from None
+        except (OSError, ValueError) as error:
+            self.end()
+            raise LostError(f"{action}: {error}") from None
+        if reply is None:
+            self.end()
+            raise LostError(f"its process ended in {action}")
+        if "raised" in reply:
+            raise RaisedError(reply["raised"])
+        return reply["result"]
+
+    def end(self) -> None:
+        """End the process."""
+        self._channel.close()
+        with suppress(ProcessLookupError):
+            os.kill(self._process_id, signal.SIGKILL)
+
+
+@dataclass
+class Seeds:
+    """Seeds of episodes.
+
+    Attributes:
+        seed: Of the run.
+        occasion: Returns the number of the step, or `eval`.
+    """
+
+    seed: int
+    occasion: Callable[[], int | str] = lambda: 0
+
+    def of(self, row: object) -> int:
+        """Return the seed of a row's episode."""
+        text = f"{self.seed}/{self.occasion()}/{row}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def tool_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of an environment that the model may call, by name."""
+    functions = dict(inspect.getmembers(cls, inspect.isfunction))
+    if "get_reward" not in functions and _TURN_BASED in functions:
+        return {_TURN_BASED: functions[_TURN_BASED]}
+    return {name: function for name, function in functions.items() if name[0] != "_" and name not in _LIFECYCLE}
+
+
+def owns_reward(cls: type) -> bool:
+    """Return whether an environment scores its episodes."""
+    return hasattr(cls, "get_reward") or hasattr(cls, _TURN_BASED)
+
+
+def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
+    """Return the class of stand-ins for an environment.
+
+    Args:
+        cls: The environment.
+        host: Its process.
+        seeds: Seeds of the episodes.
+    """
+
+    class Episode:
+        """Stand-in for an environment in its own process."""
+
+        def __init__(self) -> None:
+            self._channel = host.new()
+            self._lost = ""
+
+        def _call(self, action: str, arguments: Mapping[str, Any]) -> Any:
+            if self._lost:
+                raise RaisedError(f"the environment is gone: {self._lost}")
+            try:
+                return self._channel.call(action, arguments)
+            except LostError as error:
+                self._lost = str(error)
+                host.counts.add(self._lost)
+                raise RaisedError(f"the environment is gone: {error}") from None
+
+        def reset(self, **row: Any) -> str | None:
+            """Begin an episode; return what the model sees first."""
+            if self._lost:
+                self._channel, self._lost = host.new(), ""
+            seed = seeds.of(row.pop(EPISODE, ""))
+            try:
+                observation: str | None = self._channel.call("reset", row, seed)
+            except RaisedError as error:
+                problem = f"{host.name}: reset raised {error}, for the row {_cut(row)}"
+                raise RunError(problem, hint="reset must accept every row") from None
+            except LostError as error:
+                raise RunError(f"{host.name}: {error}, for the row {_cut(row)}", hint="see log.txt") from None
+            return observation
+
+        def get_reward(self) -> float | None:
+            """Return the reward of the episode; None where it was lost."""
+            if self._lost:
+                return None
+            try:
+                reward: float | None = self._channel.call("get_reward", {})
+            except RaisedError as error:
+                raise RunError(f"{host.name}: get_reward raised {error}", hint="return a finite number") from None
+            except LostError as error:
+                self._lost = str(error)
+                host.counts.add(self._lost)
+                return None
+            return reward
+
+        @property
+        def is_lost(self) -> bool:
+            """True if the episode's process hung or ended."""
+            return bool(self._lost)
+
+    if not owns_reward(cls):
+        del Episode.get_reward
+    Episode.__name__ = Episode.__qualname__ = cls.__name__
+    for name, function in tool_methods(cls).items():
+        setattr(Episode, name, _passed_on(name, function))
+    return Episode
+
+
+def _passed_on(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method with the signature and the docstring of another, which passes its call on."""
+
+    @wraps(function)
+    def method(self: Any, **arguments: Any) -> Any:
+        return self._call(name, arguments)
+
+    return method
+
+
+def tool_functions(paths: Mapping[str, tuple[str, Mapping[str, Any]]], host: Host) -> list[Callable[..., Any]]:
+    """Return stand-ins for tools that are functions.
+
+    Args:
+        paths: Module and function of each tool with its settings, by name.
+        host: Their process.
+    """
+    channel = [host.new()]
+
+    def passed_on(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def tool(**arguments: Any) -> Any:
+            try:
+                return channel[0].call(name, arguments)
+            except LostError as error:
+                host.counts.add(str(error))
+                channel[0] = host.new()
+                raise RaisedError(str(error)) from None
+
+        tool.__name__ = name
+        return tool
+
+    return [passed_on(name, described(path)) for name, (path, _) in paths.items()]
+
+
+def described(path: str) -> Callable[..., Any]:
+    """Return a function with the signature, type hints and docstring of a tool."""
+    tool = load(path)
+    if not inspect.isclass(tool):
+        return tool
+    call = vars(tool)["__call__"]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    signature = inspect.signature(call)
+    function.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    function.__annotations__ = typing.get_type_hints(call)
+    function.__doc__ = call.__doc__
+    return function
+
+
+def fill_lost(rewards: Any, lost: Sequence[bool], num_generations: int) -> Any:
+    """Give each lost episode the mean reward of its group, from which nothing is learned.
+
+    Args:
+        rewards: Of each reward, `(answers, rewards)`, NaN where it had nothing to say.
+        lost: Whether the episode of each answer was lost.
+        num_generations: Answers of a group, which stand one behind the other.
+
+    Returns:
+        The same with the lost ones filled; zero where a whole group was lost.
+    """
+    import torch
+
+    if not any(lost):
+        return rewards
+    is_lost = torch.tensor(lost, device=rewards.device).view(-1, num_generations, 1)
+    grouped = rewards.view(-1, num_generations, rewards.shape[-1])
+    is_absent = is_lost | grouped.isnan()
+    sums = grouped.masked_fill(is_absent, 0.0).sum(1, keepdim=True)
+    means = sums / (~is_absent).sum(1, keepdim=True).clamp(min=1)
+    return torch.where(is_lost, means, grouped).view_as(rewards)
+
+
+def _cut(row: Mapping[str, Any]) -> str:
+    text = json.dumps(dict(row), ensure_ascii=False, default=str)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,39 @@
+"""Guess a number from hints: the smallest task in which an answer of several turns is better than one."""
+
+import random
+
+
+class GuessNumber:
+    """A number between 1 and `highest`, which is to be guessed with `num_guesses` guesses."""
+
+    def __init__(self, highest: int = 15, num_guesses: int = 4) -> None:
+        self._highest = highest
+        self._num_guesses = num_guesses
+        self._number = 1
+        self._num_wrong = 0
+        self._is_found = False
+
+    def reset(self, seed: int) -> None:
+        """Think of a number."""
+        self._number = random.Random(seed).randint(1, self._highest)
+        self._num_wrong, self._is_found = 0, False
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        if self._is_found or self._num_wrong == self._num_guesses:
+            return "the game is over"
+        if number == self._number:
+            self._is_found = True
+            return "right"
+        self._num_wrong += 1
+        if self._num_wrong == self._num_guesses:
+            return "wrong, the game is over"
+        return "higher" if number < self._number else "lower"
+
+    def get_reward(self) -> float:
+        """Return 1 for the number, less 0.1 for each wrong guess; 0 where it was not found."""
+        return 1 - 0.1 * self._num_wrong if self._is_found else 0.0

@@ -1,0 +1,239 @@
+"""The process that tools and environments run in. It is started by `episodes`, and forks one process for each instance.
+
+An environment may hang, crash, fill the memory or leave threads behind; in a process of its own all that ends with it.
+The host imports the class once and forks, so that a new instance takes milliseconds. Messages are JSON, behind their
+length in four bytes: an action with its arguments in one direction, `{"result": …}` or `{"raised": …}` in the other.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tunekit.recipe.functions import find_function
+
+MAX_BYTES = 2**24
+"""Longest message, in bytes."""
+
+_PARENT_DEATH_SIGNAL = 1
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """Write a message.
+
+    Raises:
+        OSError: The other side is gone.
+        ValueError: It holds what JSON cannot.
+    """
+    raw = json.dumps(message, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass")
+    channel.sendall(len(raw).to_bytes(4, "big") + raw)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Read a message; None where the other side is gone.
+
+    Raises:
+        TimeoutError: It did not come within the channel's time limit.
+        OSError: It is longer than `MAX_BYTES`.
+    """
+    head = _read(channel, 4)
+    if head is None:
+        return None
+    size = int.from_bytes(head, "big")
+    if size > MAX_BYTES:
+        raise OSError("message too long")
+    raw = _read(channel, size)
+    return None if raw is None else json.loads(raw.decode("utf-8", "surrogatepass"))
+
+
+def _read(channel: socket.socket, size: int) -> bytes | None:
+    raw = bytearray()
+    while len(raw) < size:
+        try:
+            part = channel.recv(size - len(raw))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        raw += part
+    return bytes(raw)
+
+
+def load(path: str) -> Callable[..., Any]:
+    """Return a class or function by its path; those of tunekit are no functions of the user's own."""
+    module, _, name = path.partition(":")
+    if module.startswith("tunekit."):
+        own: Callable[..., Any] = vars(importlib.import_module(module))[name]
+        return own
+    return find_function(path)
+
+
+def takes(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def as_text(result: Any, max_chars: int) -> str:
+    """Return the result of a tool as the model reads it: JSON of lists and mappings, else `str`, cut."""
+    structured = isinstance(result, dict | list | tuple)
+    text = json.dumps(result, ensure_ascii=False, default=str) if structured else str(result)
+    return text if len(text) <= max_chars else f"{text[:max_chars]} [{len(text) - max_chars:,} characters cut]"
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the random generators that a class may draw from."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+class Instance:
+    """An environment, or a set of tools, as its process holds it.
+
+    A class with `step` and without `get_reward` is one in the way of Gymnasium and OpenEnv: `step(action)` returns a
+    tuple `(observation, reward, terminated, …)`, or an object with these attributes (`done` for `terminated`). Its
+    reward is the sum over the steps.
+    """
+
+    def __init__(self, make: Callable[[], Any], max_chars: int) -> None:
+        self._make = make
+        self._environment = make()
+        self._max_chars = max_chars
+        self._total = 0.0
+        self._is_over = False
+
+    def do(self, action: str, arguments: dict[str, Any], seed: int | None) -> Any:
+        """Carry out an action, and return what a message can hold."""
+        if action == "reset":
+            return self._reset(arguments, seed)
+        if action == "get_reward":
+            reward = self._environment.get_reward() if hasattr(self._environment, "get_reward") else self._total
+            return None if reward is None else float(reward)
+        if action == "step" and not hasattr(self._environment, "get_reward"):
+            return self._step(arguments)
+        return as_text(getattr(self._environment, action)(**arguments), self._max_chars)
+
+    def _reset(self, arguments: dict[str, Any], seed: int | None) -> str | None:
+        self._total, self._is_over = 0.0, False
+        if seed is not None:
+            seed_everything(seed)
+            arguments = {**arguments, "seed": seed}
+        reset = self._environment.reset
+        observation = reset(**takes(reset, arguments))
+        if isinstance(observation, tuple):
+            observation = observation[0]
+        if hasattr(observation, "observation"):
+            observation = observation.observation
+        return None if observation is None else as_text(observation, self._max_chars)
+
+    def _step(self, arguments: dict[str, Any]) -> str:
+        if self._is_over:
+            raise RuntimeError("the episode is over")
+        result = self._environment.step(**arguments)
+        if isinstance(result, tuple):
+            observation, reward, *ends = result
+            # Gymnasium: terminated, truncated, info. Gym before it: done, info.
+            ended = any(end is True for end in ends[:2])
+        else:
+            observation, reward, ended = result.observation, result.reward, result.done
+        self._total += float(reward or 0.0)
+        self._is_over = bool(ended)
+        text = as_text(observation, self._max_chars)
+        return f"{text} (The episode is over.)" if self._is_over else text
+
+
+def serve(channel: socket.socket, make: Callable[[], Any], max_chars: int) -> None:
+    """Do what is asked of one instance until the other side is gone."""
+    try:
+        instance = Instance(make, max_chars)
+    except Exception as error:  # noqa: BLE001  (the class is the user's: it may raise anything)
+        send(channel, {"raised": f"{type(error).__name__}: {error}"[:max_chars]})
+        return
+    send(channel, {"result": os.getpid()})
+    while (message := receive(channel)) is not None:
+        try:
+            reply = {"result": instance.do(message["action"], message["arguments"], message["seed"])}
+        except Exception as error:  # noqa: BLE001  (so may its methods)
+            what = str(error)[:max_chars]
+            reply = {"raised": f"{type(error).__name__}: {what}" if what else type(error).__name__}
+        try:
+            send(channel, reply)
+        except ValueError as error:
+            send(channel, {"raised": f"ValueError: {error}"})
+        sys.stdout.flush()
+
+
+class Tools:
+    """Functions as the methods of one object."""
+
+    def __init__(self, paths: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+        for name, (path, settings) in paths.items():
+            function = load(path)
+            setattr(self, name, function(**settings) if inspect.isclass(function) else function)
+
+
+def end_with(parent: int) -> None:
+    """End when the process that started this one does, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+def main() -> None:
+    """Import what is hosted, and fork a process for each channel that arrives."""
+    task = json.loads(sys.argv[1])
+    end_with(task["parent"])
+    # Signals that stop a run may go to the whole group; the trainer finishes its step, and this process ends with it.
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(sign, signal.SIG_IGN)
+    control = socket.socket(fileno=task["control"])
+    try:
+        if task["tools"]:
+            tools = task["tools"]
+            for path, _ in tools.values():
+                load(path)
+
+            def make() -> Any:
+                return Tools(tools)
+        else:
+            cls, arguments = load(task["path"]), task["arguments"]
+
+            def make() -> Any:
+                return cls(**arguments)
+    except Exception as error:  # noqa: BLE001  (importing runs the user's code)
+        send(control, {"raised": f"{type(error).__name__}: {error}"})
+        return
+    send(control, {"result": os.getpid()})
+    host = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what has ended is nobody's to wait for
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        if os.fork():
+            os.close(descriptors[0])
+            continue
+        control.close()
+        end_with(host)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with contextlib.closing(socket.socket(fileno=descriptors[0])) as channel:
+            serve(channel, make, task["max_chars"])
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
