@@ -40,11 +40,30 @@ MAX_POSITIONS = 1024
 PROMPT_WEIGHT = 0.1
 
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+        {%- set function = tool['function'] if tool['function'] is defined else tool %}
+        {{- function['name'] + '(' }}
+        {%- for name, property in function['parameters']['properties'].items() %}
+            {{- name + ': ' + property['type'] | string + (', ' if not loop.last else '') }}
+        {%- endfor %}
+        {{- ') ' + function['description'] + ('\\n' if not loop.last else '') }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['role'] == 'assistant' %}
         {%- generation %}
-            {{- message['content'] + '<|im_end|>' }}
+            {{- message['content'] or '' }}
+            {%- for call in message['tool_calls'] or [] %}
+                {%- set function = call['function'] if call['function'] is defined else call %}
+                {{- '<tool_call>{"name": "' + function['name'] + '", "arguments": ' }}
+                {{- function['arguments'] if function['arguments'] is string else function['arguments'] | tojson }}
+                {{- '}</tool_call>' }}
+            {%- endfor %}
+            {{- '<|im_end|>' }}
         {%- endgeneration %}
     {%- else %}
         {{- message['content'] + '<|im_end|>' }}
