@@ -96,6 +96,7 @@ SETTINGS = {
     "optimizer_cls_and_kwargs",
     "rank_allocation",
     "stored_buffers",
+    "tool_hosts",
     "train_dataset",
 }
 """Public attributes of a trainer that hold data, and are read from it at each use."""

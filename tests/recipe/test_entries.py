@@ -86,12 +86,22 @@ def test_what_is_wrong_has_fields_too(values: dict[str, Any]) -> None:
 
 def test_every_field_that_a_recipe_may_give_is_reached() -> None:
     rewards = next(sections_of(field) for key, field in all_fields() if key == ("method", "rewards"))
+    tools, environments = (
+        next(sections_of(field) for key, field in all_fields() if key == ("method", name))
+        for name in ("tools", "environment")
+    )
     reached: set[tuple[str, ...]] = set()
+    for section in environments:
+        acting = {"type": "grpo", "environment": {"type": tag_of(section)}}
+        for key in entries(method=acting):
+            reached.add(tuple(part for part in undotted(key) or () if isinstance(part, str)))
     for method in tags("method"):
         for adapter in tags("adapter"):
             values: dict[str, Any] = {"adapter": adapter, "method": {"type": method}, "data": {"eval": "a"}}
             if issubclass(METHODS[method], RewardedMethod):
                 values["method"]["rewards"] = [{"type": tag_of(section)} for section in rewards]
+            if method == "grpo":
+                values["method"]["tools"] = [{"type": tag_of(section)} for section in tools]
             for key in entries(**values):
                 reached.add(tuple(part for part in undotted(key) or () if isinstance(part, str)))
     refused = {("method", "teacher", name) for name in ("dtype", "attn_implementation", "kernels")}

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from tunekit.launching.bandwidth import Exchange, measure
 from tunekit.launching.local import turn, when_served
 from tunekit.launching.ssh_hosts import for_hosts, launch_on
 from tunekit.methods.rewards.load import check_rows
+from tunekit.models.load import load_tokenizer
 from tunekit.planner.decisions.reasons import check_disk
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
@@ -30,7 +32,8 @@ from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.process.log_capture import library_words_to
 from tunekit.recipe.load import AnyOverrides
-from tunekit.recipe.methods import is_rewarded, list_methods
+from tunekit.recipe.methods import generates, is_rewarded, list_methods, uses_tools
+from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
@@ -39,7 +42,15 @@ from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.events import FINAL_PHASES, Event
 from tunekit.runs.fingerprints import continued, read_recipe, record_versions, write_code
 from tunekit.runs.kept_inputs import keep_inputs
-from tunekit.runs.prepared_data import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
+from tunekit.runs.prepared_data import (
+    PreparedData,
+    PreparedRows,
+    prepare,
+    prepare_rows,
+    record,
+    report_on_rows,
+    shown_tools,
+)
 from tunekit.runs.record import claimed, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
 from tunekit.runs.small_files import DIED, place_of
@@ -199,6 +210,9 @@ def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
     _check_disk(planned)
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
+    if generates(recipe.method):
+        with library_words_to(StringIO()):
+            shown_tools(recipe.method, data, partial(load_tokenizer, recipe.model))
     return planned, data.notes
 
 
@@ -617,12 +631,21 @@ def _refuse_untrainable(recipe: Recipe) -> None:
         TunekitError: Something that training needs is missing, or not there yet.
     """
     method = recipe.method
-    if is_rewarded(method) and not method.rewards:
+    if is_rewarded(method) and not method.rewards and not _owns_reward(method):
         problem = f"method.rewards: empty, but {method.type} learns only from rewards"
         raise TunekitError(problem, hint="set one, such as exact_match, or your own function: my_rewards:score")
     if recipe.data.streaming and method.spec.trains_on != "tokens":
         problem = f"data.streaming: unsupported in training with {method.type}; only its plan supports it"
         raise TunekitError(problem, hint="unset it: rows are stored on disk, not in memory")
+
+
+def _owns_reward(method: RewardedMethod) -> bool:
+    """Return whether an environment of the method scores its episodes."""
+    if not uses_tools(method):
+        return False
+    from tunekit.methods.tool_use import owns_reward
+
+    return owns_reward(method)
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:

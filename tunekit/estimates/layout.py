@@ -59,6 +59,11 @@ class Layout(Facts):
         return self.dp_shard_size * self.cp_size * self.sp_size
 
     @property
+    def divides_weights(self) -> bool:
+        """True if no process has all weights, so that all of them compute a forward pass together."""
+        return self.strategy in ("fsdp2", "zero3") or self.tp_size > 1
+
+    @property
     def offloads(self) -> bool:
         """True if anything is offloaded from the devices."""
         return self.offload_param_device != "none" or self.offload_optimizer_device != "none"

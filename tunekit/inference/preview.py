@@ -8,17 +8,18 @@ from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens
 from tunekit.data.reports import preview
 from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
+from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows, shown
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError, TunekitError
 from tunekit.methods.rewards.load import check_rows, columns_read
 from tunekit.models.load import load_processor, load_tokenizer
-from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import CompleteSource
 from tunekit.runs.fingerprints import continued
-from tunekit.runs.prepared_data import room_of
+from tunekit.runs.prepared_data import room_of, shown_tools
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
         recipe = continued(recipe)
         tokenizer = load_tokenizer(recipe.model)
         if not preview.is_encoded(rows.format):
+            if generates(recipe.method):
+                (rows,) = shown_tools(recipe.method, LoadedData((rows,), (), []), lambda: tokenizer).train
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
             room, pictures = room_of(recipe), None
             if rows.has_pictures:

@@ -9,9 +9,10 @@ mends both on a trainer.
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.images.answers import with_pictures
@@ -97,7 +98,14 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
     return trainer
 
 
-def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Parts, **own: Any) -> RunTrainer:
+def rewarded_trainer(
+    base: type,
+    config: Any,
+    method: RewardedMethod,
+    parts: Parts,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    **own: Any,
+) -> RunTrainer:
     """A trainer of TRL's, with our head, that learns from rewarded groups of the model's own answers.
 
     Args:
@@ -105,6 +113,7 @@ def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Par
         config: The class of its arguments.
         method: The groups, their rewards, and what else goes to the config.
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
+        given: Arguments of the trainer that only this method has.
         own: Arguments of the config that only this method has.
     """
     from tunekit.methods.head import replace_heads
@@ -118,7 +127,7 @@ def rewarded_trainer(base: type, config: Any, method: RewardedMethod, parts: Par
         reading = {"processing_class": parts.processor}
         evaluated = None if parts.eval_dataset is None else with_pictures(parts.eval_dataset)
         parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
-    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments, **reading)
+    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments, **reading, **given)
     # Of these methods GRPO alone takes a gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
     learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")

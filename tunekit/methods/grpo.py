@@ -1,8 +1,11 @@
 """Group relative policy optimization through TRL's GRPOTrainer, which generates answers and scores them by rewards."""
 
+from dataclasses import replace
+
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import rewarded_trainer
 from tunekit.methods.run_trainer import RunTrainer
+from tunekit.methods.tool_use import follow_turns, tool_use
 from tunekit.recipe.methods.grpo import GRPOMethod
 
 
@@ -15,12 +18,18 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
     """
     from trl import GRPOConfig, GRPOTrainer
 
-    return rewarded_trainer(
+    use = tool_use(method, parts)
+    parts = replace(parts, train_dataset=use.rows(parts.train_dataset), eval_dataset=use.rows(parts.eval_dataset))
+    trainer = rewarded_trainer(
         GRPOTrainer,
         GRPOConfig,
         method,
         parts,
+        use.arguments,
+        max_tool_calling_iterations=method.max_tool_calling_iterations,
         loss_type=method.loss_type,
         importance_sampling_level=method.importance_sampling_level,
         scale_rewards=method.scale_rewards,
     )
+    follow_turns(trainer, use, method, divides_weights=parts.plan.layout.divides_weights)
+    return trainer

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as Base
     from transformers import TrainerState, TrainingArguments
 
+    from tunekit.methods.environments.episodes import Host
     from tunekit.recipe.sections.section import TrainSection
 else:
     Base = object
@@ -59,6 +60,7 @@ Wrapped = Literal[
     "save_optimizer",
     "save_random_state",
     "save_weights",
+    "tool_calls",
     "train_sampler",
     "training_step",
 ]
@@ -83,6 +85,8 @@ class RunTrainer(Base):  # type: ignore[misc]
     _around: Mapping[str, tuple[Callable[..., Any], ...]] = MappingProxyType({})
     rank_allocation: Any = None
     """Distribution of ranks, of an adapter that has it."""
+    tool_hosts: "Sequence[Host]" = ()
+    """Processes of tools and environments."""
     stored_buffers: Sequence[str] = ()
     """Names of buffers of the model that checkpoints hold, where FSDP2 divides it."""
 
@@ -143,6 +147,10 @@ class RunTrainer(Base):  # type: ignore[misc]
         """Load the weights of a checkpoint."""
         self._load_from_checkpoint(checkpoint, model)
 
+    def generate_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate a turn of answers, as TRL's trainer does."""
+        return self._generate_single_turn(*args, **kwargs)
+
     def token_scores(self, *args: Any, **kwargs: Any) -> Any:
         """Return the log-probability of each token of answers, `(batch, seq)`, and more, as TRL's trainer has it."""
         return self._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -152,6 +160,9 @@ class RunTrainer(Base):  # type: ignore[misc]
 
     answer_logs = _attribute("_logs")
     """Prompts, answers and rewards of the last step, of a method that generates."""
+
+    episodes = _attribute("environments")
+    """Environments of the answers of this process's last batch; None without."""
 
     buffered_answers = _attribute("_buffered_inputs")
     """Answers that further steps learn from, a micro-batch each."""
@@ -182,6 +193,9 @@ class RunTrainer(Base):  # type: ignore[misc]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("generate", super()._generate_single_turn, *args, **kwargs)
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("tool_calls", super()._tool_call_loop, *args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("calculate_rewards", super()._calculate_rewards, *args, **kwargs)

@@ -144,7 +144,7 @@ def _function(error: BaseException) -> str:
 BEAT_SECONDS = 1.0
 """Seconds between heartbeats."""
 
-UNEVEN = ("generation", "rewards")
+UNEVEN = ("generation", "tools", "rewards")
 """Activities that not all processes go through."""
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.images.answers import PictureAnswers
@@ -20,12 +21,16 @@ from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
 from tunekit.models.load import load_processor, load_tokenizer
-from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
+from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, uses_tools
+from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, Sources
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward
 from tunekit.redact import redacted, without_secrets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -181,6 +186,8 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
 
         teacher = recipe.method.teacher
         check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+    if generates(recipe.method):
+        data = shown_tools(recipe.method, data, lambda: tokenizer)
     room, answers = room_of(recipe), None
     if any(rows.has_pictures for rows in (*data.train, *data.eval)):
         # What is left of a picture whose tokens are cut is none.
@@ -221,6 +228,27 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         if source.num_dropped
     )
     return PreparedRows(splits, facts, (*data.notes, *bare, *skipped), data.skipped)
+
+
+def shown_tools(
+    method: OnPolicyMethod, data: LoadedData, tokenizer: "Callable[[], PreTrainedTokenizerBase]"
+) -> LoadedData:
+    """Return rows with the tools that completions are generated with.
+
+    Args:
+        method: The method.
+        data: The rows.
+        tokenizer: Loads the tokenizer of the model.
+
+    Raises:
+        DataError: Rows or the chat template are not fit for tools, or rows have some of their own.
+    """
+    from tunekit.methods.tool_use import check_own_tools, with_tools
+
+    if uses_tools(method):
+        return with_tools(data, method, tokenizer())
+    check_own_tools(data)
+    return data
 
 
 def _check_all_have_pictures(sources: Iterable[Rows]) -> None:

@@ -1,6 +1,6 @@
 """Answers that were generated in training, and what their rewards said: the best and the worst to one prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 MAX_LETTERS = 1000
@@ -81,7 +81,7 @@ def contrast(
     def shown(place: int) -> Shown:
         scores = {name: values[place] for name, values in rewards.items()}
         return {
-            "answer": _cut(_text(answers[place])),
+            "answer": _cut(transcript(answers[place])),
             "rewards": {name: None if value != value else value for name, value in scores.items()},
             "advantage": advantages[place],
         }
@@ -93,9 +93,39 @@ def contrast(
     }
 
 
+def transcript(answer: Any) -> str:
+    """Return an answer as text: of several turns a line for each call of a tool, and for what it returned."""
+    if not isinstance(answer, list):
+        return str(answer)
+    return "\n".join(line for message in answer for line in _lines(message))
+
+
+def _lines(message: Mapping[str, Any]) -> Iterator[str]:
+    content = _content(message)
+    if message["role"] == "tool":
+        yield f"← {content}"
+        return
+    if content:
+        yield content
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, Mapping):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        yield f"→ {function['name']}({arguments})"
+
+
 def _text(value: Any) -> str:
     """A text, or what the last of several messages says."""
-    return str(value[-1]["content"]) if isinstance(value, list) else str(value)
+    return _content(value[-1]) if isinstance(value, list) else str(value)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """What a message says; of parts their texts."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return str(content)
 
 
 def _cut(text: str) -> str:

@@ -294,8 +294,11 @@ def follow(trainer: RunTrainer, heart: Heart, layers: list[RemovableHandle]) -> 
     trainer.wrap("backward", partial(_begin, heart, "backward"))
     trainer.wrap("save_checkpoint", partial(_begin, heart, "saving"))
     trainer.wrap("evaluate", partial(_do, heart, "evaluation"))
-    trainer.wrap("generate", partial(_do, heart, "generation"))
+    trainer.wrap("generate", partial(_generate, heart))
+    trainer.wrap("tool_calls", partial(_do, heart, "tools"))
     trainer.wrap("calculate_rewards", partial(_do, heart, "rewards"))
+    for host in trainer.tool_hosts:
+        host.on_call = heart.move
 
 
 def _begin(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -311,6 +314,14 @@ def _do(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: A
     answer = call(*args, **kwargs)
     heart.mark(before)
     return answer
+
+
+def _generate(heart: Heart, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Generate answers; of later turns processes have different numbers, so that these count as no activity."""
+    if heart.at == "tools":
+        heart.move()
+        return call(*args, **kwargs)
+    return _do(heart, "generation", call, *args, **kwargs)
 
 
 def _moving(rows: Iterator[Any], heart: Heart) -> Iterator[Any]:

@@ -75,7 +75,7 @@ def patience_of(wait_bytes: int, num_rows: int, method: MethodSection, num_answe
 
 def _reward_seconds(method: MethodSection, num_answers: int) -> float:
     """Return the longest time of rewards that have a limit of their own for each answer."""
-    seconds = 0.0
+    seconds = method.tool_seconds if is_rewarded(method) else 0.0
     for reward in method.rewards if is_rewarded(method) else ():
         if isinstance(reward, JudgeReward | CodeReward):
             tries = REWARD_TRIES if isinstance(reward, JudgeReward) else 1

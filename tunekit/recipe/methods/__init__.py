@@ -46,6 +46,11 @@ def is_rewarded(method: MethodSection) -> TypeIs[RewardedMethod]:
     return isinstance(method, RewardedMethod)
 
 
+def uses_tools(method: MethodSection) -> TypeIs[GRPOMethod]:
+    """Return whether the model calls tools while it answers, or acts in an environment."""
+    return isinstance(method, GRPOMethod) and method.uses_tools
+
+
 def has_teacher(method: MethodSection) -> TypeIs[TeacherMethod]:
     """Return whether the model learns the probabilities of another one."""
     return isinstance(method, TeacherMethod)

@@ -13,6 +13,7 @@ class DistillationMethod(TeacherMethod):
     """On-policy distillation of a teacher model (TRL's DistillationTrainer)."""
 
     spec = MethodSpec(
+        upstream_names=("_tool_call_loop",),
         config=("trl", "trainer/distillation_config.py", "DistillationConfig"),
         row_formats=("prompts",),
         trains_on="prompts",

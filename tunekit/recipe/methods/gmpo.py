@@ -16,6 +16,7 @@ class GMPOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's GMPOConfig"),
         loss_description="The loss of GMPO (experimental in TRL) stays near zero; progress shows in the reward.",
         is_experimental=True,
+        upstream_names=("_tool_call_loop",),
     )
 
     type: Literal["gmpo"] = "gmpo"

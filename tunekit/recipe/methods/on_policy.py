@@ -106,6 +106,11 @@ class OnPolicyMethod(MethodSection):
         """Optimizer steps on the same answers."""
         return 1
 
+    @property
+    def uses_tools(self) -> bool:
+        """True if completions may have several turns."""
+        return False
+
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         return None
@@ -118,7 +123,8 @@ class OnPolicyMethod(MethodSection):
             max_scored_share=self.max_completion_length / inputs.max_length,
             generation=Generation(
                 inputs.global_batch_size,
-                prompt_tokens,
+                # What was written in earlier turns is the prompt of the last.
+                prompt_tokens + (self.max_completion_length if self.uses_tools else 0),
                 self.max_completion_length,
                 self.steps_per_generation,
                 by_vllm=inputs.by_vllm,
@@ -176,6 +182,11 @@ class RewardedMethod(OnPolicyMethod):
     def steps_per_generation(self) -> int:
         """Optimizer steps on the same answers."""
         return self.num_iterations
+
+    @property
+    def tool_seconds(self) -> float:
+        """Longest time of a call of a tool or an environment."""
+        return 0.0
 
     @property
     def reference_use(self) -> ReferenceUse:

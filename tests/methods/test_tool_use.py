@@ -1,0 +1,479 @@
+"""Tools and environments in training: what the model is shown, what is read out of its answers, what is learned."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from transformers import AutoTokenizer
+from trl.chat_template_utils import add_response_schema
+
+import tunekit
+from tests.tiny import save_tiny_model
+from tunekit.errors import DataError, RecipeError, TunekitError
+from tunekit.methods.tool_use import give_response_template, tool_schemas
+from tunekit.probe.model import PICO
+from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.training.answers import transcript
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+FAMILIES = (
+    "gemma4",
+    "glm4moe",
+    "gptoss",
+    "lfm2_2_5",
+    "lfm2_v2",
+    "llama3_1",
+    "llama3_2",
+    "nemotron",
+    "qwen3",
+    "qwen2_5",
+)
+READ = sorted(
+    path.stem
+    for path in TEMPLATES.glob("*.jinja")
+    if path.stem.startswith(FAMILIES) and not path.stem.startswith("qwen2_5_vl")
+)
+WITHOUT_TOOLS = ("cohere", "gemma3", "idefics3", "llama3", "phi3", "smolvlm", "qwen2_5_vl")
+
+
+def tokenizer_with(template):
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", READ)
+def test_calls_are_read_as_trl_reads_them(name):
+    """TRL knows the templates of some models by their text; of others, the same way is found by how a call looks."""
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer, known = tokenizer_with(text), tokenizer_with(text)
+    published = TEMPLATES / f"{name.removesuffix('_training')}.jinja"
+    known.chat_template = published.read_text()
+    add_response_schema(known)
+    if name.startswith("nemotron") and name.endswith("_training"):
+        with pytest.raises(DataError, match="cannot be read back"):
+            give_response_template(tokenizer)
+        return
+    give_response_template(tokenizer)
+    assert tokenizer.response_template == known.response_template
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma4", "glm4moe", "qwen3_instruct_2507", "lfm2_v2"])
+def test_a_template_of_somebody_elses_is_known_by_how_it_writes_a_call(name):
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer, known = tokenizer_with("{# ours #}" + text), tokenizer_with(text)
+    add_response_schema(known)
+    give_response_template(tokenizer)
+    assert tokenizer.response_template == known.response_template
+
+
+def test_a_template_that_forgets_what_was_thought_is_refused():
+    """TRL has another template to train Qwen3 with, by the text of the published one alone."""
+    with pytest.raises(DataError, match="writes earlier messages differently once a tool has answered"):
+        give_response_template(tokenizer_with("{# ours #}" + (TEMPLATES / "qwen3.jinja").read_text()))
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOOLS)
+def test_a_template_without_tools_is_refused(name):
+    with pytest.raises(DataError, match="does not write calls of tools") as error:
+        give_response_template(tokenizer_with((TEMPLATES / f"{name}.jinja").read_text()))
+    assert "model.chat_template" in error.value.hint
+
+
+def test_calls_that_nobody_reads_are_refused():
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "CALL ").replace("</tool_call>", "")
+    with pytest.raises(DataError, match="cannot be read back"):
+        give_response_template(tokenizer)
+
+
+MODULE = '''
+import json, random
+from pathlib import Path
+
+def lookup(place: str, day: int = 1) -> str:
+    """Look up the weather.
+
+    Args:
+        place: Where.
+        day: When.
+    """
+    return "sun"
+
+def untyped(place):
+    """Look up.
+
+    Args:
+        place: Where.
+    """
+
+def undescribed(place: str) -> str:
+    return place
+
+class Counting:
+    """Counts calls, and scores them by the row."""
+
+    def reset(self, start, seed):
+        self.calls, self.start, self.seed = [], start, seed
+        return f" Begin at {start}."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        if number == 13:
+            import time
+            time.sleep(3600)
+        self.calls.append(number)
+        return "higher" if number < 8 else "lower"
+
+    def get_reward(self):
+        with Path(__file__).with_name("episodes.jsonl").open("a") as file:
+            file.write(json.dumps({"start": self.start, "seed": self.seed, "calls": self.calls}) + "\\n")
+        return sum(self.calls) / 100 + random.random() / 10
+
+class Silent:
+    def reset(self): pass
+    def go(self) -> str:
+        """Go."""
+        return "went"
+
+def judge(prompts, completions, completion_ids, **columns):
+    with Path(__file__).with_name("judged.jsonl").open("a") as file:
+        for prompt, completion, ids in zip(prompts, completions, completion_ids):
+            file.write(json.dumps({"prompt": prompt, "completion": completion, "ids": list(map(int, ids))}) + "\\n")
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+'''
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with a module of tools."""
+    (tmp_path / "own_tools.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("own_tools", None)
+
+
+def method(**settings):
+    return GRPOMethod(**{"rewards": ["exact_match"], **settings})
+
+
+def test_the_model_is_shown_signature_and_docstring(home):
+    (schema,) = tool_schemas(method(tools=["own_tools:lookup"]))
+    parameters = schema["function"]["parameters"]
+    assert schema["function"]["name"] == "lookup" and schema["function"]["description"] == "Look up the weather."
+    assert parameters["properties"]["place"] == {"type": "string", "description": "Where."}
+    assert parameters["required"] == ["place"]
+    names = [each["function"]["name"] for each in tool_schemas(method(environment="adventure", tools=["calculator"]))]
+    assert names == ["calculator", "go", "open_door", "take_key"]
+
+
+@pytest.mark.parametrize("name", ["untyped", "undescribed"])
+def test_a_tool_that_does_not_say_what_it_takes_is_refused(name, home):
+    with pytest.raises(RecipeError, match=f"method.tools: {name}: ") as error:
+        tool_schemas(method(tools=[f"own_tools:{name}"]))
+    assert "Args:" in error.value.hint
+
+
+def recipe(home, prompts=None, **settings):
+    own = settings.pop("method", {})
+    rows = prompts or 2 * [{"prompt": [{"role": "user", "content": "Guess my number."}], "answer": "8", "start": 1}]
+    (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model": "pico",
+        "data": {"train": str(home / "prompts.jsonl"), "max_length": 200},
+        "method": {"type": "grpo", "max_completion_length": 96, "num_generations": 4, **own},
+        "adapter": "full",
+        "train": {"max_steps": 1, "global_batch_size": 8, "learning_rate": 1e-3},
+        "output": {"dir": str(home / "run"), "sample_prompts": []},
+        **settings,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"tools": ["calculator", "calculator"]}, "two tools are named calculator"),
+        ({"rewards": ["exact_match"], "tool_timeout_seconds": 3}, "has no effect without method.tools"),
+        ({"tools": ["calculater"]}, "did you mean 'calculator'"),
+        ({"tools": ["own_tools:lokup"]}, "did you mean 'lookup'"),
+        ({"environment": "guess_numbers"}, "did you mean 'guess_number'"),
+        ({"environment": {"type": "guess_number", "higest": 3}}, "did you mean 'highest'"),
+        ({"environment": "own_tools:lookup"}, "own_tools:lookup is not a class"),
+        ({"environment": "own_tools:Path"}, "has no method `reset`"),
+        ({"environment": "own_tools:Silent"}, "method.rewards: empty"),
+        ({"tools": ["own_tools:untyped"], "rewards": ["exact_match"]}, "method.tools: untyped: "),
+        ({"tools": ["calculator"], "rollout": "own_tools:judge"}, "mutually exclusive with method.tools"),
+        ({"tools": ["calculator"]}, "method.rewards: empty"),
+        ({"tools": [{"type": "search", "path": "nowhere"}], "rewards": ["exact_match"]}, "nowhere has no .txt or .md"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_it_begins(settings, problem, home):
+    with pytest.raises(TunekitError) as error:
+        tunekit.check(recipe(home, method=settings))
+    assert problem in f"{error.value} {error.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("row", "own", "problem"),
+    [
+        ({"prompt": "2 + 2", "answer": "4"}, {"tools": ["calculator"]}, "prompts.jsonl:1: prompt is a plain text"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}], "answer": "4", "tools": [{"name": "f", "parameters": {}}]},
+            {},
+            "prompts.jsonl:1: tools stand in the row",
+        ),
+    ],
+)
+def test_rows_that_cannot_show_tools_are_refused(row, own, problem, home):
+    with pytest.raises(DataError, match=problem):
+        tunekit.data_report(recipe(home, [row, row], method={"rewards": ["exact_match"], **own}))
+
+
+def test_other_models_without_tools_are_refused_by_check(home):
+    save_tiny_model(home / "model")
+    wanted = recipe(home, model=str(home / "model"), method={"environment": "guess_number"})
+    with pytest.raises(DataError, match="does not write calls of tools"):
+        tunekit.check(wanted)
+
+
+def test_the_rows_show_the_tools(home):
+    wanted = recipe(home, method={"environment": "guess_number"})
+    row, *_ = tunekit.preview(wanted).rows
+    text = "".join(piece.text for piece in row.sequences[0].head.pieces)
+    assert "guess(number: integer) Guess the number." in text
+    tokens = AutoTokenizer.from_pretrained(PICO)(text, add_special_tokens=False)["input_ids"]
+    assert row.sequences[0].num_tokens == len(tokens)
+    assert tunekit.data_report(wanted).sources[0].num_tokens == 2 * len(tokens)
+
+
+def test_an_answer_of_several_turns_is_a_transcript():
+    call = {"type": "function", "function": {"name": "guess", "arguments": {"number": 3}}}
+    turns = [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call, call]},
+        {"role": "tool", "name": "guess", "content": "higher"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 4."}]},
+    ]
+    assert transcript(turns) == "Let me see.\n→ guess(number=3)\n→ guess(number=3)\n← higher\nIt is 4."
+    assert transcript("a text") == "a text"
+
+
+@pytest.fixture(scope="module")
+def calling_model(tmp_path_factory):
+    """A tiny model with pico's tokenizer that has learned to call `guess`, and nothing else."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("calling")
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    (schema,) = tool_schemas(method(environment="guess_number"))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            tie_word_embeddings=True,
+        )
+    )
+    rows = []
+    for number in range(1, 13):
+        called = {"type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
+        turns = [{"role": "user", "content": "Guess my number. Begin at 1."}]
+        for hint in ("higher", "lower"):
+            turns.append({"role": "assistant", "content": "", "tool_calls": [called]})
+            turns.append({"role": "tool", "name": "guess", "content": hint})
+        turns.append({"role": "assistant", "content": "I do not know."})
+        rows.append(tokenizer.apply_chat_template(turns, tools=[schema], return_dict=False))
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
+    labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(300):
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.5
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+STARTS = [{"prompt": [{"role": "user", "content": "Guess my number."}], "start": start} for start in (1, 2)]
+
+
+def test_an_episode_is_learned_from_as_plain_transformers_would(calling_model, home):
+    """Results of tools are in the context and not in the loss; reset, calls and rewards are those of the episode."""
+    from transformers import AutoModelForCausalLM
+
+    rate = 0.05
+    train = {"max_steps": 1, "global_batch_size": 8, "micro_batch_size": 8, "optim": "sgd", "learning_rate": rate}
+    train |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e9, "logging_steps": 1}
+    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"], "loss_type": "grpo"}
+    run = tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own, train=train))
+    judged = [json.loads(line) for line in (home / "judged.jsonl").read_text().splitlines()]
+    episodes = [json.loads(line) for line in (home / "episodes.jsonl").read_text().splitlines()]
+    assert len(judged) == len(episodes) == 8
+    tokenizer = AutoTokenizer.from_pretrained(calling_model)
+    (schema,) = tool_schemas(method(environment="own_tools:Counting"))
+    model = AutoModelForCausalLM.from_pretrained(calling_model, dtype=torch.float32)
+    logged = next(event for event in run.events() if event["event"] == "log")
+    totals, losses, num_results = [], [], 0
+    generator = {}
+    for line, episode in zip(judged, episodes, strict=True):
+        calls = [
+            call["function"]["arguments"]["number"]
+            for message in line["completion"]
+            for call in message.get("tool_calls") or ()
+        ]
+        results = [message["content"] for message in line["completion"] if message["role"] == "tool"]
+        assert episode["calls"] == calls[: len(results)]
+        assert results == ["higher" if number < 8 else "lower" for number in episode["calls"]]
+        assert line["prompt"][-1]["content"] == f"Guess my number. Begin at {episode['start']}."
+        num_results += len(results)
+        # The generator that an environment draws from is seeded with the episode, alike for all of a group.
+        import random
+
+        totals.append(
+            sum(line["ids"]) % 97 / 97 + sum(episode["calls"]) / 100 + random.Random(episode["seed"]).random() / 10
+        )
+        generator.setdefault(episode["start"], set()).add(episode["seed"])
+        prompt = tokenizer.apply_chat_template(
+            line["prompt"], tools=[schema], add_generation_prompt=True, return_dict=False
+        )
+        text = "".join(tokenizer.decode(ids) for ids in _turns(tokenizer, line["ids"]))
+        assert text == tokenizer.decode(line["ids"])
+        mask = [own for ids, own in _parts(tokenizer, line["ids"]) for _ in ids]
+        logits = model(torch.tensor([prompt + line["ids"]])).logits[0, len(prompt) - 1 : -1]
+        scores = logits.log_softmax(-1).gather(1, torch.tensor(line["ids"])[:, None])[:, 0]
+        weights = torch.tensor(mask, dtype=torch.float32)
+        losses.append((scores * weights).sum() / weights.sum())
+    assert num_results >= 6
+    assert {start: len(seeds) for start, seeds in generator.items()} == {1: 1, 2: 1}
+    rewards = torch.tensor(totals).view(2, 4)
+    assert logged["reward"] == pytest.approx(float(rewards.mean()), abs=1e-5)
+    assert logged["rewards/Counting/mean"] > 0
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    loss = -(advantages * torch.stack(losses)).mean()
+    loss.backward()
+    after = dict(AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32).named_parameters())
+    largest = max(float(weight.grad.abs().max()) for weight in model.parameters())
+    for name, weight in model.named_parameters():
+        moved = (after[name] - weight).detach()
+        torch.testing.assert_close(moved, -rate * weight.grad, rtol=0, atol=2e-3 * rate * largest, msg=name)
+
+
+def _parts(tokenizer, ids):
+    """Yield the tokens of an answer in parts, with True for what the model wrote: each turn ends with its end token.
+
+    What follows it, up to the next head of an answer, is the chat template's and the tool's.
+    """
+    head = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    start, is_own = 0, True
+    for place in range(len(ids)):
+        ends = ids[place] == tokenizer.eos_token_id if is_own else ids[place + 1 - len(head) : place + 1] == head
+        if ends:
+            yield ids[start : place + 1], is_own
+            start, is_own = place + 1, not is_own
+    if start < len(ids):
+        yield ids[start:], is_own
+
+
+def _turns(tokenizer, ids):
+    return [part for part, _ in _parts(tokenizer, ids)]
+
+
+def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
+    own = {"environment": "own_tools:Counting"}
+    run = tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
+    events = run.events()
+    sample = next(event for event in events if event["event"] == "completions")
+    shown = sample["best"]["answer"] + sample["worst"]["answer"]
+    assert "→ guess(number=" in shown and "← " in shown
+    logged = next(event for event in events if event["event"] == "log")
+    assert logged["tools/call_frequency"] > 0 and logged["tools/lost"] == 0
+    (reason,) = (reason for reason in run.plan.reasons if reason.topic == "method")
+    assert reason.choice.endswith("over up to 9 turns, with Counting")
+
+
+def test_an_answer_is_no_longer_than_it_may_be(calling_model, home):
+    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"], "max_completion_length": 70}
+    tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
+    lengths = [len(json.loads(line)["ids"]) for line in (home / "judged.jsonl").read_text().splitlines()]
+    assert max(lengths) <= 70
+    assert max(lengths) > 45, "no answer had a second turn"
+
+
+def test_an_episode_whose_environment_hangs_teaches_nothing(calling_model, home, capfd):
+    """Numbers from 13 on hang for an hour; here all guesses do, so that no weight changes."""
+    text = (home / "own_tools.py").read_text()
+    (home / "own_tools.py").write_text(text.replace("if number == 13:", "if True:"))
+    own = {"environment": "own_tools:Counting", "tool_timeout_seconds": 0.5, "max_completion_length": 60}
+    run = tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
+    logged = next(event for event in run.events() if event["event"] == "log")
+    assert logged["tools/lost"] >= 5
+    assert logged["loss"] == 0 and logged["frac_reward_zero_std"] == 1
+    assert "guess did not return within 0.5 s" in (run.path / "log.txt").read_text()
+
+
+def test_a_rollout_function_generates_in_place_of_the_trainer(calling_model, home):
+    (home / "own_rollout.py").write_text(
+        "def answer(prompts, trainer):\n"
+        "    ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True)['input_ids']\n"
+        "    ends = [[40 + place, 2] for place in range(len(prompts))]\n"
+        "    return {'prompt_ids': ids, 'completion_ids': ends, 'logprobs': [[0.0, 0.0] for _ in prompts]}\n"
+    )
+    own = {"rollout": "own_rollout:answer", "rewards": ["own_tools:judge"]}
+    tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
+    judged = [json.loads(line) for line in (home / "judged.jsonl").read_text().splitlines()]
+    assert [line["ids"] for line in judged] == [[40 + place, 2] for place in range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_processes_with_turns_of_their_own_wait_for_each_other(strategy, calling_model, home):
+    """The tiny model leaves its answers after any number of turns; all processes end with one and the same model."""
+    layout = {"strategy": strategy, "num_processes": 2}
+    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"]}
+    train = {"max_steps": 3, "global_batch_size": 8, "learning_rate": 1e-3}
+    wanted = recipe(home, STARTS, model=str(calling_model), method=own, train=train, parallel=layout)
+    run = tunekit.train(wanted)
+    assert run.status()["phase"] == "finished"
+    judged = [json.loads(line) for line in (home / "judged.jsonl").read_text().splitlines()]
+    turns = [sum(message["role"] == "assistant" for message in line["completion"]) for line in judged]
+    assert len(turns) == 24 and len(set(turns)) > 1
+    episodes = [json.loads(line) for line in (home / "episodes.jsonl").read_text().splitlines()]
+    seeds = {start: {each["seed"] for each in episodes if each["start"] == start} for start in (1, 2)}
+    assert {start: len(each) for start, each in seeds.items()} == {1: 3, 2: 3}, "one episode for a prompt and a step"
+
+
+@pytest.mark.slow
+def test_a_run_with_episodes_resumes_to_the_same_weights(calling_model, home):
+    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"]}
+    train = {"max_steps": 4, "global_batch_size": 8, "learning_rate": 1e-3, "save_steps": 2}
+    wanted = recipe(home, STARTS, model=str(calling_model), method=own, train=train)
+    whole = tunekit.train({**wanted, "output": {"dir": str(home / "whole"), "sample_prompts": []}})
+    half = tunekit.train({**wanted, "output": {"dir": str(home / "half"), "sample_prompts": []}})
+    import shutil
+
+    from tunekit.runs.run import Run
+
+    for step in (4,):
+        shutil.rmtree(half.path / "checkpoints" / f"checkpoint-{step}")
+    shutil.rmtree(half.path / "model")
+    again = tunekit.resume(Run(half.path))
+    first, second = (each.model_path / "model.safetensors" for each in (whole, again))
+    assert first.read_bytes() == second.read_bytes()
