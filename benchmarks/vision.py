@@ -37,7 +37,7 @@ PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 RECIPES = ("vision/quickstart", "vision/dpo", "vision/grpo")
 NUM_SCENES = 200
 
-sys.path.append(str(ROOT / "examples" / "pico_vision"))
+sys.path.insert(0, str(ROOT / "examples" / "pico_vision"))
 from evaluate import SHIPPED, Asked, problems  # noqa: E402
 
 
