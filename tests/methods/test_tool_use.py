@@ -244,6 +244,11 @@ def test_other_models_without_tools_are_refused_by_check(home):
         tunekit.check(wanted)
 
 
+def test_rewards_are_not_tried_without_the_tools(home):
+    with pytest.raises(TunekitError, match="rewards are tried on completions of one turn"):
+        tunekit.try_rewards(recipe(home, method={"tools": ["calculator"], "rewards": ["exact_match"]}))
+
+
 def test_the_rows_show_the_tools(home):
     wanted = recipe(home, method={"environment": "guess_number"})
     row, *_ = tunekit.preview(wanted).rows
@@ -405,6 +410,8 @@ def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
     assert "→ guess(number=" in shown and "← " in shown
     logged = next(event for event in events if event["event"] == "log")
     assert logged["tools/call_frequency"] > 0 and logged["tools/lost"] == 0
+    with pytest.raises(DataError, match="was trained with tools, and evaluation does not call any"):
+        tunekit.evaluate(run, data=str(home / "prompts.jsonl"), metrics=["exact_match"])
     (reason,) = (reason for reason in run.plan.reasons if reason.topic == "method")
     assert reason.choice.endswith("over up to 9 turns, with Counting")
 

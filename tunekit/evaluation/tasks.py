@@ -36,7 +36,7 @@ from tunekit.inference.inference_model import (
 from tunekit.inference.prompts import prompt_ids
 from tunekit.methods.rewards.load import check_rows, load_rewards
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.methods import Method, generates, is_rewarded
+from tunekit.recipe.methods import Method, generates, is_rewarded, uses_tools
 from tunekit.recipe.reading.phrases import near
 from tunekit.recipe.sections.data import CompleteSource, DataSource
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
@@ -151,6 +151,7 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         : wish.limit
     ]
     if generates(method):
+        _refuse_tools(found.name, method)
         reward_list = list(rewards) or (list(method.rewards) if is_rewarded(method) else [])
         if not reward_list:
             raise DataError(f"{method.type} is scored by its teacher during training only", hint="pass a --metric")
@@ -163,6 +164,17 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         raise DataError(problem, hint="pass prompts with --data")
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
     return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
+
+
+def _refuse_tools(name: str, method: Method | None) -> None:
+    """Refuse to judge answers of one turn of a model that was trained to use tools.
+
+    Raises:
+        DataError: It was.
+    """
+    if method is not None and uses_tools(method):
+        problem = f"{name} was trained with tools, and evaluation does not call any"
+        raise DataError(problem, hint="compare eval_reward of runs: `tunekit compare`")
 
 
 def parts_of_file(
@@ -186,6 +198,7 @@ def parts_of_file(
     if not rewards and rows.format == "prompts" and method is not None and is_rewarded(method):
         rewards = method.rewards
     if rewards:
+        _refuse_tools(found.name, method)
         prompts = replace(rows, rows=RowStore(questions_in(rows)))
         return _questions(prompts, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
