@@ -401,6 +401,7 @@ def _turns(tokenizer, ids):
     return [part for part, _ in _parts(tokenizer, ids)]
 
 
+@pytest.mark.slow
 def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
     own = {"environment": "own_tools:Counting"}
     run = tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
@@ -416,6 +417,7 @@ def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
     assert reason.choice.endswith("over up to 9 turns, with Counting")
 
 
+@pytest.mark.slow
 def test_an_answer_is_no_longer_than_it_may_be(calling_model, home):
     own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"], "max_completion_length": 70}
     tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
@@ -424,6 +426,7 @@ def test_an_answer_is_no_longer_than_it_may_be(calling_model, home):
     assert max(lengths) > 45, "no answer had a second turn"
 
 
+@pytest.mark.slow
 def test_an_episode_whose_environment_hangs_teaches_nothing(calling_model, home, capfd):
     """Numbers from 13 on hang for an hour; here all guesses do, so that no weight changes."""
     text = (home / "own_tools.py").read_text()
@@ -436,6 +439,7 @@ def test_an_episode_whose_environment_hangs_teaches_nothing(calling_model, home,
     assert "guess did not return within 0.5 s" in (run.path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rollout_function_generates_in_place_of_the_trainer(calling_model, home):
     (home / "own_rollout.py").write_text(
         "def answer(prompts, trainer):\n"
