@@ -36,6 +36,7 @@ FITTING: dict[str, Any] = {
     "method.epsilon_high": 5.0, "method.loss_weights": [0.25, 2.0], "method.rewards.free_tokens": 4,
     "method.rewards.max_tokens": 12, "method.rewards.pattern": "[a-z]+: \\d", "method.rewards.column": "other",
     "method.rewards.path": "tests.rows:save_rows", "method.generation.stop": ["\n\n", "END"],
+    "method.rollout": "tests.rows:save_rows",
     "method.label_smoothing": 0.25, "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5,
     "train.metric_for_best_model": "eval_x", "train.retry_out_of_memory": True, "train.global_batch_size": 32,
     "train.learning_rates": {r"embed\.[a-z]": 1e-5, "b": 0.5}, "output.report_to": ["wandb", "mlflow"],
@@ -77,6 +78,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "method.importance_sampling_level": {"method.loss_type": "grpo"},
     "method.generation.vllm_mode": {**SERVER, "method.generation.vllm_server_base_url": "http://x:8000"},
     "method.generation.vllm_server_base_url": SERVER,
+    "method.max_tool_calling_iterations": {"method.environment": "adventure"},
+    "method.tool_timeout_seconds": {"method.environment": "adventure"},
+    "method.max_tool_result_chars": {"method.environment": "adventure"},
 }
 """What else a recipe says where a field means something only together with it, by keys without positions."""
 
@@ -94,6 +98,27 @@ def texts() -> list[str]:
         values = {"model": {"path": "pico"}, "data": {"train": {"path": "a"}, "eval": {"path": "b"}}, "method": extra}
         text = "# Mine.\n"
         for name, value in {**values, "adapter": {"type": adapter}}.items():
+            text = tunekit.edit_text(text, name, value)
+        found.append(text)
+    return found
+
+
+TOOLS = [
+    {"type": "function", "path": "own:lookup"},
+    "calculator",
+    "python",
+    {"type": "search", "path": "notes"},
+]
+ENVIRONMENTS = [{"type": "class", "path": "own:Game"}, "guess_number", "priced_sums", "adventure"]
+
+
+def texts_with_tools() -> list[str]:
+    """Recipes that together have every field of tools and environments."""
+    values = {"model": {"path": "pico"}, "data": {"train": {"path": "a"}}}
+    found = []
+    for environment in ENVIRONMENTS:
+        text = "# Mine.\n"
+        for name, value in {**values, "method": {"type": "grpo", "tools": TOOLS, "environment": environment}}.items():
             text = tunekit.edit_text(text, name, value)
         found.append(text)
     return found
@@ -176,7 +201,7 @@ REFUSED = {("method", "teacher", name) for name in ("dtype", "attn_implementatio
 
 
 def test_every_field_of_the_schema_is_reached_by_these_forms() -> None:
-    reached = {name_of(entry.key) for text in texts() for entry in draft.entries_of(text)}
+    reached = {name_of(entry.key) for text in (*texts(), *texts_with_tools()) for entry in draft.entries_of(text)}
     assert reached == {".".join(key) for key, _ in all_fields() if key not in {*REFUSED, ("data", "eval", "weight")}}
 
 
