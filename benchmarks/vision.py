@@ -1,4 +1,4 @@
-"""What pico-vision learns in vision/quickstart, vision/dpo and vision/grpo, which go on from each other, by seed.
+"""Measure what pico-vision learns in vision/quickstart, vision/dpo and vision/grpo, which go on from each other.
 
     python -m benchmarks.vision [--seeds N ...] [--save]
 
@@ -43,15 +43,15 @@ from evaluate import SHIPPED, Asked, problems  # noqa: E402
 
 def measure(folder: Path, seed: int) -> dict[str, float]:
     """Ask a saved model about the held-out scenes and pairs."""
-    asked, made = Asked(folder), problems("list", NUM_SCENES, 0)
-    questions = [(picture, question) for picture, question, _ in made]
-    answers = [answer for _, _, answer in made]
+    model, scenes = Asked(folder), problems("list", NUM_SCENES, 0)
+    questions = [(picture, question) for picture, question, _ in scenes]
+    answers = [answer for _, _, answer in scenes]
     torch.manual_seed(seed)
-    greedy, sampled = asked.answers(questions), asked.answers(questions, sample=True)
+    greedy, sampled = model.answers(questions), model.answers(questions, sample=True)
     return {
         "right, greedy": share(a == b for a, b in zip(greedy, answers, strict=True)),
         "right, sampled": share(a == b for a, b in zip(sampled, answers, strict=True)),
-        "likelier": share(is_likelier(asked, row) for row in pairs()),
+        "likelier": share(is_likelier(model, row) for row in pairs()),
     }
 
 
@@ -123,8 +123,8 @@ def main() -> None:
     rows = [row for seed in args.seeds for row in chain(seed)]
     print(table(rows))
     if args.save:
-        found = circumstances(*PACKAGES)
-        RESULTS.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        conditions = circumstances(PACKAGES)
+        RESULTS.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
         text = f"# What pico-vision learns, by seed\n\n`python -m benchmarks.vision --save`\n\n{table(rows)}\n"
         RESULTS.with_suffix(".md").write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""How good a pico-vision model folder is, task by task.
+"""Measure a pico-vision model folder, task by task.
 
     python examples/pico_vision/evaluate.py                 # the model that ships with tunekit
     python examples/pico_vision/evaluate.py runs/x/model    # one that was fine-tuned from it

@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: groups of shapes in alphabetical order, or a number."""
+    """Content of a picture: groups of shapes in alphabetical order, or a number."""
 
     groups: tuple[Group, ...] = ()
     number: str = ""

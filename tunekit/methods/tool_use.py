@@ -12,10 +12,11 @@ completion may be. What stands around it here:
   others with a prompt of one token, or they would wait for each other forever.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.errors import DataError, DependencyError, RecipeError
@@ -75,15 +76,6 @@ def with_tools(data: LoadedData, method: GRPOMethod, tokenizer: "PreTrainedToken
     """
     give_response_template(tokenizer)
     schemas = tool_schemas(method)
-    for rows in (*data.train, *data.eval):
-        for index, row in enumerate(rows.rows):
-            if not isinstance(row["prompt"], list):
-                problem = f"{rows.place(index)}: prompt is a plain text, which cannot show the model its tools"
-                raise DataError(problem, hint="make it a list of messages")
-            if row.get("images"):
-                problem = f"{rows.place(index)}: a prompt with pictures; tools are for prompts of text"
-                raise DataError(problem, hint="remove the pictures, or method.tools and method.environment")
-    check_own_tools(data)
     for tool in method.tools:
         if isinstance(tool, SearchTool):
             try:
@@ -97,8 +89,19 @@ def with_tools(data: LoadedData, method: GRPOMethod, tokenizer: "PreTrainedToken
                 problem = error.problem.replace("method.rewards: code", "method.tools: python")
                 raise DependencyError(problem, hint=error.hint) from None
 
+    def with_schemas(rows: Rows) -> Iterator[Row]:
+        for index, row in enumerate(rows.rows):
+            if not isinstance(row["prompt"], list):
+                problem = f"{rows.place(index)}: prompt is a plain text, which cannot show the model its tools"
+                raise DataError(problem, hint="make it a list of messages")
+            if row.get("images"):
+                problem = f"{rows.place(index)}: a prompt with pictures; tools are for prompts of text"
+                raise DataError(problem, hint="remove the pictures, or method.tools and method.environment")
+            _check_own_tools(rows, index, row)
+            yield {**row, "tools": schemas}
+
     def shown(sources: tuple[Rows, ...]) -> tuple[Rows, ...]:
-        return tuple(replace(rows, rows=RowStore({**row, "tools": schemas} for row in rows.rows)) for rows in sources)
+        return tuple(replace(rows, rows=RowStore(with_schemas(rows))) for rows in sources)
 
     return replace(data, train=shown(data.train), eval=shown(data.eval))
 
@@ -110,10 +113,14 @@ def check_own_tools(data: LoadedData) -> None:
         DataError: A row has some.
     """
     for rows in (*data.train, *data.eval):
-        index = next((index for index, row in enumerate(rows.rows) if row.get("tools")), None)
-        if index is not None:
-            problem = f"{rows.place(index)}: tools stand in the row, and completions are generated without them"
-            raise DataError(problem, hint="name functions in method.tools (grpo), or remove the column")
+        for index, row in enumerate(rows.rows):
+            _check_own_tools(rows, index, row)
+
+
+def _check_own_tools(rows: Rows, index: int, row: Row) -> None:
+    if row.get("tools"):
+        problem = f"{rows.place(index)}: tools stand in the row, and completions are generated without them"
+        raise DataError(problem, hint="name functions in method.tools (grpo), or remove the column")
 
 
 def _schema(place: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def _text(value: Any) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """What a message says; of parts their texts."""
+    """Return the text of a message, of parts together."""
     content = message.get("content") or ""
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)

@@ -62,7 +62,7 @@ class Limits:
 
 @dataclass
 class Counts:
-    """What happened since the counts were read last.
+    """Losses since the counts were read last.
 
     Attributes:
         num_lost: Episodes or calls whose process hung or ended.
