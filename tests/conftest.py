@@ -1,6 +1,7 @@
 """What all tests share: the number of processes and threads, and what is skipped on this machine."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -21,6 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests assert no wall times: an example that is drawn may take as long as a busy machine makes it.
 settings.register_profile("tunekit", deadline=None)
 settings.load_profile("tunekit")
+
+# Collecting tests makes millions of objects that stay; looking through them takes a quarter of the time.
+gc.disable()
 
 # What is prepared in tests is kept apart from what the user prepared, and shared by the processes that tests start.
 if "TUNEKIT_TEST_CACHE" not in os.environ:
@@ -70,6 +74,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if tiers.file_of(item.nodeid) not in mine])
         items[:] = [item for item in items if tiers.file_of(item.nodeid) in mine]
     items.sort(key=lambda item: -durations.get(tiers.file_of(item.nodeid), 0.0))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take what was collected out of garbage collection: each training collects, and would look at all of it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Give it back, for a clean end of the interpreter."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -49,6 +49,7 @@ def tunekit(cwd: Path, *args: str) -> tuple[int, set[str], str]:
     return result["status"], set(result["modules"]), shown + done.stderr
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("command", "status"),
     [

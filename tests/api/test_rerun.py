@@ -102,6 +102,7 @@ def test_the_first_step_whose_loss_differs_is_named(run, repeated, tmp_path):
     assert "loss at step 2 was" in " ".join(found.lines())
 
 
+@pytest.mark.slow
 def test_a_repetition_that_does_not_agree_is_exit_code_3(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = shutil.copytree(run.path, tmp_path / "other")

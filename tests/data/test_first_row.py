@@ -55,6 +55,7 @@ CONVERSATIONS = [
 ]
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda file: file.stem)
 def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
     tokenizer, text = make_tokenizer(), template.read_text()

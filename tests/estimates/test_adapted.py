@@ -72,6 +72,7 @@ def test_a_copied_embedding_is_apart_from_the_head_that_was_tied_to_it(accumulat
     assert_every_phase_is_traced(step(TABLES["the embedding"], tied=True, accumulates=accumulates), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [64, 2048])
 def test_the_weights_around_a_norm_of_dora_are_there_however_few_the_tokens(tokens):
     how = step(ADAPTERS["dora"], batch=1, length=tokens)

@@ -81,6 +81,7 @@ def sent_bytes(adapter, layout, *, micro_batches, facts=None, **changes) -> dict
     return sent
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sync_each_batch", [False, True], ids=["reduced once", "reduced each time"])
 @pytest.mark.parametrize("reshard", [False, True], ids=["kept", "resharded"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=8)], ids=["full", "lora"])

@@ -54,7 +54,7 @@ def step(family: str, adapter: FullAdapter | LoraAdapter, *, checkpointing: bool
     return Step(family, tuple(sizes.items()), adapter, batch=2, length=1024, checkpointing=checkpointing)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])
 @pytest.mark.parametrize("family", sorted(model_types().traced))
@@ -69,7 +69,7 @@ def test_the_peak_of_a_traced_type_is_what_is_traced(family, adapter, checkpoint
         assert estimated.phases["last layer"] == pytest.approx(of_layer, rel=0.015)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("on", ["attention", "all-linear"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
@@ -88,6 +88,7 @@ def test_every_type_that_is_known_without_weights_is_traced():
     assert set(FAMILIES) <= model_types().traced
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) & families()["without_sdpa"]))
 def test_the_scores_that_eager_attention_keeps_are_what_is_traced(family, checkpointing):

@@ -62,7 +62,7 @@ def kept_bytes(step):
     return num_bytes, report
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", sorted(model_types().fused))
 def test_a_fused_layer_keeps_what_is_planned(family, adapter):

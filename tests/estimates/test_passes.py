@@ -71,7 +71,7 @@ def passes(method, adapter, batch=16) -> Passes:
     return passes_of(method, adapter, ROWS, global_batch_size=batch)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("adapter", ADAPTERS)

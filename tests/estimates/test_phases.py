@@ -72,7 +72,7 @@ def test_every_phase_of_weights_in_bfloat16_is_what_is_traced(family, tied, chec
     assert estimated == {phase: pytest.approx(size, rel=0.03) for phase, size in traced.items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])

@@ -73,7 +73,7 @@ def assert_every_phase_is_as_traced(traced: Trace, estimated: MemoryEstimate) ->
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
@@ -111,7 +111,7 @@ def test_weights_in_4_bits_are_sharded_as_traced(how, tied, double_quant):
     assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes - traced.optimizer_bytes // 2, abs=512)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe"])
 @pytest.mark.parametrize(
     "how", [{}, {"checkpointing": False}, {"layout": {"reshard_after_forward": False}}], ids=["", "kept", "no reshard"]
@@ -124,7 +124,7 @@ def test_experts_in_4_bits_are_sharded_as_traced(how, family):
     assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes - traced.optimizer_bytes // 2, abs=512)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sync_each_batch", [False, True], ids=["whole", "synced"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
@@ -197,7 +197,7 @@ def test_mixtures_are_what_is_traced(family, adapter, checkpointing):
     assert estimated == pytest.approx(traced, rel=0.02)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "layout",
@@ -234,6 +234,7 @@ def test_every_phase_of_ddp_is_what_is_traced(adapter, accumulates):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shards", [2, 64])
 def test_the_experts_of_a_layer_are_divided_as_one_tensor(num_shards):
     # Eight experts on 64 devices: each holds one, and all gather as many as if there were 64.

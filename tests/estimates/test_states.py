@@ -224,14 +224,14 @@ def assert_held_as_planned(section, adapter, optim, tmp_path):
     assert states_bytes(planned, optim, head_dim=head_dim) == held.states
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("adapter", ["full", "last layer", "lora and embedding"])
 @pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if not optim.startswith("paged")])
 def test_every_optimizer_holds_what_is_planned(optim, adapter, sections, tmp_path):
     assert_held_as_planned(sections["llama"], ADAPTERS[adapter], optim, tmp_path)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if not optim.startswith("paged")])
 def test_every_optimizer_holds_what_is_planned_of_weights_in_bfloat16(optim, sections, tmp_path):
     held = held_after_a_step(sections["llama"], FullAdapter(), optim, tmp_path, pure_bf16=True)
@@ -240,7 +240,7 @@ def test_every_optimizer_holds_what_is_planned_of_weights_in_bfloat16(optim, sec
     assert states_bytes(planned, optim, "bfloat16", head_dim=16) == held.states
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit", "adafactor"])
 @pytest.mark.parametrize("adapter", ["full", "norms and embedding", "lora", "qlora"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
@@ -313,6 +313,7 @@ def test_a_step_of_muon_takes_the_planned_bytes_for_a_time(shape, dtype):
     assert planned.step_bytes == tracker.peaks["forward"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["qwen3 tied", "qwen3_moe", "gemma3"])
 @pytest.mark.parametrize("adapter", ["full", "norms and embedding"])
 def test_adam_mini_holds_what_is_planned_of_heads_experts_and_norms(name, adapter, sections, tmp_path):
@@ -340,6 +341,7 @@ LOW_RANK = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pure_bf16", [False, True])
 @pytest.mark.parametrize("case", LOW_RANK)
 def test_states_of_a_low_rank_are_as_large_as_planned(case, pure_bf16, sections, tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
+from tests.on_demand import OnDemand
 from tests.tiny import save_chats
 from tunekit.probe.model import PICO
 
@@ -41,7 +42,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(workspace):
-    return {kind: train(workspace, kind, adapter=kind) for kind in ("lora", "qlora", "full")}
+    return OnDemand(lambda kind: train(workspace, kind, adapter=kind))
 
 
 def logits_of(model, folder) -> torch.Tensor:

@@ -126,6 +126,7 @@ def right(workspace) -> tuple[Subject, dict[str, torch.Tensor], dict[str, torch.
 LAYER = "model.layers.1."
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "wrong",
     [

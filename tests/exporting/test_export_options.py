@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 import tunekit
+from tests.on_demand import OnDemand
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.cli.app import app
 from tunekit.exporting.gguf import PLACE
@@ -33,12 +34,12 @@ if "--vocab-only" not in options:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, tunekit.Run]:
+def runs(tmp_path_factory) -> OnDemand:
     folder = tmp_path_factory.mktemp("workspace")
     save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(8)))
     save_tiny_model(folder / "model")
-    return {
-        adapter: tunekit.train(
+    return OnDemand(
+        lambda adapter: tunekit.train(
             {
                 "model": str(folder / "model"),
                 "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
@@ -47,8 +48,7 @@ def runs(tmp_path_factory) -> dict[str, tunekit.Run]:
                 "output": {"dir": str(folder / "runs" / adapter), "sample_prompts": ["double 3"]},
             }
         )
-        for adapter in ("lora", "full")
-    }
+    )
 
 
 def converter(folder: Path, *, tensors: int = 21) -> Path:

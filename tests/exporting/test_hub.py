@@ -214,6 +214,7 @@ def test_nothing_is_sent_of_an_export_that_is_wrong(hub, run, tmp_path):
     assert hub.changes == []
 
 
+@pytest.mark.slow
 def test_who_may_not_write_is_told_before_anything_is_computed(hub, run, tmp_path, monkeypatch):
     hub.repos["ada/public"] = Repo()
     cases = [

@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
+from tests.on_demand import OnDemand
 from tests.tiny import save_chats
 from tests.waiting import LIMIT_SECONDS
 from tunekit.probe.model import PICO
@@ -25,8 +26,8 @@ LARGE = {"learning_rate": 2e-2, "max_steps": 4, "save_steps": 2, "global_batch_s
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workspace")
     save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(16)))
-    return {
-        kind: tunekit.train(
+    return OnDemand(
+        lambda kind: tunekit.train(
             {
                 "model": "pico",
                 "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
@@ -35,8 +36,7 @@ def runs(tmp_path_factory):
                 "output": {"dir": str(folder / "runs" / kind), "sample_prompts": []},
             }
         )
-        for kind in ("lora", "full")
-    }
+    )
 
 
 def greedy(model, messages=QUESTION) -> str:

@@ -248,6 +248,7 @@ def test_arguments_may_have_leading_dimensions_and_gaps():
     torch.testing.assert_close(found.entropy, torch.stack([once.entropy, once.entropy], 1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("function", [linear_ce, linear_logprob])
 def test_it_compiles_as_a_whole(function, trained):

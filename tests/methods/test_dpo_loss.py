@@ -169,7 +169,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: f"{CASES[case][0]}-{case}")
 def test_losses_and_gradients_are_those_of_the_papers(folder, case):
     """Two steps, so that the second one's reference would show if it had moved."""

@@ -242,7 +242,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("early_ends")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_the_papers(folder, case):

@@ -90,7 +90,7 @@ def logged(run, kind, name):
     return [event[name] for event in run.events() if event["event"] == kind]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("name", METHODS)
 def test_ten_steps_are_those_with_trls_head(name, adapter, folder):

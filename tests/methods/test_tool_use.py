@@ -320,6 +320,7 @@ def calling_model(tmp_path_factory):
 STARTS = [{"prompt": [{"role": "user", "content": "Guess my number."}], "start": start} for start in (1, 2)]
 
 
+@pytest.mark.slow
 def test_an_episode_is_learned_from_as_plain_transformers_would(calling_model, home):
     """Results of tools are in the context and not in the loss; reset, calls and rewards are those of the episode."""
     from transformers import AutoModelForCausalLM

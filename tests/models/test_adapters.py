@@ -135,6 +135,7 @@ def linears_read_past(code):
     return read
 
 
+@pytest.mark.slow
 def test_no_other_code_of_a_causal_model_reads_weights_past_its_modules():
     """Read from transformers' own files, since some ways are only taken on CUDA with kernels that are not here."""
     kinds = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}

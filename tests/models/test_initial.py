@@ -90,6 +90,7 @@ def padded(rows, length=20):
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rho", [1.0, 2.0])
 def test_eva_begins_as_pefts_from_tokens_that_count(rho):
     rows = documents(counted=0.9)

@@ -98,6 +98,7 @@ def test_facts_tell_towers_by_the_names_in_a_checkpoint(kind, saved):
     assert num_trainable_params(facts, FullAdapter()) == num_trained(model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_a_run_learns_the_mean_over_the_tokens_of_a_step_and_saves_the_towers(adapter, saved, tmp_path):
     """Qwen3-VL's class takes no loss arguments, by which transformers' trainer averages over micro-batches."""

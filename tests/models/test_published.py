@@ -176,6 +176,7 @@ def with_updates(model):
     return model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", KEPT)
 def test_a_step_on_kept_weights_is_that_of_plain_peft(layout, checkpointing, published):

@@ -8,6 +8,7 @@ line of `shipped.jsonl`; some plans are kept whole.
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def recipe(**sections) -> Recipe:
     return Recipe.model_validate({"model": "some-model", "data": data, **sections})
 
 
+@cache
 def known_facts(name: str) -> ModelFacts:
     """Facts of a well-known model from the table, without a look at any hub."""
     known = known_models()[name]

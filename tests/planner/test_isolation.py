@@ -75,6 +75,7 @@ def test_models_that_have_no_sdpa_get_eager_attention():
         resolve(asked, LAPTOP, gemma2, ROWS)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("attention", NAMES)
 @pytest.mark.parametrize(
     "model_type",

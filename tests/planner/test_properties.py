@@ -1,5 +1,6 @@
 """What holds for every recipe, model and machine, tried on ones that are drawn."""
 
+import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -165,6 +166,7 @@ def test_a_plan_fits_and_comes_out_even_and_is_the_same_again(asked, model, mach
     assert (asked.model_dump(), hardware.model_dump(), model.model_dump()) == before
 
 
+@pytest.mark.slow
 @given(recipes(), models, st.sampled_from(["", "8x", "2x8x"]))
 def test_what_fits_a_small_card_fits_a_large_one_no_later_in_the_list(asked, model, number):
     tried = []

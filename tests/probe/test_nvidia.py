@@ -206,6 +206,7 @@ def test_a_small_card_for_the_screen_is_left_out_and_said_to_be(machine):
     assert hardware.note == "runs use identical accelerators: NVIDIA GeForce GTX 1080 is not used"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("setting", "left"),
     [
@@ -227,6 +228,7 @@ def test_hidden_devices_are_left_out(machine, setting, left):
     assert (found.figures is None) == (not left)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("setting", "part"),
     [

@@ -61,6 +61,7 @@ def test_memory_that_ran_out_is_told_with_the_plan_beside_the_truth(folder):
     assert found.changes == () and not found.can_go_on
 
 
+@pytest.mark.slow
 def test_a_change_that_mends_memory_goes_on_from_the_checkpoint(folder):
     run = verbs.train(recipe_for(folder, "mended", max_steps=4))
     run.update_status(phase="failed")

@@ -70,6 +70,7 @@ def damage(whole, tmp_path, monkeypatch):
     return put
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_folder_is_told_of_in_a_line_and_the_others_are_listed(file, what, damage):

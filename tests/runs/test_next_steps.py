@@ -44,6 +44,7 @@ def advice(run: Run) -> set[str]:
     return {words.partition(": tunekit ")[2].partition("`")[0] for words in said}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("phase", "folder"), [("interrupted", None), ("loading", "a folder"), ("failed", "a folder")])
 def test_a_run_that_saved_nothing_is_begun_again_by_the_command_that_is_named(phase, folder, here):
     run = ended(here, phase, folder=None if folder is None else here / folder)

@@ -322,6 +322,7 @@ def test_an_interrupted_run_says_so(here):
     assert (run.state, run.status()["exit_reason"]) == ("interrupted", "stopped by the user at step 1, no checkpoint")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_in_a_place_where_python_drops_it_still_ends_the_run(here):
     class Interrupting:

@@ -95,6 +95,7 @@ def test_a_run_of_any_name_trains_and_is_a_job(name, workspace, here, monkeypatc
     assert shlex.split(command)[-1] == str(made.run.path.resolve())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LINES)
 def test_a_name_of_several_lines_is_refused(name, workspace, here):
     with pytest.raises(TunekitError):
@@ -183,6 +184,7 @@ def test_a_run_is_found_by_its_name_inside_of_runs_alone(workspace, here):
         assert find_run(path).path == Path(path)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ["../outside", "inside/../../outside", "..", ".", "", "a\0b", "no\nsuch", "/", *EVIL])
 def test_what_is_no_run_is_refused(name, workspace, here):
     make_run(workspace, here / "runs" / "inside")

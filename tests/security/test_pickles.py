@@ -181,6 +181,7 @@ def finished(workspace):
     return verbs.train(recipe_for(workspace, output={"sample_prompts": [], "dir": str(workspace / "run")}))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.bin", "other.pkl"])
 def test_a_run_with_a_planted_state_is_not_gone_on_with(name, kind, finished, tmp_path, sentinel):

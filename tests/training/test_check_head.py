@@ -364,6 +364,7 @@ def events(run, kind):
     return [event for event in run.events() if event["event"] == kind]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernels", ["tunekit", "torch"])
 def test_the_first_loss_is_that_of_transformers(kernels, folder):
     run = Run(tunekit.train(recipe(folder, kernels, kernels)).path.resolve())
@@ -371,6 +372,7 @@ def test_the_first_loss_is_that_of_transformers(kernels, folder):
     assert events(run, "log")[0]["loss"] == pytest.approx(mean_loss(folder, run), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_pairs_are_scored_by_the_same_logits(folder):
     run = Run(tunekit.train(recipe(folder, "dpo", method="dpo")).path.resolve())
     (first,) = events(run, "log")

@@ -41,6 +41,7 @@ def test_what_was_saved_gives_the_logits_of_what_was_trained(tmp_path, adapter):
     assert saved_event(tmp_path / "run")["logit_error"] < 1e-5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("adapter", "fault"),
     [

@@ -99,6 +99,7 @@ def test_the_adapter_is_saved_alone_and_no_copy_of_it_was_kept(finished):
     assert finished.result()["held_bytes"]["adapters"] == 4 * finished.plan.num_trainable_params
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rows", "before", "behind"),
     [
@@ -147,6 +148,7 @@ def whole(workspace):
         return Run(tunekit.train(all_weights()).path.resolve())
 
 
+@pytest.mark.slow
 def test_all_weights_are_held_to_those_before_training(whole):
     losses = [event["loss"] for event in logged(whole)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
@@ -156,6 +158,7 @@ def test_all_weights_are_held_to_those_before_training(whole):
 BEFOREHAND = {"precompute_ref_log_probs": True}
 
 
+@pytest.mark.slow
 def test_log_probabilities_computed_beforehand_give_the_same_losses(here, finished, whole):
     for asked, expected in ((recipe(method=BEFOREHAND), finished), (all_weights(method=BEFOREHAND), whole)):
         same_steps(tunekit.train(asked), expected)

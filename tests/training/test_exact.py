@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("exact")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SAMPLE], ids=lambda case: case.name)
 def test_a_run_that_was_cut_off_ends_as_the_one_that_was_not(case, folder):
     assert played(case, folder) == []

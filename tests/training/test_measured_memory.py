@@ -73,7 +73,7 @@ def recipe(adapter, **train):
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_a_run_records_what_it_held_and_it_is_what_was_planned(adapter, optim, workspace, monkeypatch, tmp_path):

@@ -47,6 +47,7 @@ def tiny(model_type, **more):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("num_new", [1, 2, 4])
 @pytest.mark.parametrize("model_type", DENSE)
 def test_new_layers_change_no_logit_and_reload_in_plain_transformers(model_type, num_new, tmp_path):

@@ -136,6 +136,7 @@ def test_a_run_that_goes_on_leaves_the_same_steps_out(folder, skipping):
     assert all(torch.equal(calm[name], found) for name, found in weights(run).items())
 
 
+@pytest.mark.slow
 def test_losses_over_several_steps_are_means_of_those_that_were_taken(folder, skipping):
     run = Run(made(recipe_for(folder, "sparse", non_finite="skip", logging_steps=3)))
     with faulty(Fault("gradient", 2), Fault("loss", 5, micro_batch=3)):
@@ -206,6 +207,7 @@ def test_a_run_rolls_back_and_leaves_the_step_out_when_it_comes_again(folder, sk
     assert all(torch.equal(calm[name], found) for name, found in weights(run).items())
 
 
+@pytest.mark.slow
 def test_rows_of_a_pack_are_all_named(folder):
     run = Run(made(recipe_for(folder, "packed", data={"packing": True, "max_length": 128}, micro_batch_size=1)))
     with faulty(Fault("loss", 2)) as seen, pytest.raises(RunError) as caught:

@@ -199,7 +199,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_first_losses_are_those_of_the_paper_in_float64(workspace, trained, name):
     exact, run = causal(workspace), trained(name)
@@ -383,6 +383,7 @@ def test_rows_without_a_worse_answer_are_told_with_what_the_method_wants(here, m
     assert "use method kto" in str(error.value.hint)
 
 
+@pytest.mark.slow
 def test_half_an_answer_is_not_judged(here):
     long = {"prompt": "more", "chosen": "x" * 100, "rejected": "y"}
     texts = [{"prompt": "double ", "chosen": str(n), "rejected": f"{n} no"} for n in range(8)]

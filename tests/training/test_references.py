@@ -68,7 +68,7 @@ def references_of(trainer):
     return torch.cat(scored), logits
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "adapter", "kind"),
     [
@@ -122,7 +122,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_model_that_is_not_its_reference_is_not_trained(fault, here, monkeypatch):
     model, adapter, method, change = FAULTS[fault]

@@ -139,6 +139,7 @@ def test_epochs_can_be_added_instead_of_steps(short, long, tmp_path):
     assert not any("learning rate follows" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_follows_the_new_length_from_there(full, tmp_path):
     run = copied(full, tmp_path / "run")
     notes = said(run, f"train.max_steps={LONG}")
@@ -256,6 +257,7 @@ def without_optimizer(run, *steps):
         (run.path / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_states_offers_its_weights(full, folder, tmp_path):
     run = copied(full, tmp_path / "run")
     without_optimizer(run, 2, 4)

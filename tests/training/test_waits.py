@@ -27,6 +27,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_no_micro_batch_of_sft_waits(adapter, packing, tmp_path, monkeypatch):

@@ -137,6 +137,7 @@ def test_a_recipe_of_the_workspace_and_a_run_are_looked_at_as_they_are(site):
             recipe_of(site, Asked(origin=origin))
 
 
+@pytest.mark.slow
 def test_rows_show_what_counts_and_whatever_stands_in_them_stays_text(site, words):
     chat = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": f"ok {HOSTILE}\n\x07"}]
     write(site.root / "hostile.jsonl", [{"messages": chat, HOSTILE: HOSTILE}, {"messages": HOSTILE}])

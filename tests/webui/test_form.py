@@ -163,7 +163,7 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     return text
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("method", "text"), list(zip(METHODS, texts(), strict=True)), ids=METHODS)
 def test_every_field_says_in_the_recipe_what_was_meant_and_shows_it_again(method: str, text: str) -> None:
     for first in draft.entries_of(text):

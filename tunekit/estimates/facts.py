@@ -350,14 +350,19 @@ class Linears:
         """Their names without the numbers of layers."""
         return frozenset(_NUMBER.sub("", name) for name in self.sizes)
 
-    def rank_of(self, leaves: Collection[str]) -> int:
-        """Rank of the adapters of a decoder layer's modules of these last names, added up: the largest of each."""
+    @cached_property
+    def largest_ranks(self) -> dict[str, int]:
+        """Largest rank of the adapters of modules with one last name, experts apart."""
         largest: dict[str, int] = {}
         for name, rank in self.ranks.items():
-            leaf = name.rpartition(".")[2]
-            if leaf in leaves and not _is_expert(name):
+            if not _is_expert(name):
+                leaf = name.rpartition(".")[2]
                 largest[leaf] = max(rank, largest.get(leaf, 0))
-        return sum(largest.values())
+        return largest
+
+    def rank_of(self, leaves: Collection[str]) -> int:
+        """Rank of the adapters of a decoder layer's modules of these last names, added up: the largest of each."""
+        return sum(self.largest_ranks.get(leaf, 0) for leaf in set(leaves))
 
     @cached_property
     def num_params(self) -> int:
@@ -725,7 +730,8 @@ class ModelFacts(Facts):
     def adapted(self, targets: str | list[str] | PeftAdapter) -> Linears:
         """The same, with their ranks and counts. Of target modules alone, ranks are 1."""
         adapter = targets if isinstance(targets, PeftAdapter) else LoraAdapter(rank=1, target_modules=targets)
-        key = repr([dict(adapter).get(name) for name in _CHOOSING])
+        fields = dict(adapter)
+        key = repr([fields.get(name) for name in _CHOOSING])
         if key not in self._adapted:
             sizes = self._matched(adapter)
             ranks = adapter.ranks_of(sizes)
