@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-USER, PASSWORD = "ada", "s3cr3t/@"
+USER, PASSWORD = "lovelace", "s3cr3t/@"
 
 
 @dataclass

@@ -96,7 +96,7 @@ UNMARKED = (
 )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*UNMARKED, "Llama 2", "Tulu 3"])
 def test_two_hundred_turns_are_found_in_renderings_as_long_as_a_few_conversations(name):
     renderer = Counting(FAMILIES[name].tokenizer())

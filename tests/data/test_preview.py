@@ -48,6 +48,7 @@ def text_of(sample):
     return "".join(piece.text for piece in sample.pieces)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("train", "section"),
     [

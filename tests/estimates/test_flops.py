@@ -93,7 +93,7 @@ MIXTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", EXPERTS_ADAPTERS)
 @pytest.mark.parametrize("family", MIXTURES)

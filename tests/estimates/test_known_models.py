@@ -57,6 +57,7 @@ BUILT = [
 """One of each family, in its real size."""
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", BUILT)
 def test_every_tensor_is_that_of_the_model_in_its_real_size(name):
     config = known_models()[name].config

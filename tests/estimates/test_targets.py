@@ -64,6 +64,7 @@ FAMILIES = ("llama", "qwen2", "gemma2")
 CASES = [pytest.param(name, OPTIONS[option], id=f"{name}-{option}") for name in FAMILIES for option in OPTIONS]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_modules_ranks_and_scales_are_those_of_peft(name, options):
     adapter, facts = LoraAdapter(rank=4, alpha=8, **options), facts_of(tiny(name))

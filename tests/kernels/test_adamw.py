@@ -47,6 +47,7 @@ def test_in_float32_it_is_the_adamw_of_torch(kernel):
         torch.testing.assert_close(one, other, rtol=8 * torch.finfo(torch.float32).eps, atol=1e-8)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "states"),
     [(torch.float32, "float32"), (torch.float32, "8bit"), (torch.bfloat16, "bfloat16"), (torch.bfloat16, "8bit")],

@@ -85,6 +85,7 @@ def assert_close(found, expected, dtype):
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=bound)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("casting", ["llama", "gemma", "float32"])

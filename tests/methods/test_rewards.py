@@ -178,6 +178,7 @@ def test_a_unit_of_the_recipe_must_stand_behind_the_number() -> None:
     assert [score(in_km, text, 3) for text in ("3 km", "3km", "3", "3 m")] == [1, 1, 0, 0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "text", ["1", "1 ", "1,", "1/", "-", ".", "{", "\\boxed{", "\\frac{", "1 1/", "<answer>", "\\"]
 )

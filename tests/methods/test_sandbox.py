@@ -53,6 +53,7 @@ def test_the_sandbox_works_here() -> None:
     check_sandbox()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("program", "tests", "passed"),
     [
@@ -112,6 +113,7 @@ def f(x): return Always()
 """
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "program",
     [
@@ -207,7 +209,7 @@ def test_an_object_that_obliges_everybody_passes_no_test_of_plain_data() -> None
     assert [test for test, passed in zip(tests, passes(cheat, *tests), strict=True) if passed] == []
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("cheat", "honest", "test"),
     [
@@ -374,7 +376,7 @@ def test_a_cheat_fails_the_test_that_an_honest_program_passes(cheat: str, honest
     assert (passes(cheat, test), passes(honest, test)) == ([False], [True])
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("program", "test"),
     [
@@ -469,6 +471,7 @@ def test_what_honest_programs_return_can_be_used(program: str, test: str) -> Non
     assert failures(program, [test], timeout_seconds=LIMIT_SECONDS, memory_bytes=2**29) == [None]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("program", "test", "reason"),
     [
@@ -643,6 +646,7 @@ def test_system_calls_by_their_number_are_refused() -> None:
     assert [name for name, one in zip(calls, passed, strict=True) if not one] == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "program",
     [
@@ -660,6 +664,7 @@ def test_what_never_ends_is_ended(program: str) -> None:
     assert passes(program, "assert list(f(2)) == 4", "pass", timeout_seconds=0.5)[0] is False
 
 
+@pytest.mark.slow
 def test_tests_that_passed_in_time_count() -> None:
     # The first has long passed when time is up, also on a machine that is busy; the second costs it nothing.
     program = "import time\ndef f(x):\n    while x > 2: time.sleep(3600)\n    return x"
@@ -677,6 +682,7 @@ def test_memory_is_limited() -> None:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "program",
     [

@@ -408,6 +408,7 @@ def test_a_configuration_becomes_the_recipe_that_it_means(name) -> None:
     assert found == expected
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recipe_loads_as_it_was_made_and_has_a_plan(name) -> None:
     made = migrate(CONFIGS / name)

@@ -52,6 +52,7 @@ def gradients(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_packed_row_has_the_logits_and_gradients_of_its_documents_one_by_one(model_type):
     packed = small_model(model_type, VARLEN, **MODELS[model_type])

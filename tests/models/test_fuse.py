@@ -83,6 +83,7 @@ def test_norms_gated_blocks_and_adds_of_each_architecture_are_fused(architecture
     assert all(line.difference < 1e-5 for line in report.fused)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batch", [padded_batch, packed_batch])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -148,7 +148,7 @@ def test_the_json_schema_is_one() -> None:
     assert schema["title"] == "tunekit recipe"
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes()])
 def test_shipped_recipes_fit_the_json_schema_short_and_written_out(name: str) -> None:
     (path,) = [recipe.path for recipe in list_recipes() if recipe.name == name]
@@ -162,6 +162,7 @@ def test_shipped_recipes_fit_the_json_schema_short_and_written_out(name: str) ->
     assert is_valid(yaml.safe_load(dump_recipe(load_recipe(name))))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "change",
     [

@@ -314,6 +314,7 @@ def test_a_run_whose_process_is_killed_has_failed_in_its_trackers_too(server, tm
     assert code == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("tracker", "variables", "words"),
     [
