@@ -22,6 +22,7 @@ from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, nu
 from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.probe.chat_template import template_in_time
+from tunekit.process.garbage import collected_seldom
 from tunekit.process.signals import Wishes
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import AdaloraAdapter, FullAdapter, LoraAdapter
@@ -151,7 +152,8 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     record, plan = watch.record, watch.plan
     run, recipe, place = record.run, plan.recipe, record.place
     began = time.time()
-    ready = make_ready(watch, wishes)
+    with collected_seldom():
+        ready = make_ready(watch, wishes)
     trainer, saver, boundary = ready.trainer, ready.saver, ready.boundary
     newest, prompts = ready.start.newest.path, recipe.output.sample_prompts or []
     try:

@@ -15,6 +15,7 @@ from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, Run
 from tunekit.planner.decisions.shortage import change_that_fits
 from tunekit.probe.model import probe_model
 from tunekit.process import watchdog
+from tunekit.process.garbage import collected_seldom
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
 from tunekit.process.signals import Ending, Wishes
@@ -91,7 +92,8 @@ def _train(record: Record, heart: watchdog.Heart, wishes: Wishes, *, supervised:
     plan = record.run.plan
     os.environ.update(plan.environment)
     set_allocator(plan.environment)
-    from tunekit.training.callbacks import Watch
+    with collected_seldom():
+        from tunekit.training.callbacks import Watch
 
     watch = Watch(record, plan, heart)
     try:
@@ -106,8 +108,9 @@ def _train(record: Record, heart: watchdog.Heart, wishes: Wishes, *, supervised:
 
 
 def _work(watch: "Watch", wishes: Wishes) -> bool:
-    from tunekit.training.engines.engine import join, leave
-    from tunekit.training.train import load_train_save
+    with collected_seldom():
+        from tunekit.training.engines.engine import join, leave
+        from tunekit.training.train import load_train_save
 
     run, place = watch.record.run, watch.record.place
     reserve = bytearray(RESERVE_BYTES)
