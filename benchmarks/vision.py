@@ -6,8 +6,9 @@ Each seed has a folder of its own, in which the three are trained one after anot
 they have learned is asked of the saved models by their files alone, on 200 scenes that neither pico-vision nor any
 recipe has trained on:
 
-- `right, greedy` and `right, sampled`: the share of lists that are right letter by letter, greedily and at
+- `list, greedy` and `list, sampled`: the share of answers that are the right list letter by letter, greedily and at
   temperature 1.
+- `either, greedy`: the share that is the right list or the right sentence, as the rows of vision/quickstart have both.
 - `likelier`: the share of the pairs of `shapes_pairs_eval.jsonl` of which the right answer has the higher
   log-probability.
 - `minutes` of the whole run, worth something on a machine that does nothing else.
@@ -45,14 +46,21 @@ def measure(folder: Path, seed: int) -> dict[str, float]:
     """Ask a saved model about the held-out scenes and pairs."""
     model, scenes = Asked(folder), problems("list", NUM_SCENES, 0)
     questions = [(picture, question) for picture, question, _ in scenes]
-    answers = [answer for _, _, answer in scenes]
+    lists = [answer for _, _, answer in scenes]
     torch.manual_seed(seed)
     greedy, sampled = model.answers(questions), model.answers(questions, sample=True)
     return {
-        "right, greedy": share(a == b for a, b in zip(greedy, answers, strict=True)),
-        "right, sampled": share(a == b for a, b in zip(sampled, answers, strict=True)),
+        "list, greedy": share(a == b for a, b in zip(greedy, lists, strict=True)),
+        "list, sampled": share(a == b for a, b in zip(sampled, lists, strict=True)),
+        "either, greedy": share(a in (b, sentence(b)) for a, b in zip(greedy, lists, strict=True)),
         "likelier": share(is_likelier(model, row) for row in pairs()),
     }
+
+
+def sentence(listed: str) -> str:
+    """Return the sentence that says what a list does."""
+    *first, last = listed.split(", ")
+    return f"I see {', '.join(first)} and {last}." if first else f"I see {last}."
 
 
 def share(values: Any) -> float:

@@ -6,8 +6,10 @@ All ask for a list of the shapes of a picture, such as `2 red circles, 1 blue st
 rows, as data URLs, so that a data set is one file. No scene of the evaluation rows is among those that pico-vision
 or the recipes train on.
 
-- `shapes.jsonl`, `shapes_eval.jsonl`: conversations (`messages`) with the answer.
-- `shapes_pairs.jsonl`, `shapes_pairs_eval.jsonl`: preference pairs; the worse answer has a wrong count, color or shape.
+- `shapes.jsonl`, `shapes_eval.jsonl`: conversations (`messages`); half of the answers are lists, half are sentences, such
+  as `I see 2 red circles and 1 blue star.`
+- `shapes_pairs.jsonl`, `shapes_pairs_eval.jsonl`: preference pairs; the better answer is the list, the worse one a
+  sentence, or a list with a wrong count, color or shape.
 - `shapes_prompts.jsonl`, `shapes_prompts_eval.jsonl`: prompts alone, with a column `answer` for rewards.
 """
 
@@ -79,11 +81,13 @@ def rows(name: str, num: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
         ]
         prompt = [{"role": "user", "content": content}]
         answer = [{"role": "assistant", "content": as_list(scene)}]
+        in_words = rng.random() < 0.5
         if name == "shapes":
-            yield {"messages": [*prompt, *answer]}
+            said = scene.describe() if in_words else as_list(scene)
+            yield {"messages": [*prompt, {"role": "assistant", "content": said}]}
         elif name == "shapes_pairs":
-            worse = [{"role": "assistant", "content": as_list(spoiled(scene, rng))}]
-            yield {"prompt": prompt, "chosen": answer, "rejected": worse}
+            worse = scene.describe() if in_words else as_list(spoiled(scene, rng))
+            yield {"prompt": prompt, "chosen": answer, "rejected": [{"role": "assistant", "content": worse}]}
         else:
             yield {"prompt": prompt, "answer": as_list(scene)}
 
