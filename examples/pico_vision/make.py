@@ -6,8 +6,8 @@ All ask for a list of the shapes of a picture, such as `2 red circles, 1 blue st
 rows, as data URLs, so that a data set is one file. No scene of the evaluation rows is among those that pico-vision
 or the recipes train on.
 
-- `shapes.jsonl`, `shapes_eval.jsonl`: conversations (`messages`); half of the answers are lists, half are sentences, such
-  as `I see 2 red circles and 1 blue star.`
+- `shapes.jsonl`, `shapes_eval.jsonl`: conversations (`messages`); half of the answers are lists, half are sentences,
+  such as `I see 2 red circles and 1 blue star.`
 - `shapes_pairs.jsonl`, `shapes_pairs_eval.jsonl`: preference pairs; the better answer is the list, the worse one a
   sentence, or a list with a wrong count, color or shape.
 - `shapes_prompts.jsonl`, `shapes_prompts_eval.jsonl`: prompts alone, with a column `answer` for rewards.
