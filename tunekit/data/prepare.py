@@ -41,7 +41,7 @@ from tunekit.data.sources.rows import Places, Rows, cache_folder, clear_folder
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 from tunekit.errors import DataError
-from tunekit.recipe.sections.data import CompleteSource, DataSection
+from tunekit.recipe.sections.data import CompleteSource, DataSection, TooLong
 
 if TYPE_CHECKING:
     import datasets
@@ -345,7 +345,14 @@ def prepare_data(
     splits = []
     for name, sources, mixing in splits_of(section, data):
         tokens = tuple(
-            tokens_of(rows, tokenizer, max_length=section.max_length, images=images, on_progress=on_progress)
+            tokens_of(
+                rows,
+                tokenizer,
+                max_length=section.max_length,
+                too_long=section.too_long,
+                images=images,
+                on_progress=on_progress,
+            )
             for rows in sources
         )
         inputs = None
@@ -378,6 +385,7 @@ def tokens_of(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int,
+    too_long: TooLong = "truncate",
     images: ImageTokens | None = None,
     on_progress: Progress | None = None,
 ) -> SourceTokens:
@@ -390,7 +398,15 @@ def tokens_of(
 
     def make(folder: Path) -> dict[str, Any]:
         report_progress = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
-        report = tokenize(rows, tokenizer, folder, max_length=max_length, images=images, on_progress=report_progress)
+        report = tokenize(
+            rows,
+            tokenizer,
+            folder,
+            max_length=max_length,
+            too_long=too_long,
+            images=images,
+            on_progress=report_progress,
+        )
         return asdict(report)
 
     made_of = {
@@ -399,6 +415,7 @@ def tokens_of(
         "rows": rows.rows.digest,
         "tokenizer": digest_of(tokenizer),
         "max_length": max_length,
+        "too_long": too_long,
         "loss_on": rows.loss_on,
         "processor": digest_of(images.processor) if images is not None and rows.has_pictures else None,
     }

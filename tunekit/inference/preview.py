@@ -112,7 +112,9 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
                 room, pictures = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
             return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures), notes)
         images = ImageTokens(load_processor(recipe.model, tokenizer)) if rows.has_pictures else None
-        show, encoder = preview.trained_sequences(rows, tokenizer, recipe.data.max_length, images)
+        show, encoder = preview.trained_sequences(
+            rows, tokenizer, recipe.data.max_length, images, too_long=recipe.data.too_long
+        )
     except TunekitError as error:
         return _Tokens(problem=preview.Problem(error.problem, error.hint))
     return _Tokens(show, tuple(encoder.notes))

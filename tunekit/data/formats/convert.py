@@ -11,7 +11,9 @@ what it predicts one place before. Labels that were shifted by hand, or masked w
 wrong words without an error, and are refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tunekit.data.formats.messages import (
     ROLES,
@@ -29,12 +31,39 @@ from tunekit.data.formats.messages import (
 from tunekit.data.formats.preferences import check_alike, pair
 from tunekit.data.formats.row_formats import TABLES, BadRow, Row, described, listed, misspelt, of_type
 from tunekit.data.packing.sequences import IGNORED
+from tunekit.recipe.sections.data import PromptStyle
 
 SPEAKERS: dict[str, str] = TABLES["speakers"]
 """The role that a speaker of a ShareGPT conversation has, where its name is another one."""
 
 ASKING = ("messages", "conversations", "prompt", "instruction", "text")
 """Columns of which one holds what is asked."""
+
+
+PROMPTS: dict[PromptStyle, dict[str, str]] = TABLES["alpaca_prompts"]
+"""Prompts of alpaca rows, with and without an input, by their style."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Texts that a recipe puts around those of rows.
+
+    Attributes:
+        prompt_style: Prompts of alpaca rows.
+        system: System message of conversations without one; None adds none.
+    """
+
+    prompt_style: PromptStyle = "plain"
+    system: str | None = None
+
+    @property
+    def is_plain_text(self) -> bool:
+        """True if alpaca rows are plain text, without turns."""
+        return self.prompt_style == "alpaca"
+
+
+AS_GIVEN = Wording()
+"""No texts besides those of rows."""
 
 
 @dataclass
@@ -123,18 +152,29 @@ def _turn(value: object, where: str, findings: Findings) -> object:
     return {"role": role, "content": content, **extra}
 
 
-def alpaca(row: Row, findings: Findings) -> Row:
-    """An Alpaca row as a conversation."""
-    question = _instruction(row, findings)
-    return {"messages": [*question, {"role": "assistant", "content": text(row["output"], "output")}]}
+def alpaca(row: Row, findings: Findings, wording: Wording) -> Row:
+    """An Alpaca row as a conversation, or as plain text under its headings."""
+    answer = text(row["output"], "output")
+    if wording.is_plain_text:
+        unread = [column for column in ("system", "history") if row.get(column)]
+        if unread:
+            raise BadRow(f"{listed(unread)} has no place in plain text; set data.prompt_style=alpaca_turn")
+        return {"prompt": _question(row, findings, wording.prompt_style), "completion": answer}
+    question = _instruction(row, findings, wording.prompt_style)
+    return {"messages": [*question, {"role": "assistant", "content": answer}]}
 
 
-def _instruction(row: Row, findings: Findings) -> list[Row]:
-    """The conversation of an Alpaca row up to its answer."""
+def _question(row: Row, findings: Findings, style: PromptStyle) -> str:
+    """Instruction and input as one text."""
     question = text(row["instruction"], "instruction")
     context = _optional_text(row, "input", findings)
-    if context:
-        question += "\n\n" + context
+    # Rows may hold braces, so nothing is formatted twice.
+    return PROMPTS[style]["with_input" if context else "alone"].format(instruction=question, input=context)
+
+
+def _instruction(row: Row, findings: Findings, style: PromptStyle = "plain") -> list[Row]:
+    """The conversation of an Alpaca row up to its answer."""
+    question = _question(row, findings, style)
     messages: list[Row] = []
     system = _optional_text(row, "system", findings)
     if system:
@@ -167,6 +207,32 @@ def _optional_text(row: Row, column: str, findings: Findings) -> str:
         return ""
     findings.columns.add(column)
     return text(value, column)
+
+
+def with_default_system(row: Row, system: str) -> Row:
+    """A row whose conversation begins with a system message: its own, or else this one.
+
+    Raises:
+        BadRow: The row is no conversation.
+    """
+    column = "messages" if "messages" in row else "prompt"
+    turns_of_row = row.get(column)
+    if not isinstance(turns_of_row, list):
+        raise BadRow(f"data.system requires conversations, but {column} is plain text; put it into the rows")
+    return row if turns_of_row[0]["role"] == "system" else {**row, column: with_system(turns_of_row, system)}
+
+
+def replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """A value of a row with texts in all its strings replaced."""
+    if isinstance(value, str):
+        for old, new in texts.items():
+            value = value.replace(old, new)
+        return value
+    if isinstance(value, list):
+        return [replaced(item, texts) for item in value]
+    if isinstance(value, dict):
+        return {key: replaced(item, texts) for key, item in value.items()}
+    return value
 
 
 def prompt_completion(row: Row) -> Row:

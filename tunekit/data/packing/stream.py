@@ -65,7 +65,10 @@ def stream(
                         seen[bad] = None
                         file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
             encoded = encoder.encode(rows, range(len(rows)))
-            batch, _ = report.cut(encoded, section.max_length, splits=rows.format == "text")
+            splits = rows.format == "text"
+            batch, _ = report.cut(encoded, section.max_length, splits=splits, too_long=section.too_long)
+            if section.too_long == "refuse":
+                report.check_none_too_long(rows.source, section.max_length)
             labels, start = batch.labels, 0
             for length in batch.lengths.tolist():
                 part = slice(start, start + length)

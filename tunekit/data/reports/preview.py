@@ -22,6 +22,7 @@ from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, prom
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
+from tunekit.recipe.sections.data import TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -183,7 +184,12 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
 
 
 def trained_sequences(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int, images: ImageTokens | None = None
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    images: ImageTokens | None = None,
+    *,
+    too_long: TooLong = "truncate",
 ) -> tuple[Show, Encoder]:
     """Return the tokenization of rows for supervised fine-tuning, with its encoder.
 
@@ -192,6 +198,7 @@ def trained_sequences(
         tokenizer: Tokenizer of the model.
         max_length: Longest sequence, in tokens.
         images: The tokens of pictures, for rows that have some.
+        too_long: Treatment of longer rows.
 
     Raises:
         DataError: The first row does not fit the chat template, or the tokenizer lacks what the format needs.
@@ -207,16 +214,18 @@ def trained_sequences(
         else:
             _check_size(rows, index)
         encoded = encoder.encode(row, range(1))
-        batch, _ = TokenReport().cut(encoded, max_length, splits=rows.format == "text")
+        batch, _ = TokenReport().cut(encoded, max_length, splits=rows.format == "text", too_long=too_long)
         ids, labels, pictures = batch.ids.tolist(), batch.labels.tolist(), encoder.pictures_of(rows, index)
         if not len(batch.lengths):
             whole = encoded.ids.tolist()
-            # A row with pictures is never cut.
-            length = len(whole) if pictures else max_length
+            # A row with pictures is never cut, nor one that is left out or refused.
+            is_whole = bool(pictures) or too_long != "truncate"
+            length = len(whole) if is_whole else max_length
             visible, cut = whole[:length], whole[length:]
             sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer, pictures)
-            if pictures and len(whole) > max_length:
-                return (sequence,), 0, f"longer than data.max_length={max_length:,}, and pictures are never cut"
+            if is_whole and len(whole) > max_length:
+                why = f"data.too_long={too_long}" if too_long != "truncate" else "pictures are never cut"
+                return (sequence,), 0, f"longer than data.max_length={max_length:,}, and {why}"
             return (sequence,), 0, "no token is included in the loss"
         cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0

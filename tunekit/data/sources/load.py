@@ -7,9 +7,11 @@ on.
 """
 
 import glob
+import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import unquote
@@ -121,10 +123,28 @@ def load_rows(
     check_mapping(source.columns)
     files = find_files(source, key=source.key)
     reader = Reader(source, max_bad_rows, learner)
+    first = source.max_samples if source.sampling == "first" else None
     for name, table, folder in _tables(source, files, default_split):
-        deque(reader.read(name, table, folder), maxlen=0)
+        remaining = None if first is None else first - reader.num_held
+        deque(islice(reader.read(name, table, folder), remaining), maxlen=0)
+        if first is not None and reader.num_held >= first:
+            break
     rows = reader.rows(is_text=files is not None and files.kind == ".txt")
+    if source.max_samples is not None and source.sampling == "random":
+        rows = _sample(rows, source.max_samples)
     return rows if files is None else replace(rows, notes=rows.notes + files.notes)
+
+
+SAMPLING_SEED = 42
+"""Seed of the random samples of rows, the same in every run."""
+
+
+def _sample(rows: Rows, num_rows: int) -> Rows:
+    """Some of the rows at random, in their order; all of them if they are no more."""
+    if len(rows) <= num_rows:
+        return rows
+    chosen = rows.select(sorted(random.Random(SAMPLING_SEED).sample(range(len(rows)), num_rows)))
+    return replace(chosen, notes=(*rows.notes, f"{rows.source}: {num_rows:,} of {len(rows):,} rows, a random sample"))
 
 
 def stream_rows(
@@ -144,13 +164,18 @@ def stream_rows(
     check_mapping(source.columns)
     reader = Reader(source, max_bad_rows, learner)
     files = find_files(source, key=source.key, streaming=True)
+    num_taken = 0
     for name, table, folder in _tables(source, files, "train", streaming=True):
-        for _ in reader.read(name, table, folder):
+        remaining = None if source.max_samples is None else source.max_samples - num_taken
+        for _ in islice(reader.read(name, table, folder), remaining):
+            num_taken += 1
             if reader.num_held == num_rows:
                 yield reader.take()
         remainder = reader.take()
         if len(remainder):
             yield remainder
+        if num_taken == source.max_samples:
+            return
 
 
 def _tables(

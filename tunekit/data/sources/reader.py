@@ -8,10 +8,10 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from tunekit.data.formats import convert, messages, preferences, row_formats
-from tunekit.data.formats.convert import Findings
+from tunekit.data.formats.convert import AS_GIVEN, Findings, Wording, replaced, with_default_system
 from tunekit.data.formats.row_formats import (
     BECOMES,
     COLUMNS,
@@ -49,13 +49,14 @@ _MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion"
 """Formats of which some tokens count in the loss and others do not, so that a column could say which."""
 
 
-def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
+def convert_row(value: object, format: SourceFormat, findings: Findings, wording: Wording = AS_GIVEN) -> Row:
     """Check one row and make it a row that can be learned from.
 
     Args:
         value: The row as it was read.
         format: The format that the source has.
         findings: What was found in the rows so far; this row's is added.
+        wording: Texts that the recipe puts around those of rows.
 
     Raises:
         BadRow: The row is not one of this format.
@@ -65,7 +66,9 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     messages.check_no_media(columns)
     if format in _MASKED:
         messages.check_no_mask(columns, (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format]))
-    row = _converted(columns, format, findings)
+    row = _converted(columns, format, findings, wording)
+    if wording.system is not None:
+        row = with_default_system(row, wording.system)
     if format in ("text", "tokens", "alpaca"):
         return row
     row = messages.with_tools(row, columns)
@@ -83,14 +86,15 @@ _PLAIN: dict[SourceFormat, Callable[[Row], Row]] = {
 }
 _NOTED: dict[SourceFormat, Callable[[Row, Findings], Row]] = {
     "sharegpt": convert.sharegpt,
-    "alpaca": convert.alpaca,
     "preference": convert.preference,
 }
 """Converters of rows by format, those with something to note apart."""
 
 
-def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
+def _converted(row: Row, format: SourceFormat, findings: Findings, wording: Wording) -> Row:
     """Convert a row, without its tools."""
+    if format == "alpaca":
+        return convert.alpaca(row, findings, wording)
     if format == "messages":
         return {"messages": messages.conversation(row["messages"], "messages")}
     if format == "text":
@@ -98,15 +102,17 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
     return _NOTED[format](row, findings) if format in _NOTED else _PLAIN[format](row)
 
 
-def conversion(format: SourceFormat, findings: Findings) -> str:
+def conversion(format: SourceFormat, findings: Findings, wording: Wording = AS_GIVEN) -> str:
     """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
     if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
         sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
         renames = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
         sentence += f" ({', '.join(renames)})" if renames else ""
     elif format == "alpaca":
-        sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
-        sentence += ", output -> assistant"
+        asked = "instruction" if "input" not in findings.columns else "instruction + input"
+        sentence = f"{asked} -> user, output -> assistant"
+        if wording.is_plain_text:
+            sentence = f"{asked} -> prompt, output -> completion"
         sentence += ", history -> earlier messages" if "history" in findings.columns else ""
     elif format == "preference" and findings.implicit_prompts:
         sentence = "common prefix of chosen and rejected -> prompt"
@@ -142,6 +148,8 @@ class Reader:
         self.columns: Mapping[str, str] = source.columns
         """From our names of columns to those of the source, with those of captions where they were recognized."""
         self._loss_on = source.loss_on
+        self._wording = Wording(source.prompt_style, source.system)
+        self._replace = source.replace
         self._ranked_by, self._ranks = source.curriculum_column, array("d")
         self._max_bad_rows = max_bad_rows
         self._learner = learner
@@ -253,8 +261,9 @@ class Reader:
     def _held(self, notes: list[str], parts: tuple[Part, ...]) -> Rows:
         """The rows in the store."""
         format = self.format or "messages"
+        is_plain_text = format == "alpaca" and self._wording.is_plain_text
         return Rows(
-            format=BECOMES[format],
+            format="prompt_completion" if is_plain_text else BECOMES[format],
             rows=self._store,
             source=self._source,
             numbers=self._numbers,
@@ -291,6 +300,9 @@ class Reader:
                 self._check_reading(columns, self.format)
         except BadRow as error:
             raise DataError(f"{where}: {error}") from None
+        if self._wording.prompt_style != "plain" and self.format != "alpaca":
+            problem = f"data.prompt_style: only for rows of alpaca, but '{self._source}' holds {self.format}"
+            raise DataError(problem, hint="unset it, or set it in the sources that are")
         refusal = None if self._learner is None else self._learner.refusal(self.format, columns)
         if refusal is not None:
             raise DataError(f"{self._key}: '{self._source}' {refusal[0]}", hint=refusal[1])
@@ -306,20 +318,20 @@ class Reader:
             row_formats.check_same_reading(columns, format)
         self._read_alike.add(read)
 
-    def _row(self, value: object, format: SourceFormat, folder: Path | None) -> Row:
+    def _row(self, value: Any, format: SourceFormat, folder: Path | None) -> Row:
         pictures: list[Row] = []
         if isinstance(value, dict):
             for ours in COLUMNS[format]:
                 if ours in self.columns and self.columns[ours] not in value:
                     raise BadRow(f"no column {listed([self.columns[ours]])} (data.columns.{ours})")
-            value = row_formats.renamed(value, self.columns)
+            value = replaced(row_formats.renamed(value, self.columns), self._replace)
             self._check_reading(tuple(value), format)
             if format == "captions":
                 row_formats.check_columns(tuple(value), format)
                 value, pictures = with_caption(value, folder, self.columns)
             elif self._takes_pictures(format):
                 value, pictures = with_pictures(value, folder)
-        row = convert_row(value, "messages" if format == "captions" else format, self._findings)
+        row = convert_row(value, "messages" if format == "captions" else format, self._findings, self._wording)
         if pictures:
             row["images"] = pictures
             self._num_pictures += len(pictures)
@@ -391,7 +403,7 @@ class Reader:
         if self._function is not None:
             left_out = f", {self._num_left_out:,} skipped" if self._num_left_out else ""
             note += f", converted by {self._function}{left_out}"
-        sentence = conversion(format, self._findings)
+        sentence = conversion(format, self._findings, self._wording)
         columns = [self.columns.get(column, column) for column in COLUMNS[format]]
         if sentence:
             note += f": {sentence}"
@@ -400,6 +412,8 @@ class Reader:
             named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
             aside = "; data.format=prompt_completion ignores label" if format == "unpaired_preference" else ""
             note += f" (recognized from the {named}{aside})"
+        if self._wording.system is not None:
+            note += "; data.system begins those without a system message"
         if self._num_pictures:
             note += f"; {counted(self._num_pictures, 'picture')}"
         if self._references:

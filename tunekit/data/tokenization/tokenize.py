@@ -27,6 +27,7 @@ from tunekit.data.packing.sequences import Batch, SequenceWriter
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.encode import Encoded, Encoder, Observed
 from tunekit.errors import DataError
+from tunekit.recipe.sections.data import TooLong
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,8 +54,7 @@ class TokenReport:
         num_sequences: Sequences made of them.
         num_truncated: Rows cut at `max_length`.
         num_split: Texts that were longer than `max_length` and became several sequences.
-        num_dropped: Rows left out because no token of theirs would count in the loss, or because they have pictures
-            and are too long.
+        num_dropped: Rows left out because no token of theirs would count in the loss, or because they are too long.
         num_tokens: Tokens of all sequences.
         num_trainable_tokens: Those that count in the loss.
         longest_tokens: Tokens of the longest row before it was cut.
@@ -62,7 +62,7 @@ class TokenReport:
         num_picture_tokens: Their tokens.
         num_pixel_values: Values of the pixels of all pictures that are trained on.
         most_pixel_values: The same of the row with the most.
-        num_too_long: Rows with pictures that are longer than `max_length`, and are left out.
+        num_too_long: Rows longer than `max_length` that are left out: those with pictures, or all by `data.too_long`.
         notes: What the user should know about how the rows were read, a sentence each.
     """
 
@@ -81,8 +81,16 @@ class TokenReport:
     num_too_long: int = 0
     notes: tuple[str, ...] = ()
 
-    def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
-        """Cut or split rows, and keep the sequences that something can be learned from.
+    def cut(
+        self, encoded: Encoded, max_length: int, *, splits: bool, too_long: TooLong = "truncate"
+    ) -> "tuple[Batch, np.ndarray]":
+        """Cut, split or leave out rows, and keep the sequences that something can be learned from.
+
+        Args:
+            encoded: The rows as tokens.
+            max_length: Longest sequence, in tokens.
+            splits: Continue long rows in the next sequence.
+            too_long: Treatment of other long rows; those with pictures are never cut.
 
         Returns:
             The sequences, and which of the rows each was made of, int32, `(sequences,)`.
@@ -91,22 +99,26 @@ class TokenReport:
 
         ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
         is_too_long = lengths > max_length
-        if encoded.has_pictures is not None:
+        dropped = None
+        if too_long != "truncate" and not splits:
+            dropped = is_too_long
+        elif encoded.has_pictures is not None:
             # What is left of a picture whose tokens are cut is none.
             dropped = is_too_long & encoded.has_pictures
+        if dropped is not None:
             self.num_too_long += int(dropped.sum())
             counts = counts & ~np.repeat(dropped, lengths)
             is_too_long &= ~dropped
-        too_long = int(is_too_long.sum())
+        num_cut = int(is_too_long.sum())
         rows = np.flatnonzero(lengths)
         starts = (np.cumsum(lengths) - lengths)[rows]
         sizes = lengths[rows]
-        if too_long and splits:
+        if num_cut and splits:
             rows, starts, sizes = _split(rows, starts, sizes, max_length)
         is_cut = int(sizes.max(initial=0)) > max_length
         sizes = np.minimum(sizes, max_length)
         firsts = np.cumsum(sizes) - sizes
-        if is_cut or too_long:
+        if is_cut or num_cut:
             places = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
             ids, counts = ids[places], counts[places]
         counts = counts.copy()
@@ -118,8 +130,8 @@ class TokenReport:
             ids, counts, sizes = ids[of_kept], counts[of_kept], sizes[learned]
         self.num_rows += len(lengths)
         self.num_sequences += len(sizes)
-        self.num_split += too_long if splits else 0
-        self.num_truncated += 0 if splits else too_long
+        self.num_split += num_cut if splits else 0
+        self.num_truncated += 0 if splits else num_cut
         self.num_dropped += len(lengths) - len(np.unique(rows[learned]))
         self.num_tokens += len(ids)
         self.num_trainable_tokens += int(num_counted.sum())
@@ -132,18 +144,36 @@ class TokenReport:
             self.most_pixel_values = max(self.most_pixel_values, int(values.max(initial=0)))
         return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
-    def notes_of_pictures(self, source: str, max_length: int) -> list[str]:
-        """Return what the user should know about rows with pictures, a sentence each."""
-        if not self.num_pictures:
-            return []
-        mean = self.num_picture_tokens / self.num_pictures
-        notes = [f"{source}: {counted(self.num_pictures, 'picture')}, {mean:,.0f} tokens each on average"]
+    def notes_of_rows(self, source: str, max_length: int, too_long: TooLong) -> list[str]:
+        """Return what the user should know about rows that are too long, and pictures, a sentence each."""
+        if too_long == "drop" and self.num_too_long:
+            rows = f"{counted(self.num_too_long, 'row')} of {self.num_rows:,}"
+            limit = f"longer than data.max_length={max_length:,} (data.too_long=drop)"
+            return [f"{source}: {rows} left out: {limit}", *self._notes_of_pictures(source)]
+        notes = self._notes_of_pictures(source)
         if self.num_too_long:
             notes.append(
                 f"{source}: {counted(self.num_too_long, 'row')} with pictures skipped: longer than "
                 f"data.max_length={max_length:,}, and pictures are never cut"
             )
         return notes
+
+    def check_none_too_long(self, source: str, max_length: int) -> None:
+        """Check that no row is longer than `max_length`.
+
+        Raises:
+            DataError: Some are.
+        """
+        if self.num_too_long:
+            longest = f"{counted(self.num_too_long, 'row')} longer than data.max_length={max_length:,}"
+            problem = f"{source}: {longest}, the longest with {self.longest_tokens:,} tokens (data.too_long=refuse)"
+            raise DataError(problem, hint="raise data.max_length, or set data.too_long to truncate or drop")
+
+    def _notes_of_pictures(self, source: str) -> list[str]:
+        if not self.num_pictures:
+            return []
+        mean = self.num_picture_tokens / self.num_pictures
+        return [f"{source}: {counted(self.num_pictures, 'picture')}, {mean:,.0f} tokens each on average"]
 
 
 def tokenize(
@@ -152,6 +182,7 @@ def tokenize(
     folder: Path,
     *,
     max_length: int,
+    too_long: TooLong = "truncate",
     images: ImageTokens | None = None,
     on_progress: Progress | None = None,
 ) -> TokenReport:
@@ -162,12 +193,13 @@ def tokenize(
         tokenizer: Tokenizer of the model, with its chat template for rows of messages.
         folder: Where the sequences are written; it exists.
         max_length: Longest sequence, in tokens.
+        too_long: Treatment of longer rows.
         images: The tokens of pictures, for rows that have some.
         on_progress: Told after every batch.
 
     Raises:
-        DataError: A row cannot go through the chat template, the tokenizer lacks what the format needs, or no token
-            at all would count in the loss.
+        DataError: A row cannot go through the chat template or is refused for its length, the tokenizer lacks what the
+            format needs, or no token at all would count in the loss.
     """
     encoder = Encoder(rows, tokenizer, images)
     encoder.check_pictures(rows)
@@ -177,14 +209,17 @@ def tokenize(
     with SequenceWriter(folder) as writer:
         for encoded in _encode_all(encoder, rows, batches):
             num_before = report.num_rows
-            batch, made_of = report.cut(encoded, max_length, splits=rows.format == "text")
+            batch, made_of = report.cut(encoded, max_length, splits=rows.format == "text", too_long=too_long)
             observed.add(encoded.observed)
             writer.add(batch, encoded.lengths, made_of + num_before)
             if on_progress is not None:
                 on_progress(report.num_rows, len(rows))
+    if too_long == "refuse":
+        report.check_none_too_long(rows.source, max_length)
     if report.num_trainable_tokens == 0:
         raise _nothing_to_learn(rows, report, max_length)
-    report.notes = (*encoder.notes, *observed.notes(rows.source), *report.notes_of_pictures(rows.source, max_length))
+    notes_of_rows = report.notes_of_rows(rows.source, max_length, too_long)
+    report.notes = (*encoder.notes, *observed.notes(rows.source), *notes_of_rows)
     return report
 
 
@@ -251,8 +286,9 @@ def _split(
 def _nothing_to_learn(rows: Rows, report: TokenReport, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
     if report.num_too_long:
+        which = "rows with pictures" if report.num_pictures else "rows"
         return DataError(
-            f"{problem}: all rows with pictures are longer than data.max_length={max_length} "
+            f"{problem}: all {which} are longer than data.max_length={max_length} "
             f"(longest row: {report.longest_tokens:,} tokens)",
             hint="raise data.max_length",
         )

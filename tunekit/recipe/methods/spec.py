@@ -244,6 +244,9 @@ class MethodSection(Section):
             yield Conflict(("data", "packing"), f"unsupported {with_it}", "unset it")
         if data.curriculum is not None:
             yield Conflict(("data", "curriculum"), f"unsupported {with_it}: TRL tokenizes its rows", "unset it")
+        if data.too_long != "truncate":
+            what = f"unsupported {with_it}: rows are kept by the length of their prompts"
+            yield Conflict(("data", "too_long"), what, "unset it")
         if data.padding_free is True:
             yield Conflict(("data", "padding_free"), f"unsupported {with_it}: TRL pads its batches", "unset it")
         sources = [*each_source("train", data.train), *each_source("eval", data.eval)]
@@ -271,6 +274,6 @@ class MethodSection(Section):
         Args:
             key: The field's key without positions in lists.
         """
-        if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on", "curriculum"):
+        if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on", "curriculum", "too_long"):
             return cls.spec.masks_as_told
         return key != ("output", "sample_prompts") or not cls.spec.classifies

@@ -19,6 +19,15 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 LossOn = Literal["assistant", "last", "all"]
 """Tokens in the loss: of assistant turns and completions, of the last turn only, or all."""
 
+PromptStyle = Literal["plain", "line", "joined", "alpaca", "alpaca_turn"]
+"""Text that instruction and input of an alpaca row become."""
+
+TooLong = Literal["truncate", "drop", "refuse"]
+"""Treatment of chats and completions beyond the maximum length."""
+
+Replacements = dict[Annotated[str, Field(min_length=1)], str]
+"""From texts in rows to what stands in their place."""
+
 
 class DataSource(Section):
     """Source of rows. A string is short for `{path: STRING}`."""
@@ -53,6 +62,21 @@ class DataSource(Section):
     image_folder: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """Image folder of this source. Default: `data.image_folder`."""
 
+    system: Annotated[str, Field(min_length=1)] | None = None
+    """System message of this source. Default: `data.system`."""
+
+    prompt_style: PromptStyle | None = None
+    """Prompts of alpaca rows of this source. Default: `data.prompt_style`."""
+
+    replace: Replacements | None = None
+    """Texts to replace in rows of this source. Default: `data.replace`."""
+
+    max_samples: Annotated[int, Field(gt=0)] | None = None
+    """Number of rows of this source to use. Default: all."""
+
+    sampling: Literal["first", "random"] = "first"
+    """Rows that `max_samples` selects: the first ones, or a random sample, the same in every run."""
+
     weight: Annotated[float, Field(gt=0)] | None = None
     """Sampling weight of this training source: weights of 3 and 1 give three rows of the first per row of the second
     (`data.weight_by` selects rows or tokens). Either all sources of `data.train` have a weight or none: without
@@ -85,11 +109,17 @@ class CompleteSource(DataSource):
     loss_on: LossOn
     """Tokens that count in the loss."""
 
+    prompt_style: PromptStyle = "plain"
+    """Prompts of alpaca rows."""
+
+    replace: Replacements = {}
+    """Texts to replace in rows."""
+
     curriculum_column: str | None = None
     """Column of numbers by which rows to train on are ordered."""
 
 
-HANDED_DOWN = ("format", "columns", "loss_on", "image_folder")
+HANDED_DOWN = ("format", "columns", "loss_on", "image_folder", "system", "prompt_style", "replace")
 """Fields of the data section that hold for every source that gives none of its own."""
 
 NEED_WEIGHTS = ("weight_by", "stopping_strategy")
@@ -124,8 +154,12 @@ class DataSection(Section):
     masked."""
 
     max_length: Annotated[int, Field(ge=8)] = 1024
-    """Maximum sequence length in tokens. Longer chats and completions are truncated at the end, longer texts continue
-    in the next sequence; the plan reports how many."""
+    """Maximum sequence length in tokens. Longer chats and completions are truncated at the end unless `too_long` says
+    otherwise, longer texts continue in the next sequence; the plan reports how many."""
+
+    too_long: TooLong = "truncate"
+    """Treatment of chats and completions longer than `max_length`. `truncate`: cut at the end; `drop`: left out
+    (Axolotl, ms-swift); `refuse`: an error."""
 
     packing: bool = False
     """Pack several documents into one sequence of `max_length` tokens, without attention across documents. Models that
@@ -143,6 +177,18 @@ class DataSection(Section):
     image_folder: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """Folder that relative paths of images in rows start from; images outside of it are refused. Default: the folder of
     each data file."""
+
+    system: Annotated[str, Field(min_length=1)] | None = None
+    """System message of conversations and prompts without one. Default: none is added."""
+
+    prompt_style: PromptStyle = "plain"
+    """Prompt that instruction and input of `alpaca` rows become. `plain`: a user turn, with a blank line between them;
+    `line`: with a line break (LLaMA-Factory); `joined`: with nothing; `alpaca`: plain text under the headings of
+    Stanford Alpaca, such as `### Instruction:`, without the chat template (Axolotl); `alpaca_turn`: that text as a user
+    turn (torchtune)."""
+
+    replace: Replacements = {}
+    """Texts to replace in every string of a row, such as `{"{{NAME}}": Ada}`, before its format is read."""
 
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """Maximum number of invalid rows to skip per source; above it, the run fails."""
@@ -226,6 +272,11 @@ class DataSection(Section):
             if source.weight is not None:
                 yield Conflict((*key, "weight"), "has no effect in data.eval: every row is used once", "unset it")
         for key, source in (*sources, *each_source("eval", self.eval)):
+            if source.sampling == "random" and source.max_samples is None:
+                yield Conflict((*key, "sampling"), "has no effect without max_samples", "set max_samples, or unset it")
+            elif source.sampling == "random" and self.streaming and key[0] == "train":
+                what = "cannot be random with data.streaming: the number of rows is unknown"
+                yield Conflict((*key, "sampling"), what, "set it to first")
             columns = self.columns if source.columns is None else source.columns
             if columns and ":" in (source.format or self.format):
                 what = "has no effect with a row function, which reads the columns itself"
