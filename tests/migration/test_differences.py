@@ -37,18 +37,23 @@ def workspace(tmp_path, monkeypatch):
 
 
 DIFFERENT = [
-    (AXOLOTL, {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}, "datasets[0].type", "### Instruction"),
     (
         AXOLOTL,
-        {"datasets": [CHAT]},
-        "excess_length_strategy",
-        "drops rows longer than data.max_length by default",
+        {"datasets": [{"path": "a.jsonl", "type": "alpaca_chat.load_qa"}]},
+        "datasets[0].type",
+        "Axolotl writes prompts of alpaca_chat.load_qa",
     ),
     (
         AXOLOTL,
-        {"datasets": [CHAT], "excess_length_strategy": "drop"},
+        {"datasets": [{"path": "a.jsonl", "type": "alpaca"}], "base_model": "mistralai/Mistral-7B-v0.1"},
+        "datasets",
+        "so that this tokenizer begins them with a space",
+    ),
+    (
+        AXOLOTL,
+        {"datasets": [{"path": "a.jsonl", "type": "chat_template.default"}], "rl": "dpo"},
         "excess_length_strategy",
-        "are dropped in Axolotl",
+        "drops rows longer than data.max_length by default",
     ),
     (AXOLOTL, {"datasets": [CHAT], "chat_template": "chatml"}, "chat_template", f"template chatml; {OWN}"),
     (AXOLOTL, {"datasets": [{**CHAT, "chat_template": "gemma"}]}, "datasets[0].chat_template", f"gemma; {OWN}"),
@@ -64,7 +69,7 @@ DIFFERENT = [
         "datasets[0].train_on_eos",
         "end tokens of trained turns only",
     ),
-    (AXOLOTL, {"pretraining_dataset": "me/web", "max_steps": 9}, "streaming", "Axolotl streams pretraining_dataset"),
+    (AXOLOTL, {"pretraining_dataset": "me/web"}, "streaming", "Axolotl streams pretraining_dataset"),
     (
         AXOLOTL,
         {"rl": "dpo", "datasets": [{"path": "pairs.jsonl", "type": "chatml.intel"}]},
@@ -73,7 +78,9 @@ DIFFERENT = [
     ),
     (LLAMA_FACTORY, {"dataset": "chats", "template": "qwen"}, "template", f"with its template qwen; {OWN}"),
     (LLAMA_FACTORY, {"dataset": "chats"}, "cutoff_len", "truncates all turns of a row longer than cutoff_len"),
-    (SWIFT, {}, "truncation_strategy", "ms-swift drops rows longer than data.max_length by default"),
+    (SWIFT, {"rlhf_type": "dpo"}, "truncation_strategy", "ms-swift drops rows longer than data.max_length by default"),
+    (SWIFT, {"dataset": "swift/self-cognition:qwen3"}, "dataset", "marks of an empty thought"),
+    (SWIFT, {"dataset": "swift/self-cognition", "model_name": ["小明", "Ada"]}, "model_name", "in Chinese rows"),
     (
         SWIFT,
         {"truncation_strategy": "left"},
@@ -86,11 +93,10 @@ DIFFERENT = [
     (
         TORCHTUNE,
         {"dataset": {"_component_": "torchtune.datasets.alpaca_dataset"}},
-        "dataset._component_",
-        "into the user turn",
+        "tokenizer.prompt_template",
+        "torchtune writes turns by its tokenizer qwen2_5_tokenizer",
     ),
     (TRL, {}, "assistant_only_loss", "TRL trains on every token of a chat"),
-    (TRL, {"eos_token": "<end>"}, "eos_token", "tokenizer's own end token"),
 ]
 
 
@@ -115,7 +121,11 @@ SAME = [
     ),
     (SWIFT, {"truncation_strategy": "right", "use_chat_template": True}),
     (TRL, {"assistant_only_loss": True, "pad_token": "<pad>"}),
-    (TORCHTUNE, {"dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "me/chats"}}),
+    (TORCHTUNE, {"dataset": {"_component_": "torchtune.datasets.text_completion_dataset", "source": "me/texts"}}),
+    (AXOLOTL, {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}),
+    (AXOLOTL, {"pretraining_dataset": "me/web", "max_steps": 9}),
+    (SWIFT, {}),
+    (SWIFT, {"truncation_strategy": "delete"}),
 ]
 
 
@@ -140,16 +150,23 @@ def test_a_share_of_the_rows_is_held_out_and_a_number_of_them_is_named(size, sha
 
 
 def test_the_report_counts_and_shows_what_is_different_and_json_has_it() -> None:
-    report = made(AXOLOTL, datasets=[{"path": "a.jsonl", "type": "alpaca"}])
+    report = made(SWIFT, rlhf_type="dpo", template="qwen")
     console = Console(width=300, record=True)
     console.print(*migration_parts(report), sep="\n")
     shown = console.export_text()
     assert "2 different, 0 unsupported" in shown
     section = shown.partition("different  the recipe behaves differently here")[2].partition("\n\n")[0]
-    assert "datasets[0].type: alpaca" in section and "excess_length_strategy: drop" in section
+    assert "template: qwen" in section and "truncation_strategy: delete" in section
     as_json = report.to_dict()
-    assert [line["key"] for line in as_json["keys"] if line["kind"] == "different"] == ["datasets[0].type"]
-    assert [(line["key"], line["line"]) for line in as_json["unsaid"]] == [("excess_length_strategy", 0)]
+    assert [line["remedy"] for line in as_json["keys"] if line["kind"] == "different"] == ["model.chat_template"]
+    assert [(line["key"], line["line"]) for line in as_json["unsaid"]] == [("truncation_strategy", 0)]
+
+
+def test_a_configuration_is_the_same_where_a_field_makes_the_same_of_all_that_differs() -> None:
+    report = made(AXOLOTL, datasets=[CHAT], chat_template="chatml")
+    assert report.is_whole and report.is_same and report.different
+    assert not made(AXOLOTL, datasets=[CHAT], special_tokens={"cls_token": "<c>"}).is_same
+    assert not made(AXOLOTL, datasets=[CHAT], qat={"weight_dtype": "int4"}).is_same
 
 
 AUDIO = [
@@ -183,11 +200,19 @@ def test_models_of_text_and_gemma_3_are_not_taken_for_models_of_images(model) ->
     assert made(AXOLOTL, datasets=[CHAT], base_model=model).recipe.model.path == model
 
 
-def test_alpaca_rows_of_llama_factory_are_joined_otherwise() -> None:
+def test_alpaca_rows_are_written_as_each_tool_writes_them() -> None:
+    rows = [{"path": "a.jsonl", "type": "alpaca"}, CHAT]
+    first, second = made(AXOLOTL, datasets=rows).recipe.data.sources
+    assert (first.prompt_style, second.prompt_style) == ("alpaca", "plain")
+    torchtune = made(TORCHTUNE, dataset={"_component_": "torchtune.datasets.alpaca_cleaned_dataset"})
+    assert torchtune.recipe.data.prompt_style == "alpaca_turn"
+    assert torchtune.recipe.data.loss_on == "all"
+
+
+def test_alpaca_rows_of_llama_factory_are_joined_with_a_line_break() -> None:
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps({"asks": {"file_name": "asks.json"}}))
-    words = [line.words for line in made(LLAMA_FACTORY, dataset="asks").different if line.key == "dataset"]
-    assert words == ["LLaMA-Factory joins instruction and input with a line break; tunekit with a blank line"]
+    assert made(LLAMA_FACTORY, dataset="asks").recipe.data.prompt_style == "line"
 
 
 @pytest.mark.parametrize(("field", "kind"), [("train", "silent"), ("training", "silent"), ("learn", "unsupported")])
@@ -229,3 +254,216 @@ def test_scaling_that_depends_on_earlier_rows_is_named():
     config = {"datasets": [CHAT], "overrides_of_model_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}
     lines = {line.key: line for line in made(AXOLOTL, **config).of_kind("unsupported")}
     assert "depend on the rows seen before" in lines["overrides_of_model_config.rope_scaling.type"].words
+
+
+def test_rows_that_are_too_long_are_dropped_where_the_tool_drops_them() -> None:
+    assert made(AXOLOTL, datasets=[CHAT]).recipe.data.too_long == "drop"
+    assert made(AXOLOTL, datasets=[CHAT], excess_length_strategy="raise").recipe.data.too_long == "refuse"
+    assert made(AXOLOTL, datasets=[CHAT], excess_length_strategy="truncate").recipe.data.too_long == "truncate"
+    assert made(SWIFT).recipe.data.too_long == "drop"
+
+
+def test_the_first_rows_of_each_data_set_are_used() -> None:
+    Path("data").mkdir()
+    info = {"asks": {"file_name": "asks.json"}, "hub": {"hf_hub_url": "me/rows"}}
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    report = made(LLAMA_FACTORY, dataset="asks, hub", max_samples=100, eval_dataset="asks")
+    assert [source.max_samples for source in report.recipe.data.sources] == [100, 100]
+    assert [source.sampling for source in report.recipe.data.sources] == ["first", "first"]
+    assert report.recipe.data.eval_sources[0].max_samples == 100
+    assert not report.of_kind("unsupported")
+
+
+def test_ms_swift_draws_rows_at_random_unless_it_is_told_not_to() -> None:
+    (source,) = made(SWIFT, dataset="chats.jsonl#50").recipe.data.sources
+    assert (source.max_samples, source.sampling) == (50, "random")
+    (source,) = made(SWIFT, dataset="chats.jsonl#50", dataset_shuffle=False).recipe.data.sources
+    assert (source.max_samples, source.sampling) == (50, "first")
+
+
+def test_a_system_message_comes_along_as_a_text_or_from_a_file() -> None:
+    assert made(SWIFT, system="Be kind.").recipe.data.system == "Be kind."
+    Path("prompt.txt").write_text("Think first.\n")
+    assert made(SWIFT, system="prompt.txt").recipe.data.system == "Think first.\n"
+    (line,) = made(SWIFT, system="elsewhere.txt").of_kind("unsupported")
+    assert line.words == "no file 'elsewhere.txt': set data.system to its text"
+
+
+def test_a_name_and_an_author_are_written_into_the_rows_that_have_their_marks() -> None:
+    report = made(
+        SWIFT, dataset=["swift/self-cognition#500", "chats.jsonl"], model_name="Ada", model_author=["us", "us"]
+    )
+    first, second = report.recipe.data.sources
+    assert (first.path, first.format, first.max_samples) == ("modelscope/self-cognition", "alpaca", 500)
+    assert first.columns == {"instruction": "query", "output": "response"}
+    assert (first.replace, second.replace) == ({"{{NAME}}": "Ada", "{{AUTHOR}}": "us"}, {})
+    assert report.is_same
+    assert {line.key for line in made(SWIFT, model_name="Ada").of_kind("silent")} >= {"model_name"}
+
+
+def test_a_loss_of_chosen_answers_beside_dpos_comes_along() -> None:
+    method = made(SWIFT, rlhf_type="dpo", rpo_alpha=0.1).recipe.method
+    assert (method.loss_type, method.loss_weights) == (["sigmoid", "sft"], [1.0, 0.1])
+    (line,) = made(SWIFT, rlhf_type="dpo", rpo_alpha=0.1, loss_type="ipo").of_kind("unsupported")
+    assert line.key == "rpo_alpha"
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        (AXOLOTL, {"datasets": [CHAT], "use_dynamic_finetuning": True}),
+        (LLAMA_FACTORY, {"dataset": "rows", "use_dft_loss": True}),
+        (SWIFT, {"enable_dft_loss": True}),
+    ],
+)
+def test_the_loss_of_dynamic_fine_tuning_is_trls(config, more) -> None:
+    report = made(config, **more)
+    assert report.recipe.method.trainer_args["loss_type"] == "dft"
+    assert not report.of_kind("unsupported")
+
+
+def test_oft_comes_along_but_for_a_number_of_blocks_and_a_base_in_few_bits() -> None:
+    oft = {"finetuning_type": "oft", "dataset": "rows", "oft_block_size": 16, "oft_target": "all"}
+    adapter = made(LLAMA_FACTORY, **oft).recipe.adapter
+    assert (adapter.type, adapter.oft_block_size, adapter.target_modules) == ("oft", 16, "all-linear")
+    words = {line.key: line.words for line in made(LLAMA_FACTORY, **oft, quantization_bit=4).of_kind("unsupported")}
+    assert "oft is unsupported on a quantized base" in words["quantization_bit"]
+    words = {line.key: line.words for line in made(LLAMA_FACTORY, **oft, oft_rank=4).of_kind("unsupported")}
+    assert "set adapter.oft_block_size" in words["oft_rank"]
+
+
+def test_experts_are_quantized_and_balanced_as_axolotl_does_it() -> None:
+    quantized = {"datasets": [CHAT], "adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
+    assert made(AXOLOTL, **quantized).is_same
+    (line,) = made(AXOLOTL, datasets=[CHAT], quantize_moe_experts=True).of_kind("unsupported")
+    assert line.words == "adapter: qlora quantizes experts to 4 bits; 8 bits are unsupported"
+    assert made(AXOLOTL, datasets=[CHAT], model_config={"output_router_logits": True}).is_same
+
+
+def test_reasoning_is_read_by_the_key_that_the_template_has() -> None:
+    rows = {**CHAT, "field_thinking": "thinking", "template_thinking_key": "thinking"}
+    assert made(AXOLOTL, datasets=[rows]).is_same
+    report = made(AXOLOTL, datasets=[{**CHAT, "field_thinking": "thinking"}])
+    assert "rename it with a function" in report.of_kind("unsupported")[0].words
+
+
+def test_layers_that_galore_updates_in_the_backward_pass_are_not_clipped() -> None:
+    galore = {"finetuning_type": "full", "dataset": "rows", "use_galore": True, "galore_layerwise": True}
+    (line,) = [line for line in made(LLAMA_FACTORY, **galore).different if line.key == "galore_layerwise"]
+    assert line.remedy == "train.max_grad_norm"
+    report = made(LLAMA_FACTORY, **galore, gradient_accumulation_steps=2)
+    assert [line.key for line in report.of_kind("unsupported")] == ["galore_layerwise"]
+
+
+def test_devices_that_share_a_row_add_none_to_the_batch() -> None:
+    config = {**LLAMA_FACTORY, "dataset": "rows", "use_mca": True, "tensor_model_parallel_size": 2}
+    Path("config.yaml").write_text(json.dumps({**config, "per_device_train_batch_size": 1}))
+    assert migrate("config.yaml", num_devices=8).recipe.train.global_batch_size == 4
+
+
+V1 = {
+    "model": "Qwen/Qwen3-0.6B",
+    "model_class": "llm",
+    "template": "qwen3_nothink",
+    "kernel_config": {"name": "auto"},
+    "train_dataset": "data/sets.yaml",
+    "micro_batch_size": 2,
+    "cutoff_len": 512,
+    "max_steps": 10,
+}
+
+
+def v1(**more: Any) -> Migration:
+    Path("data").mkdir(exist_ok=True)
+    sets = {"asks": {"path": "data/asks.json", "source": "local", "converter": "alpaca"}}
+    Path("data/sets.yaml").write_text(json.dumps(sets))
+    Path("config.yaml").write_text(json.dumps(V1 | more))
+    return migrate("config.yaml")
+
+
+def test_llama_factorys_new_trainer_is_read_with_its_data_sets_and_defaults() -> None:
+    report = v1(dist_config={"name": "fsdp2", "cp_mode": "ulysses", "cp_size": 2})
+    assert (report.tool, report.is_same) == ("llama-factory", True)
+    recipe = report.recipe
+    (source,) = recipe.data.sources
+    assert (source.path, source.format, source.prompt_style) == ("data/asks.json", "alpaca", "joined")
+    assert (recipe.train.global_batch_size, recipe.train.max_steps, recipe.data.max_length) == (2, 10, 512)
+    assert (recipe.learning_rate, recipe.train.lr_scheduler_type, recipe.train.weight_decay) == (1e-4, "constant", 0.01)
+    assert (recipe.adapter.type, recipe.parallel.sp_size) == ("full", 2)
+
+
+def test_adapters_of_llama_factorys_new_trainer() -> None:
+    lora = {"name": "lora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all"}
+    adapter = v1(peft_config=lora, quant_config={"name": "bnb", "quantization_bit": 4}).recipe.adapter
+    assert (adapter.type, adapter.rank, adapter.alpha, adapter.target_modules) == ("qlora", 16, 32, "all-linear")
+    assert v1(peft_config={"name": "freeze", "freeze_trainable_layers": 3}).recipe.adapter.last_layers == 3
+    report = v1(peft_config=lora, quant_config={"name": "bnb", "quantization_bit": 8})
+    assert [line.key for line in report.of_kind("unsupported")] == [
+        "quant_config.name",
+        "quant_config.quantization_bit",
+    ]
+
+
+def test_batches_of_a_number_of_tokens_are_named() -> None:
+    (line,) = v1(batching_strategy="dynamic_batching").of_kind("unsupported")
+    assert line.words == "dynamic_batching: a step has train.global_batch_size rows, however long they are"
+    assert v1(batching_strategy="padding_free").is_same
+
+
+def test_samples_with_repetition_are_different() -> None:
+    Path("data").mkdir()
+    report = v1()
+    sets = {"asks": {"path": "data/asks.json", "converter": "alpaca", "size": 500}}
+    Path("data/sets.yaml").write_text(json.dumps(sets))
+    report = migrate("config.yaml")
+    assert report.recipe.data.sources[0].max_samples == 500
+    assert [line.words for line in report.different if line.key == "train_dataset"] == [
+        "LLaMA-Factory draws 500 rows of asks with repetition; the recipe without"
+    ]
+    Path("data/sets.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"config\.yaml:1: train_dataset: no file 'data/sets\.yaml'"):
+        migrate("config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("launch", "method", "batch"),
+    [
+        ("python trl/scripts/sft.py", "sft", 8),
+        ("accelerate launch --config_file z3.yaml --num_processes 4 examples/scripts/dpo.py", "dpo", 32),
+        ("torchrun --nproc_per_node=2 examples/scripts/sft_vlm.py", "sft", 16),
+        ("accelerate launch \\\n  examples/scripts/reward_modeling.py", "reward", 8),
+    ],
+)
+def test_scripts_of_trl_are_read_as_its_commands(launch, method, batch) -> None:
+    arguments = "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name me/rows --no_remove_unused_columns --push_to_hub"
+    Path("run.sh").write_text(f"{launch} \\\n    {arguments}\n")
+    report = migrate("run.sh")
+    assert (report.tool, report.recipe.method.type) == ("trl", method)
+    assert report.recipe.train.global_batch_size == batch
+    assert not report.of_kind("unsupported")
+
+
+def test_a_script_of_trl_that_is_no_method_is_named() -> None:
+    Path("run.sh").write_text("python examples/scripts/ppo_tldr.py --model_name_or_path m --dataset_name d\n")
+    with pytest.raises(RecipeError, match="method ppo_tldr is unsupported"):
+        migrate("run.sh")
+
+
+def test_the_teacher_of_a_distillation_comes_along() -> None:
+    words = "--model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-4B --dataset_name me/prompts"
+    Path("run.sh").write_text(f"python trl/scripts/distillation.py {words}\n")
+    method = migrate("run.sh").recipe.method
+    assert (method.type, method.teacher.path) == ("distillation", "Qwen/Qwen3-4B")
+
+
+def test_an_end_token_of_trl_comes_along() -> None:
+    report = made(TRL, eos_token="<end>", assistant_only_loss=True)
+    assert report.recipe.model.special_tokens.eos_token == "<end>"
+    assert report.is_same
+
+
+def test_limits_of_images_say_nothing_for_a_model_of_text() -> None:
+    script = "MAX_PIXELS=1000 swift sft --model Qwen/Qwen3-0.6B --dataset rows.jsonl --max_length 64\n"
+    Path("run.sh").write_text(script)
+    report = migrate("run.sh")
+    assert [line.words for line in report.lines if line.key == "MAX_PIXELS"] == ["only used with images"]

@@ -49,4 +49,7 @@ def test_a_slip_in_a_table_is_told_when_it_is_read(table, message) -> None:
 
 def test_the_reason_for_other_trackers_names_those_that_there_are() -> None:
     *others, last = get_args(Tracker)
-    assert reason("no_tracker") == f"output.report_to supports {', '.join(others)} and {last}"
+    assert (
+        reason("no_tracker")
+        == f"metrics are kept in the run folder; output.report_to supports {', '.join(others)} and {last}"
+    )

@@ -56,7 +56,14 @@ def finish(draft: Draft) -> None:
         hf.drops_too_long(draft, "excess_length_strategy", "drop")
     if draft.get("pretraining_dataset") is not None and not draft.values.get("data.streaming"):
         what = "Axolotl streams pretraining_dataset"
-        draft.differ("streaming", True, f"{what}; the recipe reads it in full first: data.streaming streams it")
+        if "train.max_steps" in draft.values:
+            draft.assume({"data.streaming": True}, what)
+        else:
+            words = f"{what}; the recipe reads it in full first: data.streaming streams it"
+            draft.differ("streaming", True, words, remedy="data.streaming")
+    if rows.PREFIXED.search(str(draft.values.get("model.path"))) and rows.is_plain_alpaca(draft):
+        words = "Axolotl tokenizes answers by themselves, so that this tokenizer begins them with a space"
+        draft.differ("datasets", "alpaca", f"{words}; tunekit tokenizes prompt and answer together")
     if draft.method == "grpo":
         hf.room_for_answers(draft, prompt=0)
     if draft.has_adapter:
@@ -173,6 +180,24 @@ def modules(draft: Draft, entry: Entry) -> Fate:
         words = "a list names modules by their endings, not by regular expressions; all linear layers are used"
         raise UnfitError(words)
     return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all-linear"] else value)
+
+
+def experts(draft: Draft, entry: Entry) -> Fate:
+    """The wish to quantize the experts of a layer with its linear layers."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    if draft.values["adapter.type"] != "qlora":
+        raise UnfitError("adapter: qlora quantizes experts to 4 bits; 8 bits are unsupported")
+    return Fate("decided", "adapter: qlora quantizes experts too")
+
+
+def router_loss(draft: Draft, entry: Entry) -> Fate:
+    """The wish to balance the load of experts, by the coefficient of the model's configuration."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    if draft.method != "sft":
+        raise UnfitError("changing the model's configuration is unsupported")
+    return Fate("decided", "models with experts are trained with their router loss, by the coefficient in config.json")
 
 
 def pattern(draft: Draft, entry: Entry) -> Fate:

@@ -1,5 +1,6 @@
 """Axolotl's lists of rows: types, fields and files -> sources."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ _TRAINING_FIELDS = ("train", "training", "loss")
 
 _WRAPPED = ("chatml", "llama3", "zephyr")
 """First words of types that write a prompt as a turn of this template."""
+
+PREFIXED = re.compile(r"llama-?[12](?![.\d])|tiny-?llama|open_?llama|mistral-7b|mixtral|phi-?3|vicuna", re.IGNORECASE)
+"""Names of models whose SentencePiece tokenizers begin a text with a space (the default `add_dummy_prefix`)."""
 
 _COLUMNS = ("prompt", "chosen", "rejected", "completion", "label")
 _PLAIN = {"alpaca": "alpaca", "alpaca_chat": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
@@ -42,7 +46,15 @@ def source(given: dict[str, Any], method: str) -> dict[str, Any]:
         revision=given.get("revision"),
         format=format_,
         columns=columns,
+        prompt_style="alpaca" if kind == "alpaca" else None,
     )
+
+
+def is_plain_alpaca(draft: Draft) -> bool:
+    """Return whether rows become plain text under the headings of Stanford Alpaca."""
+    sources = draft.values.get("data.train")
+    listed = [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    return "alpaca" in (draft.values.get("data.prompt_style"), *(source.get("prompt_style") for source in listed))
 
 
 def _format(kind: str, given: dict[str, Any], method: str) -> tuple[str | None, dict[str, str]]:
@@ -108,7 +120,12 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
         given = value[int(index or 0)] if isinstance(value, list) else value
         format_, columns = _format(kind, given if isinstance(given, dict) else {}, method)
         words = f"data.format: {format_}" + (f", data.columns: {columns}" if columns else "")
-        return Fate("different", f"{words}; {reason('alpaca')}") if format_ == "alpaca" else Fate("carried", words)
+        if kind == "alpaca":
+            return Fate("carried", f"{words}, data.prompt_style: alpaca")
+        if format_ == "alpaca":
+            how = f"Axolotl writes prompts of {kind}; tunekit formats prompt and answer with the model's chat template"
+            return Fate("different", f"{words}; {how}")
+        return Fate("carried", words)
     if first in _WRAPPED:
         columns = _format(kind, {}, method)[1]
         words = f"data.columns: {columns}; " if columns else ""
@@ -172,6 +189,18 @@ def training_field(draft: Draft, entry: Entry) -> Fate:
     raise UnfitError(words)
 
 
+def thinking(draft: Draft, entry: Entry) -> Fate:
+    """The key of a turn with its reasoning, and the one that the template reads."""
+    above = entry.key.rpartition(".")[0]
+    section, _, index = above.removesuffix("]").partition("[")
+    value = draft.get(section)
+    given = value[int(index or 0)] if isinstance(value, list) else value
+    pair = {given.get(name, "reasoning_content") for name in ("field_thinking", "template_thinking_key")}
+    if len(pair) > 1:
+        raise UnfitError("reasoning is read by the key that the template has: rename it with a function in data.format")
+    return Fate("silent", f"{entry.value} of a message is passed to the chat template")
+
+
 def split(draft: Draft, entry: Entry) -> Fate:
     """The split of a data set."""
     if entry.value == "train" and not entry.key.startswith("test_"):
@@ -208,7 +237,8 @@ def template(draft: Draft, entry: Entry) -> Fate:
     if name == "jinja":
         return Fate("silent", "chat_template_jinja sets it")
     draft.suspect(entry.key, f"chat_template {name} replaces the model's own: the chat format may change")
-    return Fate("different", f"Axolotl formats rows with its template {name}; {reason('other_template')}")
+    words = f"Axolotl formats rows with its template {name}; {reason('other_template')}"
+    return Fate("different", words, "model.chat_template")
 
 
 def jinja(draft: Draft, entry: Entry) -> Fate:

@@ -89,15 +89,16 @@ class Draft:
                 self.values[target] = value
                 self.assumed.append(Assumed(target, value, words or f"{self.tool}'s default; not set in the file"))
 
-    def differ(self, key: str, value: Any, words: str) -> None:
+    def differ(self, key: str, value: Any, words: str, *, remedy: str = "") -> None:
         """Note what the tool does by itself, and the recipe otherwise.
 
         Args:
             key: The tool's key of it, which the original need not have.
             value: What the tool takes there.
             words: How they differ.
+            remedy: The recipe's field that makes it the same, if there is one.
         """
-        self.unsaid.append(Line("different", key, value, self.line_of(key), words))
+        self.unsaid.append(Line("different", key, value, self.line_of(key), words, remedy))
 
     def suspect(self, key: str, words: str) -> None:
         """Note what may not be meant, at a key of the original."""

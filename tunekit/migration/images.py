@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from tunekit.errors import RecipeError
+from tunekit.estimates.models.model_config import known_models
 from tunekit.migration.draft import Draft, UnfitError, data_file, names, number, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
@@ -126,6 +127,12 @@ def finish(draft: Draft) -> None:
                 draft.fates[key] = Fate("unsupported", f"{target}: unsupported for rows with images")
 
 
+def _reads_text_alone(draft: Draft) -> bool:
+    """Return whether a configuration's model is a well-known one without a vision tower."""
+    known = known_models().get(_model(draft))
+    return known is not None and "vision_config" not in known.config
+
+
 def paths_from_here(draft: Draft) -> None:
     """Let relative paths of images start in the working directory, where the tool looks for them."""
     sources = draft.values.get("data.train")
@@ -153,6 +160,8 @@ def least_pixels(draft: Draft, entry: Entry) -> Fate:
 def variable(draft: Draft, entry: Entry) -> Fate:
     """A limit of the Qwen-VL processors that a variable says, in pixels or in tokens."""
     name, kind = entry.key.rpartition(".")[2].upper(), family(draft)
+    if kind is None and _reads_text_alone(draft):
+        return Fate("silent", "only used with images")
     draft.has_images = True
     if kind is None:
         raise UnfitError(f"unknown family of models: {_OWN}")

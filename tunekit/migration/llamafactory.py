@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ _METHODS = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
+    if draft.num_devices is not None and draft.get("use_mca") is True:
+        # Devices that share a row add none to the batch.
+        shared = (draft.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
+        draft.num_devices = max(1, draft.num_devices // prod(whole(size) for size in shared))
     hf.set_batch(draft, "per_device_train_batch_size", default_micro=8)
     stage, loss = draft.get("stage", "sft"), draft.get("pref_loss", "sigmoid")
     if stage not in _METHODS:
@@ -28,7 +33,8 @@ def prepare(draft: Draft) -> None:
     if method == "cpo":
         draft.put("method.loss_type", "simpo", "pref_loss")
     is_small = draft.get("quantization_bit") in (4, "4") and _is_bitsandbytes(draft.get("quantization_method", "bnb"))
-    adapter = "full" if draft.get("finetuning_type") in ("full", "freeze") else "qlora" if is_small else "lora"
+    kind = draft.get("finetuning_type")
+    adapter = "full" if kind in ("full", "freeze") else "oft" if kind == "oft" else "qlora" if is_small else "lora"
     draft.put("adapter.type", adapter, "finetuning_type", "quantization_bit")
     for target, key in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
@@ -108,14 +114,13 @@ def finish(draft: Draft) -> None:
     optimizers.assume_defaults(draft)
     if draft.get("finetuning_type") == "freeze" and not any(key.startswith("adapter.") for key in _parts(draft)):
         draft.assume({"adapter.last_layers": 2})
-    if draft.has_adapter:
+    if draft.values["adapter.type"] == "oft":
+        draft.assume({"adapter.oft_block_size": 32})
+    elif draft.has_adapter:
         draft.assume({"adapter.rank": 8})
         draft.assume({"adapter.alpha": 2 * draft.values["adapter.rank"]})
     if draft.get("stage") == "pt" and draft.get("packing") is None:
         draft.assume({"data.packing": True}, "LLaMA-Factory packs rows in stage pt")
-    if "alpaca" in hf.source_formats(draft):
-        what = "LLaMA-Factory joins instruction and input with a line break"
-        draft.differ("dataset", draft.get("dataset"), f"{what}; tunekit with a blank line")
     if draft.get("stage", "sft") != "pt":
         what = "LLaMA-Factory truncates all turns of a row longer than cutoff_len, questions and answers"
         draft.differ("cutoff_len", draft.values["data.max_length"], f"{what}; {reason('cut')}")
@@ -147,6 +152,9 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
             source_values = hf.source(f"{folder}/{name}.json")
         else:
             source_values = _source(draft, dataset, folder)
+        limit = draft.get("max_samples")
+        if isinstance(limit, int) and limit > 0:
+            source_values["max_samples"] = limit
         if interleaves:
             source_values["weight"] = shares[place] if place < len(shares) else 1
         yield source_values
@@ -172,9 +180,7 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
         problem = f"{draft.original.path}: the dataset {name} has {media}, which is not migrated"
         raise RecipeError(problem, hint="tunekit trains on text and images")
     hub = said.get("hf_hub_url")
-    split, limit = said.get("split"), draft.get("max_samples")
-    if hub and isinstance(limit, int):
-        split = f"{split or 'train'}[:{limit}]"
+    split = said.get("split")
     path = str(hub) if hub else f"{folder}/{said.get('file_name', said.get('script_url', ''))}"
     format_, columns = _shape(said, draft.values["method.type"], draft.get("stage"))
     image_folder = None
@@ -189,6 +195,7 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
         format=format_,
         columns=columns,
         image_folder=image_folder,
+        prompt_style="line" if format_ == "alpaca" else None,
     )
 
 
@@ -241,6 +248,8 @@ def bits(draft: Draft, entry: Entry) -> Fate:
         return carried("adapter.type", "qlora")
     if not draft.has_adapter:
         raise UnfitError("quantized weights cannot be trained: adapter: qlora trains an adapter on top of them")
+    if draft.values["adapter.type"] == "oft":
+        raise UnfitError("oft is unsupported on a quantized base: adapter: qlora trains LoRA on it")
     raise UnfitError("unsupported quantization: adapter: qlora uses a 4-bit base by bitsandbytes")
 
 
@@ -262,16 +271,13 @@ def template(draft: Draft, entry: Entry) -> Fate:
             words = f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
             draft.suspect(entry.key, words)
             break
-    return Fate("different", f"LLaMA-Factory formats rows with its template {entry.value}; {reason('other_template')}")
+    words = f"LLaMA-Factory formats rows with its template {entry.value}; {reason('other_template')}"
+    return Fate("different", words, "model.chat_template")
 
 
 def max_samples(draft: Draft, entry: Entry) -> Fate:
     """Rows that are taken of a data set."""
-    sources = draft.values.get("data.train")
-    sources = sources if isinstance(sources, list) else [sources]
-    if all(isinstance(source, dict) and "[:" in str(source.get("split")) for source in sources):
-        return Fate("carried", f"split: train[:{entry.value}]")
-    return Fate("unsupported", "all rows of a file are used; a Hub dataset supports split: train[:1000]")
+    return carried("data.train.max_samples", whole(entry.value))
 
 
 def mix(draft: Draft, entry: Entry) -> Fate:
@@ -331,6 +337,20 @@ def media_dir(draft: Draft, entry: Entry) -> Fate:
     if all(name in info for name in names(draft.get("dataset", ""))):
         return Fate("silent", "only used for images, videos and audio")
     return draft.carry(entry, "data.image_folder", folder)
+
+
+def oft(draft: Draft, entry: Entry) -> Fate:
+    """A setting of OFT, by the tool's name."""
+    if draft.values["adapter.type"] != "oft":
+        return Fate("silent", "only used with finetuning_type oft")
+    if entry.key == "oft_target":
+        value = names(entry.value)
+        return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all"] else value)
+    if whole(entry.value) == 0:
+        return Fate("silent", "follows from the other one")
+    if entry.key == "oft_rank":
+        raise UnfitError("a number of blocks is unsupported: set adapter.oft_block_size")
+    return draft.carry(entry, "adapter.oft_block_size", whole(entry.value))
 
 
 def pissa(draft: Draft, entry: Entry) -> Fate:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
-from tunekit.migration import axolotl, images, llamafactory, swift, torchtune, trl
+from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, swift, torchtune, trl
 from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
@@ -73,9 +73,11 @@ def migrate(
         original.task = words[1] if words[0] in ("trl", "swift", "tune") and len(words) > 1 else words[0]
     name = tool or original.tool or _recognised(original)
     draft = Draft(original, TOOLS[name], num_devices)
-    module = _MODULES[name]
+    is_v1 = name == "llama-factory" and original.get("train_dataset") is not None
+    module = llamafactory_v1 if is_v1 else _MODULES[name]
     module.prepare(draft)
-    apply(draft, trl.rules(draft) if name == "trl" else tool_rules(name))
+    table = "llama-factory-v1" if is_v1 else name
+    apply(draft, trl.rules(draft) if name == "trl" else tool_rules(table))
     images.refuse_audio(draft)
     module.finish(draft)
     images.finish(draft)
@@ -88,8 +90,9 @@ def migrate(
         recipe=recipe,
         text=_text(draft, recipe),
         lines=tuple(
-            Line(draft.fates[entry.key].kind, entry.key, entry.value, entry.line, draft.fates[entry.key].words)
+            Line(fate.kind, entry.key, entry.value, entry.line, fate.words, fate.remedy)
             for entry in original.entries
+            for fate in [draft.fates[entry.key]]
         ),
         assumed=tuple(draft.assumed),
         suspicious=tuple(sorted(dict.fromkeys(draft.suspicious))),
@@ -158,7 +161,7 @@ _NEEDED = {
     "model.path": ("no model", ["base_model", "model", "model_name_or_path", "model._component_"]),
     "data.train": (
         "no training rows",
-        ["dataset", "datasets", "dataset_name", "dataset._component_", "dataset.source"],
+        ["dataset", "datasets", "dataset_name", "train_dataset", "dataset._component_", "dataset.source"],
     ),
 }
 """Required fields of a recipe: the problem without one, and the keys of other tools that set it."""

@@ -87,6 +87,9 @@ def argument(draft: Draft, entry: Entry) -> Fate:
         return _targets(draft, entry, [re.escape(one) for one in names(entry.value)])
     if is_off(entry.value):
         return Fate("silent", "is off")
+    if name == "layerwise" and draft.get("gradient_accumulation_steps", 1) == 1:
+        words = "updates each matrix in the backward pass, without clipping; a large train.max_grad_norm clips nothing"
+        return Fate("different", words, "train.max_grad_norm")
     raise UnfitError(f"unsupported with {optimizer}_adamw")
 
 

@@ -18,14 +18,21 @@ from tunekit.recipe.reading import parse
 _HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
     r"(?:^|[/\s])(?:(swift)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward)"
-    r"|(llamafactory-cli)\s+(train))(?=\s|$)"
+    r"|(llamafactory-cli)\s+(train)|(trl|examples)/scripts/(\w+)\.py)(?=\s|$)"
 )
 """Commands whose arguments are a configuration: the tool's, and what it is to do."""
 
 _ENDS = ("|", "||", "&", "&&", ";", ">", ">>", "2>&1")
 """Words of a shell that end the arguments of a command."""
 
-_TOOLS = {"swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory"}
+_TOOLS = {"swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory", "examples": "trl"}
+
+_SCRIPTS = {"sft_vlm": "sft", "dpo_vlm": "dpo", "reward_modeling": "reward"}
+"""Scripts of TRL by the command whose arguments they take, where it has another name."""
+
+_PROCESSES = re.compile(r"--(?:num[-_]processes|nproc[-_]per[-_]node)[ =](\d+)")
+"""Number of processes that `accelerate launch` or torchrun starts."""
+
 _ASSIGNMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;]*)")
 _QUOTIENT = re.compile(r"\$\((?:expr +|\( *)(\d+) */ *(\d+) *\)?\)")
 _INDEX = re.compile(r"\[\d+\]")
@@ -199,9 +206,13 @@ def _find_command(text: str) -> _Command | None:
             variables[found[1]] = _filled(found[2].strip("\"'"), variables)
             lines[found[1]] = start + before[: found.start(1)].count("\n")
         if match is not None:
-            tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5) if match[i])
+            tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5, 7) if match[i])
             line_of_command = start + joined[: match.end()].count("\n")
-            return _Command(_TOOLS[tool], task, line_of_command, joined[match.end() :], variables, lines)
+            processes = _PROCESSES.search(_filled(before, variables)) if match[7] else None
+            arguments = joined[match.end() :]
+            if processes is not None:
+                arguments = f" --num_processes {processes[1]}{arguments}"
+            return _Command(_TOOLS[tool], _SCRIPTS.get(task, task), line_of_command, arguments, variables, lines)
         joined = ""
     return None
 

@@ -24,6 +24,8 @@ class Fate(NamedTuple):
 
     kind: Kind
     words: str
+    remedy: str = ""
+    """Where it is `different`: the recipe's field that makes it the same, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Line:
     line: int
     """From 1, in the original; 0 for one that was given beside it."""
     words: str
+    remedy: str = ""
+    """Where it is `different`: the recipe's field that makes it the same, if there is one."""
 
 
 class Assumed(NamedTuple):
@@ -85,6 +89,11 @@ class Migration:
     def is_whole(self) -> bool:
         """True if no key was left behind; those that are there may still be `different`."""
         return not self.of_kind("unsupported")
+
+    @property
+    def is_same(self) -> bool:
+        """True if it is whole, and a field of the recipe makes the same of all that is different."""
+        return self.is_whole and all(line.remedy for line in self.different)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -72,12 +72,85 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
         else:
             path = path.removeprefix("hf::").removeprefix("ms::").removeprefix("HF::").removeprefix("MS::")
             name, _, subset = path.partition(":")
-            source_values = hf.source(name, name=subset or None, split=f"train[:{rows}]" if rows.isdigit() else None)
+            source_values = hf.source(name, name=subset or None)
+            if _is_self_cognition(name):
+                source_values = {"path": _SELF_COGNITION, "format": "alpaca", "columns": dict(_QUERIES)}
+                source_values |= {"replace": texts} if (texts := _own_names(draft)) else {}
+                if subset:
+                    words = f"ms-swift adds marks of an empty thought to rows of {word}; the recipe does not"
+                    draft.differ(key, word, words)
+        if rows.isdigit():
+            source_values["max_samples"] = int(rows)
+            if draft.get("dataset_shuffle", True) not in (False, "false"):
+                source_values["sampling"] = "random"
         if draft.original.task == "pt":
             source_values["loss_on"] = "all"
         if place < len(shares):
             source_values["weight"] = number(shares[place])
         yield source_values
+
+
+_SELF_COGNITION = "modelscope/self-cognition"
+_QUERIES = {"instruction": "query", "output": "response"}
+
+
+def _is_self_cognition(name: str) -> bool:
+    return name.rpartition("/")[2] == "self-cognition"
+
+
+def _own_names(draft: Draft) -> dict[str, str]:
+    """The texts that stand for a model and its author in the self-cognition dataset, and what they become."""
+    texts = {}
+    for key, mark in (("model_name", "{{NAME}}"), ("model_author", "{{AUTHOR}}")):
+        value = draft.get(key)
+        value = value[-1] if isinstance(value, list) and value else value
+        if value is not None:
+            texts[mark] = text(value)
+    return texts
+
+
+def own_name(draft: Draft, entry: Entry) -> Fate:
+    """The name of a model or its author: one in Chinese and one in English, or one for both."""
+    sources = draft.values.get("data.train")
+    listed = sources if isinstance(sources, list) else [draft.values.get("data.replace") and {"replace": True}]
+    if not any(isinstance(source, dict) and "replace" in source for source in listed):
+        return Fate("silent", "only used with the self-cognition dataset")
+    if isinstance(entry.value, list) and len(set(map(str, entry.value))) > 1:
+        words = f"ms-swift writes {entry.value[0]} in Chinese rows; the recipe writes {entry.value[-1]} in all"
+        return Fate("different", words)
+    return carried("data.replace", text(entry.value[0] if isinstance(entry.value, list) else entry.value))
+
+
+def system(draft: Draft, entry: Entry) -> Fate:
+    """The system message of rows without one: a text, or a file that holds it."""
+    value = text(entry.value)
+    if value.endswith(".txt"):
+        if not Path(value).is_file():
+            raise UnfitError(f"no file '{value}': set data.system to its text")
+        value = Path(value).read_text(encoding="utf-8")
+    return draft.carry(entry, "data.system", value)
+
+
+def rpo(draft: Draft, entry: Entry) -> Fate:
+    """The weight of the loss of supervised fine-tuning beside that over pairs."""
+    weight = number(entry.value)
+    if draft.method != "dpo" or not weight:
+        return Fate("silent", "only used with dpo")
+    if draft.get("loss_type") not in (None, "sigmoid") or draft.get("loss_weights") is not None:
+        raise UnfitError(
+            "with loss_type: list the losses in method.loss_type, and their weights in method.loss_weights"
+        )
+    draft.put("method.loss_type", ["sigmoid", "sft"], entry.key)
+    return draft.carry(entry, "method.loss_weights", [1.0, float(weight)])
+
+
+def loss_type(draft: Draft, entry: Entry) -> Fate:
+    """The loss of a method, or of supervised fine-tuning, whose own names ms-swift has."""
+    if draft.method in ("dpo", "kto", "cpo", "grpo"):
+        return draft.carry(entry, "method.loss_type", entry.value)
+    if draft.method == "sft" and entry.value in ("cross_entropy", "loss_scale"):
+        return Fate("silent", "the loss of all tokens that count")
+    raise UnfitError(f"unsupported loss: {entry.value}")
 
 
 def _is_file(path: str) -> bool:
@@ -219,10 +292,6 @@ def new_blocks(draft: Draft, entry: Entry) -> Fate:
 def dataset(draft: Draft, entry: Entry) -> Fate:
     """The data sets, of which files are taken whole."""
     target = "data.train" if entry.key == "dataset" else "data.eval"
-    datasets = entry.value if isinstance(entry.value, list) else [entry.value]
-    cut = [str(name) for name in datasets if "#" in str(name) and _is_file(str(name).partition("#")[0])]
-    if cut:
-        raise UnfitError(f"{target} uses all rows; partial files are unsupported: {', '.join(cut)}")
     return carried(target, draft.values.get(target))
 
 
@@ -244,7 +313,8 @@ def template(draft: Draft, entry: Entry) -> Fate:
     """A template by name: the model's own is taken."""
     if entry.value in ("default", "dummy"):
         draft.suspect(entry.key, f"template {entry.value} is not the model's own, which the recipe uses")
-    return Fate("different", f"ms-swift formats rows with its template {entry.value}; {reason('other_template')}")
+    words = f"ms-swift formats rows with its template {entry.value}; {reason('other_template')}"
+    return Fate("different", words, "model.chat_template")
 
 
 def utilization(draft: Draft, entry: Entry) -> Fate:

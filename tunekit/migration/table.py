@@ -49,6 +49,8 @@ class Row(_Part):
     silent: str | None = None
     suspect: str | None = None
     """Why the key may not be meant."""
+    remedy: str = ""
+    """The recipe's field that makes the same of what is different."""
 
     def rule(self, key: str) -> Rule:
         """Return the rule of a key."""
@@ -66,7 +68,7 @@ class Row(_Part):
         kind = next(kind for kind in KINDS if dict(self)[kind] is not None)
         words = reason(dict(self)[kind]).replace("{key}", key)
         if kind != "refused":
-            return lambda draft, entry: Fate(kind, words)
+            return lambda draft, entry: Fate(kind, words, self.remedy)
         return lambda draft, entry: (
             Fate("silent", "is off")
             if is_off(entry.value) or entry.value in self.ignored
@@ -109,6 +111,7 @@ class Group(_Part):
     why: str
     keys: str
     ignored: tuple[Any, ...] = ()
+    remedy: str = ""
 
 
 class Table(_Part):
@@ -189,7 +192,7 @@ class Table(_Part):
                 yield key, resolve_name(f"tunekit.migration.{function}")
         for kind in KINDS:
             for group in dict(self)[kind]:
-                row = Row.model_validate({kind: group.why, "ignored": group.ignored})
+                row = Row.model_validate({kind: group.why, "ignored": group.ignored, "remedy": group.remedy})
                 for key in group.keys.split():
                     yield key, row.rule(key)
 
@@ -229,7 +232,7 @@ def _variable(name: str, implies: Tracker | None) -> Rule:
             return Fate("silent", "is off")
         if implies is not None:
             draft.track(entry, implies)
-        return Fate("unsupported", f"not a recipe key: set {name}={entry.value}")
+        return Fate("decided", f"set in the environment: {name}={entry.value}")
 
     return rule
 

@@ -147,6 +147,11 @@ def finish(draft: Draft) -> None:
         draft.suspect("dataset", "train_on_input is on (the default of alpaca_dataset): the loss includes prompts")
     if draft.method in ("dpo", "cpo"):
         draft.values.pop("data.loss_on", None)
+    if draft.get("tokenizer.prompt_template") is None and not all(kind == "text" for kind in hf.source_formats(draft)):
+        words = f"torchtune writes turns by its tokenizer {_last(draft.get('tokenizer._component_'))}"
+        draft.differ(
+            "tokenizer.prompt_template", None, f"{words}; {reason('other_template')}", remedy="model.chat_template"
+        )
 
 
 # Single keys
@@ -196,6 +201,8 @@ def dataset(draft: Draft, entry: Entry) -> Fate:
     if name not in _words("datasets"):
         raise UnfitError(f"{name}: unknown dataset: set data.train, and data.format to a function if needed")
     fate, how = of_rows(draft, entry), _words("prompts").get(name)
+    if name.startswith("alpaca"):
+        return Fate("carried", f"{fate.words}, data.prompt_style: alpaca_turn")
     return fate if how is None else Fate("different", f"{fate.words}; {how}")
 
 
@@ -284,7 +291,8 @@ def of_loss(draft: Draft, entry: Entry) -> Fate:
 def prompt_template(draft: Draft, entry: Entry) -> Fate:
     """A template of the rows: the model's own is taken."""
     draft.suspect(entry.key, f"prompt_template {entry.value} is not the model's own, which the recipe uses")
-    return Fate("different", f"torchtune formats rows with {_last(entry.value)}; {reason('other_template')}")
+    words = f"torchtune formats rows with {_last(entry.value)}; {reason('other_template')}"
+    return Fate("different", words, "model.chat_template")
 
 
 def logger(draft: Draft, entry: Entry) -> Fate:

@@ -313,16 +313,30 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
     at_end = {"Axolotl": "truncate", "TRL": "keep_start", "ms-swift": "right"}
     if entry.value == at_end[draft.tool]:
         return Fate("silent", "rows longer than data.max_length are truncated at the end in tunekit too")
-    verb = {"drop": "dropped", "delete": "dropped", "raise": "an error"}.get(str(entry.value), f"'{entry.value}'")
+    ours = {"drop": "drop", "delete": "drop", "raise": "refuse"}.get(str(entry.value))
+    if ours is not None and draft.method == "sft":
+        return draft.carry(entry, "data.too_long", ours)
+    verb = {"drop": "dropped", "refuse": "an error"}.get(str(ours), f"'{entry.value}'")
     return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {reason('cut')}")
 
 
 def drops_too_long(draft: Draft, key: str, value: str) -> None:
-    """Note that a tool drops rows that are too long, where the original does not say so."""
-    if draft.get(key) is None and draft.method != "grpo":
+    """Let the recipe drop rows that are too long where the original does not say so, or note that it does not."""
+    if draft.get(key) is None and draft.method == "sft":
+        draft.assume({"data.too_long": "drop"})
+    elif draft.get(key) is None and draft.method != "grpo":
         rest = "; rows with images are left out, not truncated" if draft.has_images else ""
         what = f"{draft.tool} drops rows longer than data.max_length by default"
         draft.differ(key, value, f"{what}; {reason('cut')}{rest}")
+
+
+def dft(draft: Draft, entry: Entry) -> Fate:
+    """The loss of Dynamic Fine-Tuning (arXiv 2508.05629), which TRL has as well."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    if draft.method != "sft":
+        return Fate("silent", "only used with sft")
+    return draft.carry(entry, "method.trainer_args.loss_type", "dft")
 
 
 def report_to(draft: Draft, entry: Entry) -> Fate:
@@ -332,11 +346,13 @@ def report_to(draft: Draft, entry: Entry) -> Fate:
     if not asked:
         return Fate("silent", "is off")
     if "all" in asked:
-        return Fate("unsupported", f"all: list trackers by name; {reason('no_tracker')}")
+        return Fate("decided", f"all: list trackers by name; {reason('no_tracker')}")
     known: tuple[Tracker, ...] = get_args(Tracker)
     fates = [draft.track(entry, tracker) for tracker in known if tracker in asked]
     unsupported = [name for name in asked if name not in known]
-    return Fate("unsupported", f"{', '.join(unsupported)}: {reason('no_tracker')}") if unsupported else fates[-1]
+    if unsupported:
+        return Fate("decided", f"no {', '.join(unsupported)}: {reason('no_tracker')}")
+    return fates[-1]
 
 
 def server(draft: Draft, entry: Entry) -> Fate:
@@ -394,7 +410,7 @@ def put_sources(draft: Draft, target: str, sources: list[dict[str, Any]], *keys:
         return
     (only,) = sources
     if target == "data.train":
-        for name in ("format", "columns", "loss_on", "image_folder"):
+        for name in ("format", "columns", "loss_on", "image_folder", "prompt_style", "system", "replace"):
             if name in only:
                 draft.put(f"data.{name}", only.pop(name), *keys)
         only.pop("weight", None)

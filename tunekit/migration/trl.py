@@ -21,11 +21,18 @@ _RATES = {"sft": 2e-5, "reward": 1e-4}
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
+    draft.original.entries = tuple(map(_switched_off, draft.original.entries))
     hf.set_batch(draft, "per_device_train_batch_size", devices="num_processes", default_micro=8)
     draft.put("method.type", _method(draft), "task")
     small = "qlora" if draft.get("load_in_4bit") is True else "lora"
     draft.put("adapter.type", small if draft.get("use_peft") else "full", "use_peft")
     _sources(draft)
+
+
+def _switched_off(entry: Entry) -> Entry:
+    """A switch that is on by default and off by its name with `no_`."""
+    is_negative = entry.key.startswith("no_") and entry.value is True and "." not in entry.key
+    return Entry(entry.key.removeprefix("no_"), False, entry.line) if is_negative else entry
 
 
 def _method(draft: Draft) -> str:
@@ -87,7 +94,7 @@ def finish(draft: Draft) -> None:
         hf.suspect_packing(draft, "packing", "flash attention")
     if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
         what = "TRL trains on every token of a chat unless assistant_only_loss is on; the recipe on the assistant's"
-        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all does the same)")
+        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all does the same)", remedy="data.loss_on")
     hf.suspect_beta(draft)
     if draft.get("load_in_4bit") and not draft.get("use_peft"):
         draft.suspect("load_in_4bit", "load_in_4bit without use_peft: 4-bit weights cannot be trained")
@@ -115,6 +122,13 @@ def text_field(draft: Draft, entry: Entry) -> Fate:
 def reward_model(draft: Draft, entry: Entry) -> Fate:
     """A model that gives rewards."""
     return draft.carry(entry, "method.rewards", [{"type": "reward_model", "model": text(entry.value)}])
+
+
+def teacher(draft: Draft, entry: Entry) -> Fate:
+    """The teacher of a distillation, or the model that it learns from by another name."""
+    if draft.method != "distillation":
+        return Fate("silent", "only used with distillation")
+    return draft.carry(entry, "method.teacher.path", text(entry.value))
 
 
 def _field(draft: Draft, entry: Entry) -> Fate:
