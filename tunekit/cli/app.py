@@ -354,8 +354,8 @@ def migrate(
         Path,
         Argument(
             help="A configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift: YAML, JSON, or a script that "
-            "calls one of them.",
-            metavar="FILE",
+            "calls one of them; or a folder of them.",
+            metavar="FILE|FOLDER",
         ),
     ],
     arguments: Annotated[
@@ -364,7 +364,10 @@ def migrate(
             help="After --: the other tool's command line, such as -- trl dpo --beta 0.1", metavar="[-- ARGUMENTS]"
         ),
     ] = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Write the recipe to this new file.")] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", help="Write the recipe to this new file; of a folder, to this new folder."),
+    ] = None,
     tool: Annotated[
         str | None,
         Option(
@@ -383,6 +386,11 @@ def migrate(
     from tunekit.display.migration import migration_parts
     from tunekit.migration.migration import migrate as make
 
+    if file.is_dir():
+        if arguments:
+            raise TunekitError("a folder takes no further arguments", hint="pass one file of it with them")
+        _migrate_folder(file, output, tool, num_devices, as_json=as_json)
+        return
     migration = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
     if output is not None:
         _write_new(output, migration.text)
@@ -436,6 +444,32 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:
     """A plan as plain data, or why there is none."""
     return {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
+
+
+def _migrate_folder(
+    folder: Path, output: Path | None, tool: str | None, num_devices: int | None, *, as_json: bool
+) -> None:
+    """Print one table of the configurations in a folder, and write their recipes."""
+    from tunekit.display.console import make_console
+    from tunekit.display.migration import folder_parts
+    from tunekit.migration.folder import migrate_folder
+
+    migrations = migrate_folder(folder, tool=tool, num_devices=num_devices)
+    recipes = [(result.path, result.made.text) for result in migrations.results if result.made is not None]
+    if output is not None:
+        if output.exists():
+            raise TunekitError(f"'{output}' already exists", hint="pass a new folder, or delete it")
+        for path, text in recipes:
+            target = output / f"{path}.yaml" if path.suffix not in (".yaml", ".yml") else output / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write_new(target, text)
+    if as_json:
+        cli.print_json(migrations.to_dict())
+        return
+    console = make_console()
+    console.print(*folder_parts(migrations), sep="\n")
+    if output is not None:
+        print(f"{output}: {len(recipes)} recipes written")
 
 
 def _write_new(path: Path, text: str) -> None:

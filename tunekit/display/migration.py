@@ -7,7 +7,8 @@ from rich.syntax import Syntax
 from rich.table import Column
 from rich.text import Text
 
-from tunekit.display.drawing import plain_table
+from tunekit.display.drawing import numbers, plain_table
+from tunekit.migration.folder import FolderMigration, Outcome
 from tunekit.migration.report import TOOLS, Kind, Migration
 from tunekit.recipe.reading.parse import to_inline_yaml
 
@@ -18,6 +19,11 @@ _TITLES: dict[Kind, tuple[str, str, str]] = {
     "unsupported": ("unsupported", "not in the recipe", "red"),
 }
 _MAX_VALUE = 44
+
+_OUTCOMES: dict[Outcome, str] = {"same": "green", "different": "magenta", "partly": "yellow", "not at all": "red"}
+"""Outcomes of configurations, with the styles of their words."""
+
+_MAX_REASONS = 30
 
 
 def migration_parts(made: Migration) -> list[RenderableType]:
@@ -41,6 +47,33 @@ def migration_parts(made: Migration) -> list[RenderableType]:
     silent = [line.key for line in made.of_kind("silent")]
     if silent:
         parts += [Text.assemble(("without effect", "dim"), (f"  {', '.join(silent)}", "dim")), ""]
+    return parts
+
+
+def folder_parts(made: FolderMigration) -> list[RenderableType]:
+    """The configurations of a folder: what became of each, counts by tool, and the keys that most of them lack."""
+    files = plain_table("file", "tool", "recipe", Column("keys, or why there is none", overflow="fold"), gap=2)
+    for result in made.configurations:
+        style = _OUTCOMES[result.outcome]
+        files.add_row(
+            str(result.path),
+            TOOLS.get(result.tool, ""),
+            Text(result.outcome, style),
+            Text(result.problem or ", ".join(result.reasons)),
+        )
+    counts = plain_table("tool", *numbers("files", "same", "different", "partly", "not at all"))
+    for tool, of_tool in made.counts.items():
+        cells = (str(of_tool.get(outcome, 0)) for outcome in _OUTCOMES)
+        counts.add_row(TOOLS.get(tool, "(no recipe)"), str(sum(of_tool.values())), *cells)
+    parts: list[RenderableType] = [files, "", counts, ""]
+    if made.reasons:
+        keys = plain_table(*numbers("files"), "tool", "key that is unsupported or different")
+        for tool, key, number in made.reasons[:_MAX_REASONS]:
+            keys.add_row(str(number), TOOLS[tool], Text(key))
+        parts += [keys, ""]
+    aside = len(made.results) - len(made.configurations)
+    if aside:
+        parts.append(Text(f"{aside} other {'file' if aside == 1 else 'files'} left aside", "dim"))
     return parts
 
 

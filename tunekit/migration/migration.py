@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from tunekit.errors import RecipeError
 from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, swift, torchtune, trl
 from tunekit.migration.draft import Draft, apply, data_file
-from tunekit.migration.original import Original, read_original
+from tunekit.migration.original import NoConfigurationError, Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.migration.suspects import suspects
 from tunekit.migration.table import tool_rules
@@ -110,7 +110,7 @@ def _recognised(original: Original) -> str:
     best = [name for name, count in marks.items() if count == most]
     if most < 2:
         what = f"{original.path}: not a configuration of a known tool: it has {', '.join(list(original.values)[:5])}"
-        raise RecipeError(what, hint=f"pass the tool with --from: {', '.join(TOOLS)}")
+        raise NoConfigurationError(what, hint=f"pass the tool with --from: {', '.join(TOOLS)}")
     if len(best) > 1:
         what = f"{original.path}: has keys of {' and '.join(TOOLS[name] for name in best)}"
         raise RecipeError(what, hint=f"pass the tool with --from: {', '.join(best)}")

@@ -38,6 +38,10 @@ _QUOTIENT = re.compile(r"\$\((?:expr +|\( *)(\d+) */ *(\d+) *\)?\)")
 _INDEX = re.compile(r"\[\d+\]")
 
 
+class NoConfigurationError(RecipeError):
+    """A file is no configuration of a known tool."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A key of a configuration."""
@@ -92,11 +96,11 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
     """
     label, text = str(path), _text(Path(path))
     if Path(path).suffix == ".py":
-        raise RecipeError(f"{label}: is a Python program, not a configuration", hint=_HINT)
+        raise NoConfigurationError(f"{label}: is a Python program, not a configuration", hint=_HINT)
     command = _find_command(text) if _is_script(Path(path), text) else None
     if command is None and Path(path).suffix in (".sh", ".bash"):
         problem = f"{label}: no command of a known tool"
-        raise RecipeError(problem, hint="pass a script that calls `swift sft`, `trl sft` or similar")
+        raise NoConfigurationError(problem, hint="pass a script that calls `swift sft`, `trl sft` or similar")
     original = _of_values(label, text) if command is None else _of_command(label, command)
     added = _arguments([(word, 0) for word in words], label)
     if added:
@@ -146,10 +150,10 @@ def _of_values(shown: str, text: str) -> Original:
         raise RecipeError(str(error.problem)) from None
     parse.raise_problems(problems)
     if values is None:
-        raise RecipeError(f"{shown}: is empty", hint=_HINT)
+        raise NoConfigurationError(f"{shown}: is empty", hint=_HINT)
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else "a single value"
-        raise RecipeError(f"{shown}: is {kind}, not a YAML mapping", hint=_HINT)
+        raise NoConfigurationError(f"{shown}: is {kind}, not a YAML mapping", hint=_HINT)
     return Original(shown, values, tuple(_flat(values, (), places)))
 
 
