@@ -2,8 +2,11 @@
 
 import json
 import random
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -11,6 +14,8 @@ from tests.data.tokenizers import CHATML_MARKED, byte_tokenizer
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import prepare_data
 from tunekit.data.sources.load import SAMPLING_SEED, load_data, stream_rows
+from tunekit.data.tokenization.encode import Encoded, Observed
+from tunekit.data.tokenization.tokenize import TokenReport, shares_of
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 
@@ -195,6 +200,48 @@ def test_rows_that_are_too_long_are_cut_left_out_or_refused(here) -> None:
         prepared(train="a.jsonl", max_length=100, too_long="refuse")
     for choice in ("drop", "refuse"):
         assert prepared(train="a.jsonl", max_length=500, too_long=choice)[0].num_sequences == 3
+
+
+def as_llama_factory(asked: int, answered: int, cutoff: int) -> tuple[int, int]:
+    """Its rule in exact fractions: cut the question, the answer, or both by their share."""
+    if Fraction(answered) < Fraction(cutoff, 2):
+        answer = min(answered, cutoff)
+    elif Fraction(asked) < Fraction(cutoff, 2):
+        answer = min(answered, cutoff - asked)
+    else:
+        answer = min(answered, Fraction(cutoff * answered, asked + answered).__floor__())
+    return min(asked, cutoff - answer), answer
+
+
+def test_turns_are_cut_in_proportion() -> None:
+    for asked, answered, room in product(range(0, 40, 3), range(1, 40, 3), range(1, 40, 2)):
+        shares = shares_of(asked, answered, room)
+        assert shares == as_llama_factory(asked, answered, room), (asked, answered, room)
+        assert sum(shares) == min(room, asked + answered)
+
+
+def test_answers_and_questions_keep_their_beginnings(here) -> None:
+    turns = [(30, 40), (10, 30), (20, 20)]
+    counted = np.concatenate([np.repeat([False, True], pair) for pair in turns])
+    ids = np.arange(len(counted), dtype=np.int32)
+    short = np.arange(5, dtype=np.int32)
+    encoded = Encoded(
+        ids=np.concatenate([short, ids]),
+        counted=np.concatenate([np.array([False, True, True, True, True]), counted]),
+        lengths=np.array([5, len(ids)], dtype=np.int32),
+        observed=Observed(),
+    )
+    report = TokenReport()
+    batch, rows = report.cut(encoded, 100, splits=False, too_long="truncate_turns")
+    # 30 + 40, then 30 of room for 10 + 30: the answer gives way, and the third turn has none.
+    expected = [*range(70), *range(70, 80), *range(80, 100)]
+    assert batch.lengths.tolist() == [5, 100] and rows.tolist() == [0, 1]
+    assert batch.ids.tolist() == [*range(5), *expected]
+    assert (report.num_truncated, report.longest_tokens) == (1, 150)
+    batch, _ = TokenReport().cut(encoded, 50, splits=False, too_long="truncate_turns")
+    # 30 and 40 in 50: by their shares, 28 of the answer and the rest of the question.
+    assert batch.ids.tolist() == [*range(5), *range(22), *range(30, 58)]
+    assert batch.counted[5:].tolist() == [False] * 22 + [True] * 28
 
 
 def test_texts_continue_in_the_next_sequence_however_long_rows_are_treated(here) -> None:

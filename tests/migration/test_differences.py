@@ -77,7 +77,12 @@ DIFFERENT = [
         "data.columns: {'prompt': 'question'}; Axolotl formats prompts as turns of chatml's template",
     ),
     (LLAMA_FACTORY, {"dataset": "chats", "template": "qwen"}, "template", f"with its template qwen; {OWN}"),
-    (LLAMA_FACTORY, {"dataset": "chats"}, "cutoff_len", "truncates all turns of a row longer than cutoff_len"),
+    (
+        LLAMA_FACTORY,
+        {"dataset": "chats", "mask_history": True},
+        "cutoff_len",
+        "truncates all turns of a row longer than cutoff_len",
+    ),
     (SWIFT, {"rlhf_type": "dpo"}, "truncation_strategy", "ms-swift drops rows longer than data.max_length by default"),
     (SWIFT, {"dataset": "swift/self-cognition:qwen3"}, "dataset", "marks of an empty thought"),
     (SWIFT, {"dataset": "swift/self-cognition", "model_name": ["小明", "Ada"]}, "model_name", "in Chinese rows"),
@@ -126,6 +131,7 @@ SAME = [
     (AXOLOTL, {"pretraining_dataset": "me/web", "max_steps": 9}),
     (SWIFT, {}),
     (SWIFT, {"truncation_strategy": "delete"}),
+    (LLAMA_FACTORY, {"dataset": "chats"}),
 ]
 
 
@@ -261,6 +267,7 @@ def test_rows_that_are_too_long_are_dropped_where_the_tool_drops_them() -> None:
     assert made(AXOLOTL, datasets=[CHAT], excess_length_strategy="raise").recipe.data.too_long == "refuse"
     assert made(AXOLOTL, datasets=[CHAT], excess_length_strategy="truncate").recipe.data.too_long == "truncate"
     assert made(SWIFT).recipe.data.too_long == "drop"
+    assert made(LLAMA_FACTORY, dataset="chats").recipe.data.too_long == "truncate_turns"
 
 
 def test_the_first_rows_of_each_data_set_are_used() -> None:

@@ -121,7 +121,12 @@ def finish(draft: Draft) -> None:
         draft.assume({"adapter.alpha": 2 * draft.values["adapter.rank"]})
     if draft.get("stage") == "pt" and draft.get("packing") is None:
         draft.assume({"data.packing": True}, "LLaMA-Factory packs rows in stage pt")
-    if draft.get("stage", "sft") != "pt":
+    masks = (draft.get(key) for key in ("train_on_prompt", "mask_history"))
+    if draft.method == "sft" and draft.get("stage", "sft") != "pt" and not draft.has_images and not any(masks):
+        draft.assume(
+            {"data.too_long": "truncate_turns"}, "LLaMA-Factory cuts each turn of a row longer than cutoff_len"
+        )
+    elif draft.get("stage", "sft") != "pt":
         what = "LLaMA-Factory truncates all turns of a row longer than cutoff_len, questions and answers"
         draft.differ("cutoff_len", draft.values["data.max_length"], f"{what}; {reason('cut')}")
     if draft.get("packing") is True and not draft.get("neat_packing"):

@@ -219,15 +219,15 @@ def trained_sequences(
         if not len(batch.lengths):
             whole = encoded.ids.tolist()
             # A row with pictures is never cut, nor one that is left out or refused.
-            is_whole = bool(pictures) or too_long != "truncate"
+            is_whole = bool(pictures) or too_long in ("drop", "refuse")
             length = len(whole) if is_whole else max_length
             visible, cut = whole[:length], whole[length:]
             sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer, pictures)
             if is_whole and len(whole) > max_length:
-                why = f"data.too_long={too_long}" if too_long != "truncate" else "pictures are never cut"
+                why = "pictures are never cut" if pictures else f"data.too_long={too_long}"
                 return (sequence,), 0, f"longer than data.max_length={max_length:,}, and {why}"
             return (sequence,), 0, "no token is included in the loss"
-        cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
+        cut = [] if rows.format == "text" or too_long == "truncate_turns" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0
         for length in batch.lengths.tolist()[:_SEQUENCES]:
             part = slice(start, start + length)

@@ -100,7 +100,7 @@ class TokenReport:
         ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
         is_too_long = lengths > max_length
         dropped = None
-        if too_long != "truncate" and not splits:
+        if too_long in ("drop", "refuse") and not splits:
             dropped = is_too_long
         elif encoded.has_pictures is not None:
             # What is left of a picture whose tokens are cut is none.
@@ -110,9 +110,15 @@ class TokenReport:
             counts = counts & ~np.repeat(dropped, lengths)
             is_too_long &= ~dropped
         num_cut = int(is_too_long.sum())
-        rows = np.flatnonzero(lengths)
-        starts = (np.cumsum(lengths) - lengths)[rows]
-        sizes = lengths[rows]
+        kept = lengths
+        if num_cut and too_long == "truncate_turns" and not splits:
+            keeps = _shortened(counts, lengths, is_too_long, max_length)
+            kept = np.add.reduceat(np.append(keeps, False), np.cumsum(lengths) - lengths, dtype=lengths.dtype)
+            kept[lengths == 0] = 0
+            ids, counts = ids[keeps], counts[keeps]
+        rows = np.flatnonzero(kept)
+        starts = (np.cumsum(kept) - kept)[rows]
+        sizes = kept[rows]
         if num_cut and splits:
             rows, starts, sizes = _split(rows, starts, sizes, max_length)
         is_cut = int(sizes.max(initial=0)) > max_length
@@ -266,6 +272,55 @@ def _begin(encoder: Encoder, rows: Rows) -> None:
 
 def _encode(batch: range) -> Encoded:
     return _Given.encoder.encode(_Given.rows, batch)
+
+
+def _shortened(counts: "np.ndarray", lengths: "np.ndarray", is_too_long: "np.ndarray", max_length: int) -> "np.ndarray":
+    """Which tokens are kept of rows whose turns are cut one by one: all of the others, bool, `(tokens,)`."""
+    import numpy as np
+
+    keeps = np.ones(len(counts), dtype=np.bool_)
+    ends = np.cumsum(lengths)
+    for row in np.flatnonzero(is_too_long):
+        part = slice(int(ends[row] - lengths[row]), int(ends[row]))
+        keeps[part] = False
+        position = part.start
+        for asked, answered, num_asked, num_answered in _turns(counts[part], max_length):
+            keeps[position : position + num_asked] = True
+            position += asked
+            keeps[position : position + num_answered] = True
+            position += answered
+    return keeps
+
+
+def _turns(counts: "np.ndarray", max_length: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tokens before each answer and of it, and how many of them are kept until the row has its length."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], counts, [False]])))
+    total = position = 0
+    for start, end in edges.reshape(-1, 2).tolist():
+        asked, answered = start - position, end - start
+        position = end
+        if total >= max_length:
+            return
+        num_asked, num_answered = shares_of(asked, answered, max_length - total)
+        total += num_asked + num_answered
+        yield asked, answered, num_asked, num_answered
+
+
+def shares_of(asked: int, answered: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of a question and of its answer are kept in a room.
+
+    The longer one is cut where the other takes less than half of the room, and both in proportion otherwise.
+    """
+    if 2 * answered < room:
+        most = room
+    elif 2 * asked < room:
+        most = room - asked
+    else:
+        most = int(room * (answered / (asked + answered)))
+    num_answered = min(most, answered)
+    return min(max(room - num_answered, 0), asked), num_answered
 
 
 def _split(

@@ -22,7 +22,7 @@ LossOn = Literal["assistant", "last", "all"]
 PromptStyle = Literal["plain", "line", "joined", "alpaca", "alpaca_turn"]
 """Text that instruction and input of an alpaca row become."""
 
-TooLong = Literal["truncate", "drop", "refuse"]
+TooLong = Literal["truncate", "truncate_turns", "drop", "refuse"]
 """Treatment of chats and completions beyond the maximum length."""
 
 Replacements = dict[Annotated[str, Field(min_length=1)], str]
@@ -158,8 +158,9 @@ class DataSection(Section):
     otherwise, longer texts continue in the next sequence; the plan reports how many."""
 
     too_long: TooLong = "truncate"
-    """Treatment of chats and completions longer than `max_length`. `truncate`: cut at the end; `drop`: left out
-    (Axolotl, ms-swift); `refuse`: an error."""
+    """Treatment of chats and completions longer than `max_length`. `truncate`: cut at the end; `truncate_turns`: each
+    answer and what stands before it cut at their ends, in proportion where both are long (LLaMA-Factory); `drop`: left
+    out (Axolotl, ms-swift); `refuse`: an error."""
 
     packing: bool = False
     """Pack several documents into one sequence of `max_length` tokens, without attention across documents. Models that
