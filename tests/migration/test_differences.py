@@ -474,3 +474,26 @@ def test_limits_of_images_say_nothing_for_a_model_of_text() -> None:
     Path("run.sh").write_text(script)
     report = migrate("run.sh")
     assert [line.words for line in report.lines if line.key == "MAX_PIXELS"] == ["only used with images"]
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "coefficient"),
+    [
+        (AXOLOTL, {"datasets": [CHAT], "base_model": "Qwen/Qwen3-30B-A3B"}, 0.0),
+        (
+            AXOLOTL,
+            {
+                "datasets": [CHAT],
+                "base_model": "Qwen/Qwen3-30B-A3B",
+                "model_config": {"output_router_logits": True},
+            },
+            None,
+        ),
+        (LLAMA_FACTORY, {"dataset": "rows", "model_name_or_path": "mistralai/Mixtral-8x7B-v0.1"}, 0.0),
+        (SWIFT, {"model": "Qwen/Qwen3-30B-A3B", "router_aux_loss_coef": 0.01}, 0.01),
+        (SWIFT, {"model": "Qwen/Qwen3-4B"}, None),
+        (TRL, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}, None),
+    ],
+)
+def test_experts_are_balanced_only_where_the_tool_balances_them(config, more, coefficient) -> None:
+    assert made(config, **more).recipe.method.trainer_args.get("router_aux_loss_coef") == coefficient

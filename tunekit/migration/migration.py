@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
+from tunekit.estimates.models.model_config import known_models, num_experts_of, text_config
 from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, swift, torchtune, trl
 from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import NoConfigurationError, Original, read_original
@@ -119,6 +120,7 @@ def _recognised(original: Original) -> str:
 
 def _settle(draft: Draft) -> None:
     """Mend what follows from the schema whatever the tool."""
+    _settle_router_loss(draft)
     if any(target.startswith("method.") for target in draft.values):
         draft.values.setdefault("method.type", "sft")
     method = draft.values.get("method.type", "sft")
@@ -135,6 +137,23 @@ def _settle(draft: Draft) -> None:
         del draft.values["train.num_epochs"]  # the default, which has no value of its own
     if draft.values.get("data.streaming") and "train.max_steps" in draft.values:
         draft.values.pop("train.num_epochs", None)
+
+
+_WITHOUT_ROUTER_LOSS = ("Axolotl", "LLaMA-Factory", "ms-swift")
+"""Tools that balance the load of experts only where they are told to."""
+
+_BALANCED = ("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
+_ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
+
+
+def _settle_router_loss(draft: Draft) -> None:
+    """Let the recipe add no router loss where the tool adds none; tunekit does by default, as TRL."""
+    known = known_models().get(str(draft.values.get("model.path")))
+    method = METHODS[draft.values.get("method.type", "sft")]
+    if draft.tool not in _WITHOUT_ROUTER_LOSS or known is None or not method.spec.adds_router_loss:
+        return
+    if num_experts_of(text_config(known.config)) and not any(draft.get(key) is True for key in _BALANCED):
+        draft.assume({_ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss unless it is told to")
 
 
 def _checked(draft: Draft) -> Recipe:
