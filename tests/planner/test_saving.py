@@ -131,6 +131,15 @@ def test_a_patience_that_no_evaluations_can_exhaust_is_refused_with_a_remedy(tra
     assert hint in refused.value.hint
 
 
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 3}, {"max_steps": 1}], ids=["all steps", "the only step"])
+def test_a_polynomial_decay_without_steps_is_refused_with_a_remedy(warmup):
+    train = {"lr_scheduler_type": "polynomial", "max_steps": 3}
+    with pytest.raises(PlanError, match="leaves no step of") as refused:
+        planned(train={**train, **warmup})
+    assert "set train.lr_scheduler_type=linear" in refused.value.hint
+    assert planned(train={**train, "warmup_steps": 2}).schedule.warmup_steps == 2
+
+
 def test_early_stopping_in_a_layout_without_checkpoints_is_refused():
     asked = {"eval_steps": 10, "early_stopping_patience": 3}
     with pytest.raises(PlanError, match=r"train.early_stopping_patience: .* saves no checkpoints"):

@@ -82,6 +82,7 @@ def resolve(
     by_document = padding.is_free and not decoder_by_document and backends.runs_by_document(model)
     schedule = reasons.schedule_of(recipe, data)
     reasons.check_stopping(recipe, schedule)
+    reasons.check_warmup(recipe, schedule)
     reasons.check_allocation(recipe.adapter, schedule, dtype)
     step = step_of(
         recipe,

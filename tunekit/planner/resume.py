@@ -5,6 +5,7 @@ from tunekit.estimates.memory.memory import metric_of
 from tunekit.planner.decisions.checks import Refusal
 from tunekit.planner.decisions.reasons import (
     check_stopping,
+    check_warmup,
     optimizer_reason,
     schedule_of,
     speed_reason,
@@ -52,6 +53,7 @@ def rescheduled(plan: Plan, recipe: Recipe) -> Plan:
     """A plan with an edited recipe whose edits change how long it is trained, and nothing of how."""
     schedule, speed = schedule_of(recipe, plan.data), plan.speed
     check_stopping(recipe, schedule)
+    check_warmup(recipe, schedule)
     if speed is not None and schedule is not None and plan.schedule is not None:
         longer = schedule.num_steps / plan.schedule.num_steps
         spans = {"seconds": speed.seconds, "cost_usd": speed.cost_usd}

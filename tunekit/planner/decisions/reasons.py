@@ -482,6 +482,19 @@ def check_allocation(adapter: Adapter, schedule: Schedule | None, dtype: Dtype) 
         raise PlanError(problem, hint="lower them, or train longer")
 
 
+def check_warmup(recipe: Recipe, schedule: Schedule | None) -> None:
+    """Refuse a polynomial decay without steps: transformers divides by their number (5.24).
+
+    Raises:
+        PlanError: All steps are warm-up.
+    """
+    if schedule is None or recipe.train.lr_scheduler_type != "polynomial":
+        return
+    if schedule.warmup_steps == schedule.num_steps:
+        problem = f"train.warmup_steps: {schedule.warmup_steps} leaves no step of {schedule.num_steps} to polynomial"
+        raise PlanError(problem, hint="lower it, train longer, or set train.lr_scheduler_type=linear")
+
+
 def check_stopping(recipe: Recipe, schedule: Schedule | None) -> None:
     """Refuse a patience that the evaluations of a run cannot exhaust before its end.
 
