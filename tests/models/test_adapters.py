@@ -28,7 +28,7 @@ from tunekit.estimates.memory.states import trained_tensors
 from tunekit.estimates.models.model_config import model_types
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, OftAdapter
 from tunekit.recipe.sections.model import ModelSection
 
 SIZES = {
@@ -178,6 +178,20 @@ def test_a_linear_layer_of_a_models_own_class_is_adapted_where_it_computes_a_pro
 def test_an_adapter_that_peft_does_not_read_again_is_refused(kind):
     with pytest.raises(ModelError, match=f"PEFT does not read adapters of {kind} models again: it renames .*lora_A"):
         attach_adapter(tiny_model(kind), LoraAdapter(rank=4), seed=0)
+
+
+def test_types_with_weights_stored_transposed_are_those_whose_code_has_them_and_peft_does_not_rotate_them():
+    folder = Path(transformers.__file__).parent / "models"
+    files = {
+        kind: [*(folder / model_type_to_module_name(kind)).glob("modeling_*.py")]
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    transposed = {
+        kind for kind, code in files.items() if any("pytorch_utils import Conv1D" in f.read_text() for f in code)
+    }
+    assert transposed == model_types().stored_transposed
+    with pytest.raises(TypeError, match="Target module Conv1D"):
+        attach_adapter(tiny_model("gpt2"), OftAdapter(oft_block_size=8), seed=0)
 
 
 def test_the_layers_of_a_decoder_are_not_taken_for_those_of_a_tower(tmp_path):

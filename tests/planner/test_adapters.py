@@ -12,7 +12,7 @@ from tunekit.estimates.memory.states import num_trainable_params, trained_tensor
 from tunekit.planner.decisions.adapters import adapter_faults
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
-from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.adapters import LoraAdapter, OftAdapter
 
 ENDINGS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 LEAVES = ("gate_up_proj", "down_proj")
@@ -163,6 +163,15 @@ def test_a_start_that_peft_or_what_is_saved_cannot_have_is_refused(name):
     with pytest.raises(PlanError) as caught:
         planned(LLAMA_1B, **options)
     assert str(caught.value) == f"adapter.init_lora_weights: {message}"
+
+
+def test_oft_of_weights_that_are_stored_transposed_is_refused():
+    transposed = LLAMA_1B.model_copy(update={"model_type": "gpt2"})
+    problem, hint = next(adapter_faults(OftAdapter(oft_block_size=32), transposed))
+    assert problem == "adapter.type: oft is unsupported by PEFT for gpt2 models, of which weights are stored transposed"
+    assert hint == "set adapter.type=lora"
+    assert not list(adapter_faults(LoraAdapter(), transposed))
+    assert not list(adapter_faults(OftAdapter(oft_block_size=32), LLAMA_1B))
 
 
 def test_ranks_that_rows_distribute_are_not_set_by_name_and_have_as_many_inputs():

@@ -64,6 +64,8 @@ class ModelTypes(BaseModel):
     """Of types whose configuration takes a single kind of RoPE scaling: that kind."""
     without_adapters: dict[str, str]
     """Types that no adapter is trained of, with the reason."""
+    stored_transposed: frozenset[str]
+    """Types whose linear layers have their weights inputs first."""
     not_quantized: dict[str, str]
     """Types that are not trained in 4 bits, with the reason."""
     unquantized_experts: frozenset[str]

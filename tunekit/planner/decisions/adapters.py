@@ -49,6 +49,9 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
             problem = f"adapter.trainable_token_indices: {', '.join(map(str, beyond))} of {model.vocab_size:,} tokens"
             yield problem, f"ids are 0 to {model.vocab_size - 1}"
     if isinstance(adapter, OftAdapter):
+        if model.model_type in model_types().stored_transposed:
+            problem = f"adapter.type: oft is unsupported by PEFT for {model.model_type} models, of which weights are "
+            yield f"{problem}stored transposed", "set adapter.type=lora"
         yield from _block_faults(model, adapter)
     if model.new_tokens and not isinstance(adapter, LoraAdapter):
         problem = f"adapter.type: {adapter.type} does not train the rows of the tokens that the recipe adds"
