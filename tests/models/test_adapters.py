@@ -180,6 +180,12 @@ def test_an_adapter_that_peft_does_not_read_again_is_refused(kind):
         attach_adapter(tiny_model(kind), LoraAdapter(rank=4), seed=0)
 
 
+def test_peft_has_biases_for_the_plain_start_alone():
+    assert LoraConfig(lora_bias=True).lora_bias
+    with pytest.raises(ValueError, match="lora_bias=True is only supported with init_lora_weights=True or False"):
+        LoraConfig(lora_bias=True, init_lora_weights="gaussian")
+
+
 def test_types_with_weights_stored_transposed_are_those_whose_code_has_them_and_peft_does_not_rotate_them():
     folder = Path(transformers.__file__).parent / "models"
     files = {

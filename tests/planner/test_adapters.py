@@ -111,6 +111,12 @@ def test_what_peft_cannot_do_with_parameters_is_refused_with_the_recipe(option):
         LoraAdapter(target_parameters=["experts.down_proj"], **option)
 
 
+@pytest.mark.parametrize("start", ["gaussian", "olora"])
+def test_biases_of_an_adapter_with_another_start_than_peft_has_them_for_are_refused(start):
+    with pytest.raises(ValueError, match=f"unsupported by PEFT with init_lora_weights {start}; unset one of them"):
+        LoraAdapter(lora_bias=True, init_lora_weights=start)
+
+
 STARTS = {
     "quantized": (
         {"type": "qlora", "init_lora_weights": "pissa"},

@@ -332,8 +332,8 @@ class LoraAdapter(PeftAdapter):
         yield from super()._conflicts_within()
         if self.lora_bias and self.use_dora:
             yield Conflict(("lora_bias",), "unsupported by PEFT with use_dora", "unset one of them")
-        if self.lora_bias and self.init_lora_weights not in (True, "gaussian"):
-            what = f"unsupported with init_lora_weights {self.init_lora_weights}, which begins with other updates"
+        if self.lora_bias and self.init_lora_weights is not True:
+            what = f"unsupported by PEFT with init_lora_weights {self.init_lora_weights}"
             yield Conflict(("lora_bias",), what, "unset one of them")
         if self.target_parameters:
             plain = self.init_lora_weights in (True, "gaussian")
