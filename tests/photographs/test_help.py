@@ -12,6 +12,8 @@ from tunekit.cli.app import app
 FRAME = re.compile(r"\x1b\[[\d;]*m|[╭╮╰╯─│]+")
 PROGRAM = re.compile(r"python -m [\w.]+\.(?=tunekit)")
 """What click puts before the program's own name where tests were started with `python -m pytest`."""
+USAGE = re.compile(r"^( *Usage: .*)\n {20,}", re.MULTILINE)
+"""A usage that is wrapped, which is wider under `python -m pytest`."""
 WIDTH = {"COLUMNS": "100"}
 
 
@@ -30,7 +32,7 @@ def help_of(words: tuple[str, ...]) -> str:
     answer = run_command(*words, "--help", env=WIDTH)
     assert answer.returncode == 0, answer.stderr
     lines = (PROGRAM.sub("", FRAME.sub("", line)).rstrip() for line in answer.stdout.splitlines())
-    return "\n".join(line for line in lines if line)
+    return USAGE.sub(r"\1 ", "\n".join(line for line in lines if line))
 
 
 def test_the_help_of_every_command_is_the_recorded_one():

@@ -765,8 +765,8 @@ BROKEN = {
         ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
         (
             "recipe.yaml:2:26: data.évál: unknown key; keys of data: train, eval, format, loss_on, max_length, "
-            "packing, padding_free, columns, image_folder, max_bad_rows, eval_size, weight_by, stopping_strategy, "
-            "mixing, shuffle, curriculum, curriculum_column, streaming"
+            "too_long, packing, padding_free, columns, image_folder, system, prompt_style, replace, max_bad_rows, "
+            "eval_size, weight_by, stopping_strategy, mixing, shuffle, curriculum, curriculum_column, streaming"
         ),
     ),
     "json_with_a_missing_comma": (

@@ -31,6 +31,7 @@ METHODS = {method.name: method for method in tunekit.list_methods()}
 
 FITTING: dict[str, Any] = {
     "data.train.format": "text", "data.eval.format": "text", "data.train.columns": {"text": "body: x", "1e-4": "no"},
+    "data.train.replace": {"A": "b: c"}, "data.eval.replace": {"A": "b"}, "data.replace": {"{{NAME}}": "Ada"},
     "data.columns": {"text": "b"}, "data.eval.columns": {"text": "b"}, "data.max_length": 2000,
     "method.trainer_args": {"adam_beta1": 0.8, "lr_scheduler_kwargs": {"a": [1]}}, "method.num_generations": 4,
     "method.epsilon_high": 5.0, "method.loss_weights": [0.25, 2.0], "method.rewards.free_tokens": 4,
@@ -59,6 +60,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.stopping_strategy": WEIGHTS,
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
     "data.eval_size": {"data.eval": tunekit.UNSET},
+    "data.train.sampling": {"data.train.max_samples": 5},
+    "data.eval.sampling": {"data.eval.max_samples": 5},
     "data.curriculum": {"data.shuffle": False},
     "data.curriculum_column": {"data.shuffle": False},
     "data.streaming": {"train.max_steps": 5},
