@@ -117,8 +117,8 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
             raise UnfitError(f"rows of {kind} are unsupported: data.format is detected, or set to a function")
         section, _, index = entry.key.rpartition(".")[0].removesuffix("]").partition("[")
         value = draft.get(section)
-        given = value[int(index or 0)] if isinstance(value, list) else value
-        format_, columns = _format(kind, given if isinstance(given, dict) else {}, method)
+        rows = value[int(index or 0)] if isinstance(value, list) else value
+        format_, columns = _format(kind, rows if isinstance(rows, dict) else {}, method)
         words = f"data.format: {format_}" + (f", data.columns: {columns}" if columns else "")
         if kind == "alpaca":
             return Fate("carried", f"{words}, data.prompt_style: alpaca")
@@ -194,8 +194,8 @@ def thinking(draft: Draft, entry: Entry) -> Fate:
     above = entry.key.rpartition(".")[0]
     section, _, index = above.removesuffix("]").partition("[")
     value = draft.get(section)
-    given = value[int(index or 0)] if isinstance(value, list) else value
-    pair = {given.get(name, "reasoning_content") for name in ("field_thinking", "template_thinking_key")}
+    rows = value[int(index or 0)] if isinstance(value, list) else value
+    pair = {rows.get(name, "reasoning_content") for name in ("field_thinking", "template_thinking_key")}
     if len(pair) > 1:
         raise UnfitError("reasoning is read by the key that the template has: rename it with a function in data.format")
     return Fate("silent", f"{entry.value} of a message is passed to the chat template")

@@ -105,11 +105,11 @@ def migrate_folder(folder: Path, *, tool: str | None = None, num_devices: int | 
         RecipeError: No file in it is a configuration of a known tool.
     """
     results = tuple(_result(folder, path, tool, num_devices) for path in _files(folder))
-    made = FolderMigration(str(folder), results)
-    if not made.configurations:
+    migrated = FolderMigration(str(folder), results)
+    if not migrated.configurations:
         problem = f"{folder}: no configuration of a known tool in it"
         raise RecipeError(problem, hint="pass a folder with configurations, or one file of them")
-    return made
+    return migrated
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -122,9 +122,11 @@ def _files(folder: Path) -> Iterator[Path]:
 def _result(folder: Path, path: Path, tool: str | None, num_devices: int | None) -> FileResult:
     name = path.relative_to(folder)
     try:
-        made = migrate(path, tool=tool, num_devices=num_devices)
+        migration = migrate(path, tool=tool, num_devices=num_devices)
     except NoConfigurationError as error:
         return FileResult(name, "no configuration", problem=error.problem)
     except RecipeError as error:
         return FileResult(name, "not at all", problem=error.problem)
-    return FileResult(name, "partly" if not made.is_whole else "same" if made.is_same else "different", made)
+    return FileResult(
+        name, "partly" if not migration.is_whole else "same" if migration.is_same else "different", migration
+    )

@@ -129,8 +129,8 @@ def finish(draft: Draft) -> None:
 
 def _reads_text_alone(draft: Draft) -> bool:
     """Return whether a configuration's model is a well-known one without a vision tower."""
-    known = known_models().get(_model(draft))
-    return known is not None and "vision_config" not in known.config
+    model = known_models().get(_model(draft))
+    return model is not None and "vision_config" not in model.config
 
 
 def paths_from_here(draft: Draft) -> None:

@@ -63,16 +63,16 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
         return
     file = Path(text(value))
     beside = Path(draft.original.path).parent
-    found = next((place for place in (file, beside / file, beside / file.name) if place.is_file()), None)
+    path = next((place for place in (file, beside / file, beside / file.name) if place.is_file()), None)
     if file.suffix not in (".yaml", ".yml"):
         yield hf.source(text(value))
         return
-    if found is None:
+    if path is None:
         problem = f"{draft.original.path}:{draft.line_of(key)}: {key}: no file '{value}', which lists the data sets"
         raise RecipeError(problem, hint="run it in the folder of LLaMA-Factory, or put the file beside it")
-    for name, said in read_mapping(found).items():
-        if isinstance(said, dict):
-            yield _source(draft, key, str(name), said)
+    for name, entry in read_mapping(path).items():
+        if isinstance(entry, dict):
+            yield _source(draft, key, str(name), entry)
 
 
 def _source(draft: Draft, key: str, name: str, said: dict[str, Any]) -> dict[str, Any]:

@@ -284,11 +284,11 @@ def _shortened(counts: "np.ndarray", lengths: "np.ndarray", is_too_long: "np.nda
         part = slice(int(ends[row] - lengths[row]), int(ends[row]))
         keeps[part] = False
         position = part.start
-        for asked, answered, num_asked, num_answered in _turns(counts[part], max_length):
+        for question, answer, num_asked, num_answered in _turns(counts[part], max_length):
             keeps[position : position + num_asked] = True
-            position += asked
+            position += question
             keeps[position : position + num_answered] = True
-            position += answered
+            position += answer
     return keeps
 
 
@@ -299,13 +299,13 @@ def _turns(counts: "np.ndarray", max_length: int) -> Iterator[tuple[int, int, in
     edges = np.flatnonzero(np.diff(np.concatenate([[False], counts, [False]])))
     total = position = 0
     for start, end in edges.reshape(-1, 2).tolist():
-        asked, answered = start - position, end - start
+        question, answer = start - position, end - start
         position = end
         if total >= max_length:
             return
-        num_asked, num_answered = shares_of(asked, answered, max_length - total)
+        num_asked, num_answered = shares_of(question, answer, max_length - total)
         total += num_asked + num_answered
-        yield asked, answered, num_asked, num_answered
+        yield question, answer, num_asked, num_answered
 
 
 def shares_of(asked: int, answered: int, room: int) -> tuple[int, int]:
