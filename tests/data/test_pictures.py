@@ -367,7 +367,7 @@ def test_rows_with_pictures_that_are_too_long_are_left_out_whole():
     batch, rows = report.cut(encoded, 5, splits=False)
     assert (batch.lengths.tolist(), rows.tolist()) == ([4, 5, 3], [0, 2, 3])
     assert (report.num_too_long, report.num_truncated, report.num_dropped) == (1, 1, 1)
-    assert report.notes_of_pictures("a", 5)[1] == (
+    assert report.notes_of_rows("a", 5, "truncate")[1] == (
         "a: 1 row with pictures skipped: longer than data.max_length=5, and pictures are never cut"
     )
 
