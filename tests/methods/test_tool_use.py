@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema
 
 import tunekit
+from tests.processes import in_processes
 from tests.tiny import save_tiny_model
 from tunekit.errors import DataError, RecipeError, TunekitError
 from tunekit.methods.tool_use import give_response_template, tool_schemas
@@ -470,6 +471,40 @@ def test_processes_with_turns_of_their_own_wait_for_each_other(strategy, calling
     episodes = [json.loads(line) for line in (home / "episodes.jsonl").read_text().splitlines()]
     seeds = {start: {each["seed"] for each in episodes if each["start"] == start} for start in (1, 2)}
     assert {start: len(each) for start, each in seeds.items()} == {1: 3, 2: 3}, "one episode for a prompt and a step"
+
+
+def _tokens_of_turns(folder, num_turns):
+    """Return the tokens that this process generates while rank 0 has so many turns, of six tokens each."""
+    from types import SimpleNamespace
+
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from tunekit.methods.tool_use import _Turns
+
+    model, tokens = AutoModelForCausalLM.from_pretrained(folder), []
+    config = GenerationConfig(max_new_tokens=6, min_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
+    trainer = SimpleNamespace(accelerator=Accelerator(cpu=True), generation_config=config)
+    turns = _Turns(trainer, 100, takes_part=True)
+
+    def generate(prompt_ids, *_):
+        output = model.generate(torch.tensor(prompt_ids), generation_config=config)
+        tokens.append(output.shape[1] - len(prompt_ids[0]))
+
+    def loop(prompts, prompt_ids):
+        for _ in range(num_turns if trainer.accelerator.is_main_process else 0):
+            trainer.generate_turn(prompt_ids, None, {}, 1)
+
+    trainer.generate_turn = lambda *args: turns.generate(generate, *args)
+    turns.follow(loop, [], [[5]])
+    assert config.max_new_tokens == 6
+    return tokens
+
+
+@pytest.mark.slow
+def test_a_process_without_turns_generates_one_token_in_those_of_others(calling_model):
+    """Also where the others' prompts are one token long, as what it generates from is."""
+    assert in_processes(2, _tokens_of_turns, calling_model, 3) == [[6, 6, 6], [1, 1, 1]]
 
 
 @pytest.mark.slow

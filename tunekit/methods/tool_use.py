@@ -257,12 +257,14 @@ class _Turns:
         self._max_completion_length = max_completion_length
         self._takes_part = takes_part and trainer.accelerator.num_processes > 1
         self._longest_prompt: int | None = None
+        self._has_turns = True
 
     def follow(self, loop: Callable[..., Any], prompts: Any, prompt_ids: Any, *args: Any) -> Any:
         """Run the turns behind the first, and take part in those of other processes."""
-        self._longest_prompt = max(map(len, prompt_ids))
+        self._longest_prompt, self._has_turns = max(map(len, prompt_ids)), True
         try:
             result = loop(prompts, prompt_ids, *args)
+            self._has_turns = False
             while self._takes_part and self._others_generate(goes_on=False):
                 self._trainer.generate_turn([prompt_ids[0][:1]], None, {}, 1)
         finally:
@@ -270,15 +272,15 @@ class _Turns:
         return result
 
     def generate(self, generate: Callable[..., Any], prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Generate a turn, with no more tokens than the longest answer has left."""
+        """Generate a turn, with no more tokens than the longest answer has left; one token in turns of others."""
         if self._longest_prompt is None:
             return generate(prompt_ids, *args, **kwargs)
-        if len(prompt_ids[0]) > 1 and self._takes_part:
+        if self._has_turns and self._takes_part:
             self._others_generate(goes_on=True)
         config = self._trainer.generation_config
         most = config.max_new_tokens
         remaining = self._longest_prompt + self._max_completion_length - min(map(len, prompt_ids))
-        config.max_new_tokens = max(1, min(most, remaining))
+        config.max_new_tokens = max(1, min(most, remaining)) if self._has_turns else 1
         try:
             return generate(prompt_ids, *args, **kwargs)
         finally:
