@@ -13,6 +13,7 @@ from trl.chat_template_utils import add_response_schema
 import tunekit
 from tests.processes import in_processes
 from tests.tiny import save_tiny_model
+from tunekit.display.rewards import trial_parts
 from tunekit.errors import DataError, RecipeError, TunekitError
 from tunekit.methods.tool_use import give_response_template, tool_schemas
 from tunekit.probe.model import PICO
@@ -152,6 +153,14 @@ def judge(prompts, completions, completion_ids, **columns):
 '''
 
 
+ROLLOUT = """
+def answer(prompts, trainer):
+    ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True)['input_ids']
+    ends = [[40 + place, 2] for place in range(len(prompts))]
+    return {'prompt_ids': ids, 'completion_ids': ends, 'logprobs': [[0.0, 0.0] for _ in prompts]}
+"""
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A folder with a module of tools."""
@@ -243,11 +252,6 @@ def test_other_models_without_tools_are_refused_by_check(home):
     wanted = recipe(home, model=str(home / "model"), method={"environment": "guess_number"})
     with pytest.raises(DataError, match="does not write calls of tools"):
         tunekit.check(wanted)
-
-
-def test_rewards_are_not_tried_without_the_tools(home):
-    with pytest.raises(TunekitError, match="rewards are tried on completions of one turn"):
-        tunekit.try_rewards(recipe(home, method={"tools": ["calculator"], "rewards": ["exact_match"]}))
 
 
 def test_the_rows_show_the_tools(home):
@@ -413,10 +417,63 @@ def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
     assert "→ guess(number=" in shown and "← " in shown
     logged = next(event for event in events if event["event"] == "log")
     assert logged["tools/call_frequency"] > 0 and logged["tools/lost"] == 0
-    with pytest.raises(DataError, match="was trained with tools, and evaluation does not call any"):
-        tunekit.evaluate(run, data=str(home / "prompts.jsonl"), metrics=["exact_match"])
     (reason,) = (reason for reason in run.plan.reasons if reason.topic == "method")
     assert reason.choice.endswith("over up to 9 turns, with Counting")
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_trial_plays_the_episodes_of_the_first_step(calling_model, home):
+    """The same seeds as in training, one for each group; calls, rewards and texts are those that were played."""
+    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"]}
+    wanted = recipe(home, STARTS, model=str(calling_model), method=own)
+    trial = tunekit.try_rewards(wanted, num_prompts=2)
+    judged, episodes = lines_of(home / "judged.jsonl"), lines_of(home / "episodes.jsonl")
+    assert [group.prompt for group in trial.groups] == [f"Guess my number. Begin at {start}." for start in (1, 2)]
+    assert [(reward.name, reward.weight) for reward in trial.rewards] == [("judge", 1.0), ("Counting", 1.0)]
+    for answer, line, episode in zip(trial.answers, judged, episodes, strict=True):
+        assert answer.values[0] == pytest.approx(sum(line["ids"]) % 97 / 97)
+        assert answer.total == pytest.approx(sum(answer.values)) and answer.num_tokens == len(line["ids"])
+        assert answer.num_calls == len(episode["calls"])
+        assert answer.text == transcript(line["completion"])
+    assert trial.calls.num_calls == sum(len(episode["calls"]) for episode in episodes) > 0
+    assert trial.calls.per_episode == trial.calls.num_calls / 8
+    text = "\n".join(map(str, trial_parts(trial)))
+    assert "→ guess(number=" in text and "← " in text
+    (home / "episodes.jsonl").unlink()
+    tunekit.train(wanted)
+    trained = lines_of(home / "episodes.jsonl")
+    assert {e["start"]: e["seed"] for e in trained} == {e["start"]: e["seed"] for e in episodes}
+
+
+@pytest.mark.slow
+def test_an_evaluation_plays_the_held_out_episodes_of_the_training(calling_model, home):
+    """The likeliest tokens are sampled in training too, so that both evaluations of the run are told exactly."""
+    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"], "generation": {"top_k": 1}}
+    own["trainer_args"] = {"num_generations_eval": 1}
+    wanted = recipe(home, [{**row, "start": start} for row in STARTS for start in range(3)], method=own)
+    wanted |= {"model": str(calling_model), "data": {**wanted["data"], "eval": str(home / "prompts.jsonl")}}
+    run = tunekit.train(wanted)
+    first, last = (e for e in run.events() if e["event"] == "eval")
+    held_out = tunekit.evaluate(run)
+    of_file = tunekit.evaluate(run, data=str(home / "prompts.jsonl"), before=False)
+    scores = {score.name: score for score in held_out.scores}
+    for name in ("judge", "Counting"):
+        score = scores[f"rewards/{name}/mean"]
+        assert score.before.value == pytest.approx(first[f"eval_rewards/{name}/mean"], abs=1e-6)
+        assert score.after.value == pytest.approx(last[f"eval_rewards/{name}/mean"], abs=1e-6)
+    assert scores["tools/call_frequency"].after.value == pytest.approx(last["eval_tools/call_frequency"])
+    assert [score.after for score in of_file.scores] == [score.after for score in held_out.scores]
+
+
+def test_a_trial_of_a_rollout_function_uses_it(calling_model, home):
+    (home / "own_rollout.py").write_text(ROLLOUT)
+    own = {"rollout": "own_rollout:answer", "rewards": ["own_tools:judge"]}
+    trial = tunekit.try_rewards(recipe(home, STARTS, model=str(calling_model), method=own), num_prompts=2)
+    assert [line["ids"] for line in lines_of(home / "judged.jsonl")] == [[40 + place, 2] for place in range(8)]
+    assert trial.calls is None and [answer.num_tokens for answer in trial.answers] == [2] * 8
 
 
 @pytest.mark.slow
@@ -443,12 +500,7 @@ def test_an_episode_whose_environment_hangs_teaches_nothing(calling_model, home,
 
 @pytest.mark.slow
 def test_a_rollout_function_generates_in_place_of_the_trainer(calling_model, home):
-    (home / "own_rollout.py").write_text(
-        "def answer(prompts, trainer):\n"
-        "    ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True)['input_ids']\n"
-        "    ends = [[40 + place, 2] for place in range(len(prompts))]\n"
-        "    return {'prompt_ids': ids, 'completion_ids': ends, 'logprobs': [[0.0, 0.0] for _ in prompts]}\n"
-    )
+    (home / "own_rollout.py").write_text(ROLLOUT)
     own = {"rollout": "own_rollout:answer", "rewards": ["own_tools:judge"]}
     tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
     judged = [json.loads(line) for line in (home / "judged.jsonl").read_text().splitlines()]

@@ -523,14 +523,12 @@ def try_rewards(
     if not is_rewarded(recipe.method):
         rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
         raise TunekitError(f"method.type: {recipe.method.type} does not use rewards", hint=f"use {rewarded}")
-    if uses_tools(recipe.method):
-        problem = "method.tools, method.environment: rewards are tried on completions of one turn"
-        raise TunekitError(problem, hint="train a few steps and look at the samples: `tunekit runs show NAME`")
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     data, planned = lookup.data(recipe), lookup.plan(recipe)
     _check_rewards(recipe, data)
     with library_words_to(StringIO()):
+        data = shown_tools(recipe.method, data, partial(load_tokenizer, recipe.model))
         from tunekit.inference.reward_trial import run_trial
 
         return run_trial(

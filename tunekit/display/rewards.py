@@ -10,6 +10,7 @@ from rich.text import Text
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.reports.report import visible
 from tunekit.display.drawing import numbers, plain_table
+from tunekit.inference.episode_trial import Calls
 from tunekit.inference.reward_trial import Answer, Group, Judged, RewardTrial
 
 _SHOWN_GROUPS = 3
@@ -58,10 +59,24 @@ def _facts_table(trial: RewardTrial) -> Table:
     table.add_row("answers", f"{min(lengths):,} to {max(lengths):,} tokens, {mean:,.0f} on average")
     limit = f"{trial.max_completion_length:,} tokens"
     table.add_row("truncated", f"{trial.truncated_share:.0%} reach {limit} without an end-of-sequence token")
+    if trial.calls is not None:
+        for name, words in _call_facts(trial.calls):
+            table.add_row(name, words)
     table.add_row(
         "generation", f"{trial.generation_seconds_per_step:.1f} s for the answers of a step, with transformers"
     )
     return table
+
+
+def _call_facts(calls: Calls) -> Iterator[tuple[str, str]]:
+    """Yield facts about calls of tools."""
+    without = f", {calls.num_without / calls.num_episodes:.0%} of the episodes have none" if calls.num_without else ""
+    yield "calls", f"{calls.per_episode:.2f} per episode{without}"
+    yield "broken calls", f"{calls.broken_share:.0%} cannot be read"
+    if calls.num_failed:
+        yield "failed calls", f"{calls.failed_share:.0%} were answered by an error"
+    if calls.num_lost:
+        yield "lost", f"{counted(calls.num_lost, 'episode')}, whose process hung or ended"
 
 
 def _group(group: Group, names: list[str]) -> Iterator[RenderableType]:

@@ -23,6 +23,13 @@ from tunekit.runs.evaluation_result import Score
 _SHARES = (ExactMatchReward, NumericMatchReward, RegexReward, MathReward)
 """Rewards that are right or wrong."""
 
+CALLS = (
+    Figure("tools/call_frequency", "calls per episode", ".2f", None),
+    Figure("tools/broken", "calls per episode that cannot be read", ".2f", higher_is_better=False),
+    Figure("tools/lost", "lost episodes", ".1%", higher_is_better=False),
+)
+"""Figures of answers with calls of tools."""
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -61,36 +68,50 @@ class Questions:
         batch = reward_arguments(self.rows, texts, ids)
         rewards = {single.__name__: np.array(single(**batch), dtype=np.float64) for single in self.functions}
         return {
-            **{f"rewards/{name}/mean": values for name, values in rewards.items()},
+            **reward_values(rewards, [reward.weight for reward in self.rewards]),
             "completions/mean_length": np.array([single.num_tokens for single in answered], dtype=np.float64),
             "completions/clipped_ratio": np.array([single.reason == "length" for single in answered], dtype=np.float64),
         }
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """The mean of each reward, of their weighted sum where there are several, and of the answers' lengths."""
-        names = [f"rewards/{function.__name__}/mean" for function in self.functions]
-        figures = [
-            Figure(name, function.__name__, ".1%" if isinstance(reward, _SHARES) else ".3f", higher_is_better=True)
-            for name, function, reward in zip(names, self.functions, self.rewards, strict=True)
-        ]
-        ours, theirs = dict(after), None if before is None else dict(before)
-        if len(names) > 1:
-            for values in (ours, theirs):
-                if values is not None:
-                    values["reward"] = self._total(values, names)
-            figures.insert(0, Figure("reward", "reward, weighted sum", ".3f", higher_is_better=True))
-        figures += (logged_figure("completions/mean_length"), logged_figure("completions/clipped_ratio", higher=False))
-        rows_of_scores = []
-        for figure in figures:
-            samples = [None if side is None else _sample(side[figure.name]) for side in (ours, theirs)]
-            if samples[0] is not None and samples[0].num_rows:
-                unheard = samples[1] is not None and not samples[1].num_rows
-                rows_of_scores.append(scored(figure, self.of, samples[0], None if unheard else samples[1]))
-        return rows_of_scores
+        return scores_of(self.of, reward_figures(self.functions, self.rewards), after, before)
 
-    def _total(self, values: Values, names: Sequence[str]) -> np.ndarray:
-        weighted = [reward.weight * values[name] for reward, name in zip(self.rewards, names, strict=True)]
-        return np.asarray(np.nansum(weighted, axis=0))
+
+def reward_values(rewards: Mapping[str, np.ndarray], weights: Sequence[float]) -> dict[str, np.ndarray]:
+    """Return the values of rewards by their names in metrics, and their weighted sum where there are several."""
+    values = {f"rewards/{name}/mean": given for name, given in rewards.items()}
+    if len(rewards) > 1:
+        weighted = [weight * given for weight, given in zip(weights, rewards.values(), strict=True)]
+        values["reward"] = np.asarray(np.nansum(weighted, axis=0))
+    return values
+
+
+def reward_figures(functions: Sequence[RewardFunction], rewards: Sequence[Reward]) -> list[Figure]:
+    """Return what the means of rewards are called, and how they are written."""
+    return [
+        reward_figure(function.__name__, is_share=isinstance(reward, _SHARES))
+        for function, reward in zip(functions, rewards, strict=True)
+    ]
+
+
+def reward_figure(name: str, *, is_share: bool = False) -> Figure:
+    """Return what the mean of a reward is called, and how it is written."""
+    return Figure(f"rewards/{name}/mean", name, ".1%" if is_share else ".3f", higher_is_better=True)
+
+
+def scores_of(of: str, rewards: Sequence[Figure], after: Values, before: Values | None) -> list[Score]:
+    """Return the scores of answers: of their sum where there is one, of each reward, and of what else was measured."""
+    total = [Figure("reward", "reward, weighted sum", ".3f", higher_is_better=True)] if "reward" in after else []
+    lengths = (logged_figure("completions/mean_length"), logged_figure("completions/clipped_ratio", higher=False))
+    calls = [figure for figure in CALLS if figure.name in after]
+    rows_of_scores = []
+    for figure in (*total, *rewards, *lengths, *calls):
+        samples = [None if side is None else _sample(side[figure.name]) for side in (after, before)]
+        if samples[0] is not None and samples[0].num_rows:
+            unheard = samples[1] is not None and not samples[1].num_rows
+            rows_of_scores.append(scored(figure, of, samples[0], None if unheard else samples[1]))
+    return rows_of_scores
 
 
 def _sample(values: np.ndarray) -> Sample:

@@ -16,14 +16,16 @@ from tunekit.data.images.collate import PICTURES
 from tunekit.data.images.expand import ImageTokens
 from tunekit.data.images.pictures import pictures_of
 from tunekit.data.prepare import read_dataset, tokens_of
-from tunekit.data.sources.load import load_rows
+from tunekit.data.sources.load import LoadedData, load_rows
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.data.tokenization.alignment import ANSWERS, read_rows
 from tunekit.errors import DataError, RunError, TunekitError
-from tunekit.evaluation.generative import Questions, questions_in
+from tunekit.evaluation.episodes import Episodes
+from tunekit.evaluation.generative import Questions, questions_in, reward_figure
 from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
 from tunekit.evaluation.pictures import PicturedRow, PicturedTexts, prepared_rows
 from tunekit.inference.conversations import pictured_prompt, reads_pictures
+from tunekit.inference.episode_trial import HeldOut
 from tunekit.inference.inference_model import (
     GENERATES_NOTHING,
     Pictured,
@@ -35,13 +37,16 @@ from tunekit.inference.inference_model import (
 )
 from tunekit.inference.prompts import prompt_ids
 from tunekit.methods.rewards.load import check_rows, load_rewards
+from tunekit.methods.tool_use import environment_rewards
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.methods import Method, generates, is_rewarded, uses_tools
+from tunekit.recipe.methods import Method, generates, is_rewarded
+from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import near
 from tunekit.recipe.sections.data import CompleteSource, DataSource
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
-from tunekit.runs.prepared_data import FILES
+from tunekit.runs.prepared_data import FILES, shown_tools
+from tunekit.runs.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -151,9 +156,8 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         : wish.limit
     ]
     if generates(method):
-        _refuse_tools(found.name, method)
         reward_list = list(rewards) or (list(method.rewards) if is_rewarded(method) else [])
-        if not reward_list:
+        if not reward_list and not (is_rewarded(method) and method.has_own_loop):
             raise DataError(f"{method.type} is scored by its teacher during training only", hint="pass a --metric")
         numbers = range(1, len(rows) + 1)
         pictured = any(row.get("images") for row in rows)
@@ -164,17 +168,6 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         raise DataError(problem, hint="pass prompts with --data")
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
     return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
-
-
-def _refuse_tools(name: str, method: Method | None) -> None:
-    """Refuse to judge answers of one turn of a model that was trained to use tools.
-
-    Raises:
-        DataError: It was.
-    """
-    if method is not None and uses_tools(method):
-        problem = f"{name} was trained with tools, and evaluation does not call any"
-        raise DataError(problem, hint="compare eval_reward of runs: `tunekit compare`")
 
 
 def parts_of_file(
@@ -197,9 +190,11 @@ def parts_of_file(
     method = None if found.run is None else found.run.recipe.method
     if not rewards and rows.format == "prompts" and method is not None and is_rewarded(method):
         rewards = method.rewards
-    if rewards:
-        _refuse_tools(found.name, method)
+    acting = method if method is not None and is_rewarded(method) and method.has_own_loop else None
+    if rewards or (acting is not None and rows.format == "prompts"):
         prompts = replace(rows, rows=RowStore(questions_in(rows)))
+        if acting is not None:
+            (prompts,) = shown_tools(acting, LoadedData((prompts,), (), []), lambda: tokenizer).train
         return _questions(prompts, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
         problem = f"{rows.source} has prompts, but no metric to score the answers"
@@ -284,6 +279,8 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
     except DataError as error:
         raise DataError(error.problem.replace("method.rewards: ", ""), hint=error.hint) from error
     method = None if found.run is None else found.run.recipe.method
+    if found.run is not None and method is not None and is_rewarded(method) and method.has_own_loop:
+        return _episodes(rows, rewards, found.run, method, wish)
     longest, encoded = longest_of(found), []
     images = ImageTokens(processor_of(found, tokenizer)) if rows.has_pictures else None
     pictured: dict[int, Pictured] = {}
@@ -320,4 +317,22 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
         sampling,
         wish.batch_size,
         pictured,
+    )
+
+
+def _episodes(rows: Rows, rewards: Sequence[Reward], run: Run, method: RewardedMethod, wish: Wish) -> Episodes:
+    """Return prompts that a model answers by the loop of its trainer."""
+    temperature = wish.temperature or method.generation.temperature
+    generation = method.generation.model_copy(update={"temperature": temperature})
+    length = wish.max_new_tokens or method.max_completion_length
+    own = [reward_figure(name) for name in environment_rewards(method)]
+    return Episodes(
+        sliced(rows.source, wish.limit),
+        list(rows.rows),
+        run.plan,
+        method.model_copy(update={"rewards": list(rewards), "generation": generation, "max_completion_length": length}),
+        load_rewards(rewards, device=wish.device),
+        own,
+        HeldOut(wish.batch_size, is_greedy=wish.temperature == 0),
+        wish.seed,
     )

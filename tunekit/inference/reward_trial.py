@@ -15,17 +15,19 @@ from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError
+from tunekit.inference.episode_trial import Calls, play
 from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import load_rewards, reward_arguments
 from tunekit.planner.plan import Plan
 from tunekit.probe.chat_template import template_in_time
+from tunekit.recipe.methods import uses_tools
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_NO_SIGNAL_SHARE, _TRUNCATED_SHARE = 0.8, 0.5
+_NO_SIGNAL_SHARE, _TRUNCATED_SHARE, _BROKEN_SHARE = 0.8, 0.5, 0.2
 """From these shares on there is a warning."""
 
 
@@ -39,6 +41,8 @@ class Answer:
         is_truncated: Whether it reached the longest length without an end.
         values: What each reward gave; None where one had nothing to say.
         total: Their sum by weight.
+        num_calls: Calls of tools that were answered.
+        is_lost: Whether its environment hung or ended, so that it has the mean reward of its group.
     """
 
     text: str
@@ -46,6 +50,8 @@ class Answer:
     is_truncated: bool
     values: tuple[float | None, ...]
     total: float
+    num_calls: int = 0
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ class RewardTrial:
         generation_seconds_per_step: For as many answers as an optimizer step has.
         masks_truncated: Whether truncated answers are left out of the loss.
         is_bare: Whether prompts are texts that the model is given as they stand, though it has a chat template.
+        calls: Calls of tools; None of a recipe without.
     """
 
     groups: tuple[Group, ...]
@@ -123,6 +130,7 @@ class RewardTrial:
     generation_seconds_per_step: float
     masks_truncated: bool
     is_bare: bool
+    calls: Calls | None = None
 
     @property
     def answers(self) -> list[Answer]:
@@ -163,6 +171,8 @@ class RewardTrial:
                 what = ", and are masked from the loss; raise method.max_completion_length"
             most = f"{self.max_completion_length:,} tokens"
             yield f"{self.truncated_share:.0%} of the answers are truncated at {most}{what}"
+        if self.calls is not None:
+            yield from _call_warnings(self.calls)
         for reward in self.rewards:
             if reward.mean is None:
                 yield f"{reward.name} returns None for every answer"
@@ -179,6 +189,17 @@ class RewardTrial:
             "truncated_share": self.truncated_share,
             "warnings": self.warnings(),
         }
+
+
+def _call_warnings(calls: Calls) -> Iterator[str]:
+    """Yield warnings against training with these tools."""
+    if calls.num_lost:
+        yield f"{counted(calls.num_lost, 'episode')} lost: {'; '.join(calls.reasons)}"
+    if calls.num_without == calls.num_episodes:
+        yield "no episode has a call; fine-tune on conversations with calls first"
+    if calls.broken_share >= _BROKEN_SHARE:
+        what = "fine-tune longer on conversations with calls, or lower method.generation.temperature"
+        yield f"{calls.broken_share:.0%} of the calls cannot be read: {what}"
 
 
 @dataclass(frozen=True)
@@ -214,10 +235,13 @@ def run_trial(
 
     from tunekit.models.load import load_tokenizer
 
-    recipe, functions = plan.recipe, load_rewards(method.rewards, device=plan.device.kind)
-    tokenizer = load_tokenizer(recipe.model)
+    recipe, tokenizer = plan.recipe, load_tokenizer(plan.recipe.model)
     room = recipe.data.max_length - method.max_completion_length
     prompts = _prompts(sources, tokenizer, room, num_prompts)
+    if method.has_own_loop:
+        is_bare = any(are_bare(rows, tokenizer) for rows in sources)
+        return _played(plan, method, prompts, tokenizer, on_progress, is_bare=is_bare)
+    functions = load_rewards(method.rewards, device=plan.device.kind)
     model = cast("PreTrainedModel", load_adapted(plan, device=plan.device.kind)).eval()
     set_seed(recipe.train.seed)
     started = time.perf_counter()
@@ -252,6 +276,64 @@ def run_trial(
         masks_truncated=method.mask_truncated_completions,
         is_bare=any(are_bare(rows, tokenizer) for rows in sources),
     )
+
+
+def _played(
+    plan: Plan,
+    method: RewardedMethod,
+    prompts: Sequence[_Prompt],
+    tokenizer: "PreTrainedTokenizerBase",
+    on_progress: Callable[[str, int, int], None] | None,
+    *,
+    is_bare: bool,
+) -> RewardTrial:
+    """Let the model answer in the trainer of the recipe, with its tools."""
+
+    def report(num_answered: int) -> None:
+        if on_progress is not None:
+            on_progress("answers", num_answered, len(prompts))
+
+    model = load_adapted(plan, device=plan.device.kind)
+    rows, seed = [prompt.row for prompt in prompts], plan.recipe.train.seed
+    played = play(plan, method, model, tokenizer, rows, report, seed=seed)
+    size, per_step = method.num_generations, plan.recipe.train.global_batch_size / len(played.episodes)
+    answers = [
+        Answer(
+            text=episode.text,
+            num_tokens=episode.num_tokens,
+            is_truncated=episode.is_truncated,
+            values=episode.values,
+            total=_weighted(played.weights, episode.values),
+            num_calls=episode.num_calls,
+            is_lost=episode.is_lost,
+        )
+        for episode in played.episodes
+    ]
+    groups = [
+        Group(prompt.place, text_of(played.episodes[start].prompt), tuple(answers[start : start + size]))
+        for prompt, start in zip(prompts, range(0, len(answers), size), strict=True)
+    ]
+    columns = zip(*(answer.values for answer in answers), strict=True)
+    described = zip(played.names, played.weights, columns, played.reward_seconds, strict=True)
+    totals: list[float | None] = [answer.total for answer in answers]
+    return RewardTrial(
+        groups=tuple(groups),
+        rewards=tuple(
+            _summed_up(name, weight, list(values), seconds * per_step, size)
+            for name, weight, values, seconds in described
+        ),
+        total=_summed_up("sum", 1.0, totals, sum(played.reward_seconds) * per_step, size),
+        max_completion_length=method.max_completion_length,
+        generation_seconds_per_step=played.seconds * per_step,
+        masks_truncated=method.mask_truncated_completions,
+        is_bare=is_bare,
+        calls=played.calls if uses_tools(method) else None,
+    )
+
+
+def _weighted(weights: Sequence[float], values: Sequence[float | None]) -> float:
+    """Return the sum of rewards by weight."""
+    return math.fsum(weight * value for weight, value in zip(weights, values, strict=True) if value is not None)
 
 
 def _prompts(
@@ -326,9 +408,8 @@ def _groups(
     weights, size = [reward.weight for reward in method.rewards], method.num_generations
     answers = []
     for text, ids, values in zip(batch["completions"], batch["completion_ids"], zip(*judged, strict=True), strict=True):
-        weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
         is_truncated = len(ids) == method.max_completion_length and ids[-1] != end
-        answers.append(Answer(text_of(text), len(ids), is_truncated, values, math.fsum(weighted)))
+        answers.append(Answer(text_of(text), len(ids), is_truncated, values, _weighted(weights, values)))
     return [
         Group(prompt.place, text_of(prompt.row["prompt"]), tuple(answers[place * size : (place + 1) * size]))
         for place, prompt in enumerate(prompts)

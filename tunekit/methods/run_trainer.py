@@ -87,6 +87,8 @@ class RunTrainer(Base):  # type: ignore[misc]
     """Distribution of ranks, of an adapter that has it."""
     tool_hosts: "Sequence[Host]" = ()
     """Processes of tools and environments."""
+    lost_reasons: Sequence[str] = ()
+    """Why episodes or calls of the last batch were lost."""
     stored_buffers: Sequence[str] = ()
     """Names of buffers of the model that checkpoints hold, where FSDP2 divides it."""
 
@@ -150,6 +152,10 @@ class RunTrainer(Base):  # type: ignore[misc]
     def generate_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate a turn of answers, as TRL's trainer does."""
         return self._generate_single_turn(*args, **kwargs)
+
+    def score_answers(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Generate an answer to each row and score it, as TRL's trainer does before it learns from them."""
+        return self._generate_and_score_completions(rows)
 
     def token_scores(self, *args: Any, **kwargs: Any) -> Any:
         """Return the log-probability of each token of answers, `(batch, seq)`, and more, as TRL's trainer has it."""

@@ -37,7 +37,9 @@ from tunekit.methods.environments.host import load
 from tunekit.methods.environments.tools import texts_in
 from tunekit.methods.rewards.sandbox import check_sandbox
 from tunekit.recipe.functions import find_function
+from tunekit.recipe.methods import uses_tools
 from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.sections.tools import PythonTool, SearchTool
 
 if TYPE_CHECKING:
@@ -53,6 +55,13 @@ def owns_reward(method: GRPOMethod) -> bool:
     """Return whether the method's environment scores its episodes."""
     environment = method.environment
     return environment is not None and class_owns_reward(_class(environment.path))
+
+
+def environment_rewards(method: RewardedMethod) -> list[str]:
+    """Return the names of rewards that the environment of a method gives itself."""
+    if not uses_tools(method) or method.environment is None or not owns_reward(method):
+        return []
+    return [_class(method.environment.path).__name__]
 
 
 def tool_schemas(method: GRPOMethod) -> list[dict[str, Any]]:
@@ -238,7 +247,8 @@ def fill_lost_episodes(trainer: "RunTrainer", use: ToolUse, rewards: Any) -> Any
     episodes = trainer.episodes or ()
     own = [episode.is_lost for episode in episodes]
     counts = [host.counts.take() for host in use.hosts]
-    for reason in dict.fromkeys(reason for _, reasons in counts for reason in reasons):
+    trainer.lost_reasons = list(dict.fromkeys(reason for _, reasons in counts for reason in reasons))
+    for reason in trainer.lost_reasons:
         print(f"tunekit: {reason}", flush=True)
     num_lost = trainer.accelerator.reduce(
         torch.tensor(float(sum(num for num, _ in counts)), device=trainer.accelerator.device)

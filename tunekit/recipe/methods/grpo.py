@@ -92,6 +92,11 @@ class GRPOMethod(RewardedMethod):
         return bool(self.tools) or self.environment is not None
 
     @property
+    def has_own_loop(self) -> bool:
+        """True if completions are more than one call of `generate`: tools, an environment or a roll-out function."""
+        return self.uses_tools or self.rollout is not None
+
+    @property
     def tool_seconds(self) -> float:
         """Longest time of a call of a tool or an environment."""
         return self.tool_timeout_seconds if self.uses_tools else 0.0

@@ -111,6 +111,11 @@ class OnPolicyMethod(MethodSection):
         """True if completions may have several turns."""
         return False
 
+    @property
+    def has_own_loop(self) -> bool:
+        """True if completions are more than one call of `generate`: tools, an environment or a roll-out function."""
+        return self.uses_tools
+
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         return None
