@@ -59,8 +59,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.weight_by": WEIGHTS,
     "data.stopping_strategy": WEIGHTS,
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
-    "data.train.sampling": {"data.train": {"path": "a", "max_samples": 5}},
-    "data.eval.sampling": {"data.eval": {"path": "b", "max_samples": 5}},
     "data.eval_size": {"data.eval": tunekit.UNSET},
     "data.train.sampling": {"data.train.max_samples": 5},
     "data.eval.sampling": {"data.eval.max_samples": 5},
