@@ -180,7 +180,7 @@ def play(
     num_prompts = min(len(rows), max(1, step // size))
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(plan, method, model, tokenizer, rows, num_prompts * size, Path(folder), held_out)
-        taken = _time_rewards(trainer)
+        reward_seconds = _time_rewards(trainer)
         try:
             set_seed(seed)
             started = time.perf_counter()
@@ -200,8 +200,8 @@ def play(
         episodes=tuple(episodes),
         names=tuple(trainer.reward_func_names),
         weights=tuple(trainer.reward_weights.tolist()),
-        reward_seconds=tuple(taken),
-        seconds=seconds - sum(taken),
+        reward_seconds=tuple(reward_seconds),
+        seconds=seconds - sum(reward_seconds),
         num_lost=int(lost),
         reasons=tuple(dict.fromkeys(reasons)),
     )
@@ -267,20 +267,20 @@ def _filled(rows: Sequence[Row], batch: Mapping[str, list[Any]]) -> dict[str, li
 
 def _time_rewards(trainer: "RunTrainer") -> list[float]:
     """Have the time of each reward of a trainer added up in a list, which is returned."""
-    taken = [0.0] * len(trainer.reward_funcs)
+    seconds = [0.0] * len(trainer.reward_funcs)
 
     def timed(place: int, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             values = function(*args, **kwargs)
-            taken[place] += time.perf_counter() - started
+            seconds[place] += time.perf_counter() - started
             return values
 
         return call
 
     trainer.reward_funcs[:] = [timed(place, function) for place, function in enumerate(trainer.reward_funcs)]
-    return taken
+    return seconds
 
 
 def _episodes(trainer: "RunTrainer", tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> Iterator[Episode]:
