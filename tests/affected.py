@@ -31,7 +31,7 @@ ONE_CHANGE_HOURS = 4
 
 OUTSIDE = {
     "README.md": ("tests/test_readme.py",),
-    "docs/": ("tests/docs/",),
+    "docs/": ("tests/docs/test_pages.py", "tests/docs/test_site.py"),
     "mkdocs.yml": ("tests/docs/test_site.py",),
     "pyproject.toml": ("tests/test_packaging.py", "tests/test_imports.py"),
     "recipes/": ("tests/recipe/test_library.py", "tests/test_shipped_plans.py", "tests/training/test_shipped.py"),

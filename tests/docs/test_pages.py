@@ -17,7 +17,7 @@ import yaml
 
 import tunekit
 from tests.commands import run_command
-from tests.documents import Block, blocks_of, check_shown, commands_of, run_blocks, write_files
+from tests.documents import Block, blocks_of, check_shown, commands_of, write_files
 from tunekit.cli.app import app
 from tunekit.files import list_recipes
 from tunekit.recipe.load import load_recipe
@@ -167,9 +167,3 @@ def test_fields_that_pages_name_are_fields():
     assert {
         (name, key) for name, key in named if key not in keys and not key.startswith("method.trainer_args.")
     } == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_and_python_run_as_written(page, tmp_path):
-    run_blocks(blocks(page), tmp_path)
