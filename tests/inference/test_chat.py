@@ -75,6 +75,7 @@ def test_beside_it_the_base_answers_with_the_adapter_switched_off(talk):
     assert said(talk) != greedy(pico()), "the adapter is on again"
 
 
+@pytest.mark.slow
 def test_an_answer_depends_on_what_was_said_before(talk):
     history = [*QUESTION, {"role": "assistant", "content": "From afar."}, {"role": "user", "content": "And you?"}]
     assert said(talk, history, base=True) == greedy(pico(), history)
@@ -97,6 +98,7 @@ def test_an_answer_comes_in_pieces_and_can_be_left(talk):
     assert said(talk, base=True) == greedy(pico()), "what was left does not stand in the way of the next answer"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [

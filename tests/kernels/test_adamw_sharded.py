@@ -118,7 +118,7 @@ def rounded_parts(placement):
     return local
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["both", "parts"])
 def test_processes_round_alike_what_both_have_and_apart_what_they_divide(placement):
     first, second = in_processes(2, rounded_parts, placement)

@@ -17,6 +17,7 @@ from tunekit.training.build_trainer import method_names, trainer_class, upstream
 PACKAGE = Path(tunekit.__file__).parent
 
 PATCHED = {
+    ("inference/episode_trial.py", "generation_config.do_sample"): "TRL samples always, and an evaluation is greedy",
     ("methods/generation.py", "model.generate"): "TRL gives it no tokenizer, by which stop texts are found",
     ("methods/run_trainer.py", "accelerator.backward"): "Accelerate's backward pass is no method of the trainer",
     ("methods/sft.py", "accelerator.dataloader_config.dispatch_batches"): "TRL's config has no such field",
@@ -93,6 +94,7 @@ SETTINGS = {
     "control",
     "data_collator",
     "learns_from_sums",
+    "lost_reasons",
     "optimizer_cls_and_kwargs",
     "rank_allocation",
     "stored_buffers",

@@ -425,6 +425,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_trial_plays_the_episodes_of_the_first_step(calling_model, home):
     """The same seeds as in training, one for each group; calls, rewards and texts are those that were played."""
     own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"]}
@@ -468,6 +469,7 @@ def test_an_evaluation_plays_the_held_out_episodes_of_the_training(calling_model
     assert [score.after for score in of_file.scores] == [score.after for score in held_out.scores]
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_rollout_function_uses_it(calling_model, home):
     (home / "own_rollout.py").write_text(ROLLOUT)
     own = {"rollout": "own_rollout:answer", "rewards": ["own_tools:judge"]}

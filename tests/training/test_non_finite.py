@@ -157,7 +157,7 @@ def test_a_run_ends_after_so_many_steps_that_are_left_out(folder):
 TWO = {"num_processes": 2, "strategy": "ddp"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_all_processes_leave_a_step_out_that_one_of_them_sees(engine, folder, calm):
     if engine.startswith("zero"):

@@ -152,6 +152,7 @@ def test_rows_show_what_counts_and_whatever_stands_in_them_stays_text(site, word
     assert "hostile.jsonl:2" in text_of(data_view.bad_rows(words, preview))
 
 
+@pytest.mark.slow
 def test_both_answers_stand_side_by_side(site, words):
     preview = work.call("preview", recipe_of(site, Asked(path="pairs.jsonl", method="dpo", max_length=16)), num_rows=1)
     html = data_view.rows_html(words, preview)
