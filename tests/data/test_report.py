@@ -83,6 +83,12 @@ def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_sho
     assert any("50.0% of rows truncated" in warning for warning in found.warnings())
 
 
+def test_rows_that_are_too_long_are_told_apart_from_those_without_an_answer(folder):
+    (train,) = report(folder, CHATS, max_length=24, too_long="drop").sources
+    rows = dict(train.facts(24, is_packed=False))["rows"]
+    assert rows == "4 read, 2 used; 2 left out, longer than 24 tokens"
+
+
 def test_packing_fills_sequences_and_padding_costs_what_random_batches_waste(folder):
     packing = report(folder, CHATS).sources[0].packing
     # 40 + 24 and 27 + 24 fit into 64. Of the six pairs, three are 40 wide, two 27 and one 24: 33 on average.

@@ -150,6 +150,7 @@ def _source_report(
         num_truncated=counts.num_truncated,
         num_split=counts.num_split,
         num_dropped=counts.num_dropped,
+        num_too_long=counts.num_too_long,
         num_sequences=counts.num_sequences,
         num_tokens=counts.num_tokens,
         num_trained=counts.num_trainable_tokens,

@@ -148,7 +148,8 @@ class SourceReport:
         num_rows: Rows read.
         num_truncated: Rows cut at `max_length`.
         num_split: Texts that go on in further sequences.
-        num_dropped: Rows left out because no token of theirs would count.
+        num_dropped: Rows left out because no token of theirs would count, or because they are too long.
+        num_too_long: Those that are too long.
         num_sequences: Sequences made of the others, before packing.
         num_tokens: Tokens of all sequences.
         num_trained: Those that count in the loss.
@@ -170,6 +171,7 @@ class SourceReport:
     num_truncated: int
     num_split: int
     num_dropped: int
+    num_too_long: int
     num_sequences: int
     num_tokens: int
     num_trained: int
@@ -200,7 +202,8 @@ class SourceReport:
         changed = [
             f"{number:,} {what}"
             for number, what in (
-                (self.num_dropped, "skipped without a token in the loss"),
+                (self.num_dropped - self.num_too_long, "skipped without a token in the loss"),
+                (self.num_too_long, f"left out, longer than {max_length:,} tokens"),
                 (self.num_truncated, f"truncated at {max_length:,} tokens"),
                 (self.num_split, "texts split into several sequences"),
             )
