@@ -102,7 +102,7 @@ def answers(rows: Sequence[Row], tokenizer: Any, *, max_length: int, classifies:
         max_length: Longest sequence; answers are cut there.
         classifies: Whole pairs are scored, so that none is cut: longer ones are left out.
     """
-    made = []
+    pairs = []
     for row in rows:
         prompt = _ids(render(row["prompt"], tokenizer, asks=True), tokenizer)
         columns = ("completion",) if "completion" in row else ("chosen", "rejected")
@@ -111,8 +111,8 @@ def answers(rows: Sequence[Row], tokenizer: Any, *, max_length: int, classifies:
         if longest <= max_length:
             cut = tuple(tuple(ids[:max_length]) for ids in whole)
             shared = tuple(_shared(prompt, ids) for ids in whole)
-            made.append(Pair(shared, cut, tuple(whole[0]), row.get("label")))
-    return made
+            pairs.append(Pair(shared, cut, tuple(whole[0]), row.get("label")))
+    return pairs
 
 
 def _ids(text: str, tokenizer: Any) -> list[int]:

@@ -72,9 +72,10 @@ def make_tokenizer(template: str, *, bpe: bool, pads_with_end: bool) -> Any:
             pair=f"{special['bos']} $A $B",
             special_tokens=[(special["bos"], tokenizer.token_to_id(special["bos"]))],
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, additional_special_tokens=list(special["more"]))
-    made.chat_template = TEMPLATES[template]
-    return made
+    more = list(special["more"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, additional_special_tokens=more)
+    wrapped.chat_template = TEMPLATES[template]
+    return wrapped
 
 
 def save_model(folder: Path, drawn: Mapping[str, Any]) -> Path:
@@ -114,12 +115,12 @@ def save_adapter(folder: Path, model: Path, adapter: Mapping[str, Any], seed: in
     options = {name: adapter[name] for name in ("use_rslora", "target_modules") if name in adapter}
     options.setdefault("target_modules", "all-linear")
     config = LoraConfig(r=adapter["rank"], lora_alpha=adapter["alpha"], task_type="CAUSAL_LM", **options)
-    made = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
+    peft_model = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-    made.save_pretrained(folder)
+    peft_model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder

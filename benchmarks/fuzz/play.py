@@ -58,7 +58,7 @@ RATE = 1e-9
 
 @dataclass
 class Seen:
-    """What a process saw from outside of a training.
+    """Inputs, gradients and steps that a process saw from outside of a training.
 
     Attributes:
         start: Trained parameters at the first step by plain name.
@@ -139,17 +139,18 @@ def attempt(folder: str, cut: int | None) -> Seen:
     """Work on a run as one of its processes, up to a cut if there is one."""
     from benchmarks import exact
 
-    seen = Seen()
-    with watched(seen):
+    record = Seen()
+    with watched(record):
         exact.attempt(folder, None if cut is None else Cut(cut))
-    return seen
+    return record
 
 
 def attempt_apart(folder: str, cut: int | None) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Do the same in a process of its own, and return what it saw as arrays, which outlive it."""
-    seen = attempt(folder, cut)
-    start, gradients = ({name: value.numpy() for name, value in part.items()} for part in (seen.start, seen.gradients))
-    return start, gradients, seen.steps
+    record = attempt(folder, cut)
+    parts = (record.start, record.gradients)
+    start, gradients = ({name: value.numpy() for name, value in part.items()} for part in parts)
+    return start, gradients, record.steps
 
 
 def recipe_of(case: Case, folder: Path) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]], shape: str) -> str:
 
 @dataclass
 class Result:
-    """What came of a case.
+    """Verdict on a case, with its figures.
 
     Attributes:
         seed: The integer that it was drawn from.

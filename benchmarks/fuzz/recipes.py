@@ -223,9 +223,7 @@ def _data(draw: Draw, kind: str, model: Mapping[str, Any]) -> tuple[dict[str, An
         if draw.hit(0.15):
             data["shuffle"] = False
         return data, "preference"
-    format = draw.weighted(
-        [("messages", 5), ("prompt_completion", 2), ("completion_messages", 1), ("text", 2), ("tokens", 1)]
-    )
+    format = draw.weighted(FORMATS)
     if format not in ("text", "tokens") and draw.hit(0.3):
         data["loss_on"] = draw.choice(["all", "last"])
     match draw.weighted([("", 5), ("packing", 3), ("padding_free", 1), ("padded", 1), ("order", 1), ("length", 1)]):
@@ -290,16 +288,7 @@ def _train(
         train["num_epochs"] = draw.choice([0.4, 1.0, 1.3])
     else:
         train["max_steps"] = draw.choice([1, 2, 3, 4, 4, 5, 6, 7])
-    kinds = [
-        "linear",
-        "cosine",
-        "constant",
-        "constant_with_warmup",
-        "cosine_with_restarts",
-        "polynomial",
-        "inverse_sqrt",
-    ]
-    train["lr_scheduler_type"] = draw.choice(kinds)
+    train["lr_scheduler_type"] = draw.choice(SCHEDULES)
     if draw.hit(0.7):
         train["warmup_steps"] = draw.choice([0, 1, 2, 0.3])
     options = {

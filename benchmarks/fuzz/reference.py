@@ -1,4 +1,4 @@
-"""What a run must be: plain torch, transformers and PEFT on one process, each sequence by itself.
+"""The reference of a run: plain torch, transformers and PEFT on one process, each sequence by itself.
 
 Nothing here imports tunekit. Borrowed from the run are the trained parameters that are drawn at random (matrices A, a
 new score head), and the order of packs, which no document defines; all else follows from the recipe and the rows.
@@ -21,7 +21,7 @@ Batch = list[Any]
 """Rows of a step: `Learned` or `Pair`."""
 
 STORED = re.compile(r"^base_model\.model\.|\.modules_to_save(?=\.)|\.default(?=\.|$)|\.original_module(?=\.)")
-"""What PEFT adds to the names of a model."""
+"""Parts that PEFT adds to the names of a model."""
 
 
 def plain(name: str) -> str:
@@ -56,7 +56,7 @@ class Given:
 
 @dataclass
 class Expected:
-    """What the run must be, by step.
+    """Figures that the run must have, by step.
 
     Attributes:
         losses: Loss of each step, from the first one.

@@ -1,4 +1,4 @@
-"""How often garbage is collected while a run is made ready."""
+"""Garbage is collected seldom while a run is made ready, and as before behind it."""
 
 import gc
 

@@ -16,8 +16,6 @@ Outcome = Literal["same", "different", "partly", "not at all", "no configuration
 """Result of a file: trains the same, perhaps with a field that the report names; trains otherwise in something; lacks a
 key; no recipe; or read as no configuration of a known tool."""
 
-OUTCOMES: tuple[Outcome, ...] = ("same", "different", "partly", "not at all", "no configuration")
-
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 _INDEX = re.compile(r"\[\d+\]")
 

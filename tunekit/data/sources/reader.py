@@ -324,7 +324,9 @@ class Reader:
             for ours in COLUMNS[format]:
                 if ours in self.columns and self.columns[ours] not in value:
                     raise BadRow(f"no column {listed([self.columns[ours]])} (data.columns.{ours})")
-            value = replaced(row_formats.renamed(value, self.columns), self._replace)
+            value = row_formats.renamed(value, self.columns)
+            if self._replace:
+                value = replaced(value, self._replace)
             self._check_reading(tuple(value), format)
             if format == "captions":
                 row_formats.check_columns(tuple(value), format)
