@@ -8,6 +8,7 @@ and its sentence are the schema's own.
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -109,6 +110,7 @@ def recipe_entries(values: Mapping[str, Any]) -> list[Entry]:
     return [entry for entry in entries if entry.value is not UNSET or schema.has_choice(_names(entry.key), method)]
 
 
+@cache
 def _names(key: str) -> tuple[str, ...]:
     """A dotted key without positions, in parts."""
     return tuple(part for part in undotted(key) or () if isinstance(part, str))
@@ -117,26 +119,26 @@ def _names(key: str) -> tuple[str, ...]:
 def _below(key: Key, section: type[Section], values: Any) -> Iterator[Entry]:
     """The entries of the fields that a section has."""
     mapping = values if isinstance(values, dict) else {}
-    for name, field in section.model_fields.items():
+    for name in section.model_fields:
         if name != TAG or tag_of(section) is None:
-            yield from _of_field((*key, name), Holder(section, field), mapping.get(name, UNSET))
+            yield from _of_field((*key, name), section, name, mapping.get(name, UNSET))
 
 
-def _of_field(key: Key, holder: Holder, value: Any) -> Iterator[Entry]:
-    """The entry of a field, and those of what is below it."""
-    field = holder.field
-    variants = sections_of(field)
-    if not variants:
-        yield _plain(key, [holder], value)
+def _of_field(key: Key, section: type[Section], name: str, value: Any) -> Iterator[Entry]:
+    """The entry of a field of a section, and those of what is below it."""
+    entry = replace(_at_no_key((section,), name), key=dotted(key), value=value)
+    if entry.kind not in ("section", "sections"):
+        yield entry
         return
-    if not schema.takes_list(field):
-        yield _entry(key, holder, "section", value)
+    field = section.model_fields[name]
+    variants = sections_of(field)
+    if entry.kind == "section":
+        yield entry
         yield from _one(key, variants, value, field)
         return
     items = value if isinstance(value, list) else [value] if value or field.is_required() else []
     is_list = isinstance(value, list) or not schema.takes_one(field)
     words = tuple(str(tag_of(section)) for section in variants) if len(variants) > 1 else ()
-    entry = _entry(key, holder, "sections", value)
     yield replace(entry, num_items=len(items), is_list=is_list, choices=words)
     for position, item in enumerate(items):
         yield from _one((*key, position) if is_list else key, variants, item, None)
@@ -149,15 +151,17 @@ def _one(key: Key, variants: list[type[Section]], value: Any, field: FieldInfo |
         return
     default = type(field.default) if field is not None and isinstance(field.default, Section) else None
     tag = value.get(TAG, UNSET) if isinstance(value, dict) else UNSET if value is UNSET else value
-    holders = [Holder(section, section.model_fields[TAG]) for section in variants]
     yield replace(
-        _plain((*key, TAG), holders, tag),
+        _at_no_key(tuple(variants), TAG),
+        key=dotted((*key, TAG)),
+        value=tag,
         is_tag=True,
         default=None if default is None else tag_of(default),
         is_required=default is None,
         choices=tuple(str(tag_of(section)) for section in variants),
         description=" ".join(
-            f"{tag_of(holder.section)}: {' '.join((holder.field.description or '').split())}" for holder in holders
+            f"{tag_of(section)}: {' '.join((section.model_fields[TAG].description or '').split())}"
+            for section in variants
         ),
     )
     chosen = schema.variant(variants, {TAG: tag}) if tag is not UNSET else default
@@ -165,9 +169,18 @@ def _one(key: Key, variants: list[type[Section]], value: Any, field: FieldInfo |
         yield from _below(key, chosen, value)
 
 
-def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
-    """The entry of a field that holds plain values."""
+@cache
+def _at_no_key(sections: tuple[type[Section], ...], name: str) -> Entry:
+    """The entry of a field, without the key and the value that a recipe gives it.
+
+    Args:
+        sections: The sections that have it: one, or all variants for their tag.
+        name: Its name in them.
+    """
+    holders = [Holder(section, section.model_fields[name]) for section in sections]
     field = holders[0].field
+    if sections_of(field):
+        return _entry(holders[0], "sections" if schema.takes_list(field) else "section")
     kinds = [kind for kind in schema.members(field.annotation) if kind is not types.NoneType]
     words: tuple[str | bool, ...] = tuple(schema.choices_of(field))
     lists = [kind for kind in kinds if get_origin(kind) is list]
@@ -180,7 +193,7 @@ def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
         words += tuple(
             str(word) for member in schema.members(item) if get_origin(member) is Literal for word in get_args(member)
         )
-        return replace(_entry(key, holders[0], kind, value), choices=words, item_kind=_kind_of(item))
+        return replace(_entry(holders[0], kind), choices=words, item_kind=_kind_of(item))
     elif words:
         kind = "choice"
         words = tuple(word for one in kinds if get_origin(one) is Literal for word in get_args(one))
@@ -189,8 +202,7 @@ def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
         kind, words = "choice", (True, False)
     else:
         kind = _kind_of(kinds[0])
-    entry = _entry(key, holders[0], kind, value)
-    return replace(entry, choices=words, is_open=FunctionPath in kinds, takes=takes_words(holders))
+    return replace(_entry(holders[0], kind), choices=words, is_open=FunctionPath in kinds, takes=takes_words(holders))
 
 
 def _kind_of(annotation: Any) -> Kind:
@@ -202,15 +214,15 @@ def _kind_of(annotation: Any) -> Kind:
     return kinds.get(plain, "text")
 
 
-def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
-    """Return the schema's entry for any field."""
+def _entry(holder: Holder, kind: Kind) -> Entry:
+    """Return what the schema says of any field."""
     field = holder.field
     bounds: dict[str, float] = {}
     for constraint in constraints_of(field):
         if isinstance(constraint, Gt | Ge | Lt | Le):
             bounds |= asdict(constraint)
     return Entry(
-        key=dotted(key),
+        key="",
         kind=kind,
         description=" ".join((field.description or "").split()),
         takes="" if sections_of(field) else takes_words([holder]),
@@ -221,5 +233,4 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
         at_least=bounds.get("ge"),
         below=bounds.get("lt"),
         at_most=bounds.get("le"),
-        value=value,
     )
