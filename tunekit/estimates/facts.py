@@ -695,6 +695,11 @@ class ModelFacts(Facts):
         return Counter(shape for name, shape in self.tensors.items() if _is_expert(name) and len(shape) == 3)
 
     @cached_property
+    def expert_shapes(self) -> frozenset[tuple[int, ...]]:
+        """Shapes of the stacks that hold a matrix of every expert of a layer."""
+        return frozenset(shape for name, shape in self.tensors.items() if _is_expert(name) and len(shape) == 3)
+
+    @cached_property
     def num_stream_norms(self) -> int:
         """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
         norms = [

@@ -15,6 +15,9 @@ class Layout(Facts):
     """Devices in such a group that see different rows and divide weights, gradients or optimizer states."""
     tp_size: int = 1
     """Devices that divide each layer's products (tensor parallel). Norms and residual stream are whole on each."""
+    ep_size: int = 1
+    """Devices of a shard group that keep different experts whole and exchange tokens (expert parallel). Those that keep
+    the same ones divide them."""
     cp_size: int = 1
     """Devices that divide one sequence and pass keys and values around a ring (context parallel)."""
     sp_size: int = 1
@@ -30,6 +33,11 @@ class Layout(Facts):
     def num_processes(self) -> int:
         """Devices in use, one process each."""
         return self.num_batches * self.devices_per_sequence
+
+    @property
+    def is_divided_at_load(self) -> bool:
+        """True if transformers divides the model when it loads it, rather than Accelerate once it is there."""
+        return self.tp_size > 1 or self.ep_size > 1
 
     @property
     def why_not_resumed(self) -> str | None:
@@ -78,9 +86,9 @@ class Layout(Facts):
 
         DDP sums what the optimizer takes, in the type of the trained weights. FSDP2 through Accelerate and DeepSpeed
         sum what the backward pass gives; the first keeps the sums as weights are trained. Through transformers, which
-        divides layers besides, FSDP2 sums in float32.
+        divides layers or experts besides, FSDP2 sums in float32.
         """
-        return trained_dtype if self.autocasts or self.tp_size > 1 else dtype
+        return trained_dtype if self.autocasts or self.is_divided_at_load else dtype
 
     def pad_to_multiple_of(self, max_length: int, device: Device) -> int | None:
         """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.
@@ -100,7 +108,12 @@ class Layout(Facts):
             words.append(f"hybrid shard of {self.num_shards}" if self.dp_replicate_size > 1 else "full shard")
             if not self.reshard_after_forward:
                 words.append("no reshard")
-        sizes = {"tensor parallel": self.tp_size, "context parallel": self.cp_size, "Ulysses": self.sp_size}
+        sizes = {
+            "tensor parallel": self.tp_size,
+            "expert parallel": self.ep_size,
+            "context parallel": self.cp_size,
+            "Ulysses": self.sp_size,
+        }
         words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
         weights, states = self.offload_param_device, self.offload_optimizer_device
         if weights == states != "none":

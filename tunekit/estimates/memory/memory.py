@@ -297,7 +297,7 @@ def _engine(
         needs = _needs(model, adapter, layers, head, layout, accumulates=accumulates, w=w, summed=summed)
         return Kept(weights, adapters, optimizer=of_optimizer + w * trained * has_ema), needs, trained
     if layout.strategy == "fsdp2":
-        units = units_of(model, adapter, layout.num_shards)
+        units = units_of(model, adapter, layout.num_shards, layout.ep_size)
         of_optimizer = int(optimizer_bytes * units.all.trained)
         cost = states.matrix_cost_of(model, adapter, optim, trained_dtype, low_rank, layout.num_shards)
         if cost is not None:
@@ -357,7 +357,10 @@ def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Pas
     if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
         # Tables that are trained beside an adapter are counted on one device only as they are traced.
         return "closed form"
-    alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
+    alone = (
+        layout.tp_size == layout.ep_size == layout.cp_size == layout.sp_size == 1
+        and layout.offload_param_device == "none"
+    )
     traced: tuple[str, ...] = () if model.num_experts else ("single", "ddp")
     if passes.reads_pictures:
         # Towers are traced on one device, below supervised fine-tuning.

@@ -47,6 +47,8 @@ class Unit:
     """Of the trained ones all, without padding."""
     packed: int = 0
     """Bytes of weights in 4 bits as a device holds them, without their scales."""
+    experts: int = 0
+    """Of the trained ones those of experts that other devices keep whole: they are not gathered here."""
 
     def __add__(self, other: "Unit") -> "Unit":
         return Unit(
@@ -54,10 +56,13 @@ class Unit:
             self.trained + other.trained,
             self.whole + other.whole,
             self.packed + other.packed,
+            self.experts + other.experts,
         )
 
     def __mul__(self, times: int) -> "Unit":
-        return Unit(self.frozen * times, self.trained * times, self.whole * times, self.packed * times)
+        return Unit(
+            self.frozen * times, self.trained * times, self.whole * times, self.packed * times, self.experts * times
+        )
 
     def bytes_held(self, e: int) -> int:
         """Bytes of a device's shards, of `e` each where they are not packed."""
@@ -81,6 +86,8 @@ class Units:
     """The largest tensor, whether it is trained or not."""
     num_layers: int
     num_shards: int
+    ep_size: int
+    """Devices that keep different experts."""
     full: bool
     """True if all weights are trained, and not adapters."""
     tied: bool
@@ -95,17 +102,29 @@ class Units:
 
     def gathered(self, unit: Unit, e: int) -> int:
         """Bytes of a unit when it is whole on each device, padding included."""
-        return self.num_shards * unit.bytes_held(e)
+        return self.num_shards * unit.bytes_held(e) - self._elsewhere(unit, e)
+
+    def reduced(self, unit: Unit, e: int) -> int:
+        """Bytes of the gradients of a unit that a device has whole, padding included."""
+        return self.num_shards * e * unit.trained - self._elsewhere(unit, e)
+
+    def _elsewhere(self, unit: Unit, e: int) -> int:
+        """Bytes of experts that only other devices compute."""
+        return (self.num_shards - self.num_shards // self.ep_size) * e * unit.experts
 
 
-def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
-    """Return the shards that each of `num_shards` devices holds."""
+def units_of(model: ModelFacts, adapter: Adapter, num_shards: int, ep_size: int = 1) -> Units:
+    """Return the shards that each of `num_shards` devices holds, `ep_size` of which keep different experts."""
     shapes = model.shapes
     full = isinstance(adapter, FullAdapter)
+    stacks = model.expert_shapes if ep_size > 1 else frozenset()
 
     def unit(tensors: Count) -> Unit:
         padded = _padded(tensors, num_shards)
-        return Unit(trained=padded, whole=_size(tensors)) if full else Unit(frozen=padded)
+        if not full:
+            return Unit(frozen=padded)
+        experts = _padded({shape: times for shape, times in tensors.items() if shape in stacks}, num_shards)
+        return Unit(trained=padded, whole=_size(tensors), experts=experts)
 
     def packed(tensors: Count) -> Unit:
         if not isinstance(adapter, QloraAdapter):
@@ -140,6 +159,7 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int) -> Units:
         tensor=max(tensors, key=lambda unit: unit.bytes_held(2)),
         num_layers=model.num_layers,
         num_shards=num_shards,
+        ep_size=ep_size,
         full=full,
         tied=model.has_tied_head and not unties,
         undivided=states.scales_bytes(model, adapter),
@@ -354,7 +374,7 @@ class _Backward:
 
     def _reducing(self, unit: Unit) -> int:
         """Bytes of the buffer from which a unit's gradients are reduced."""
-        return self.e * self.units.num_shards * unit.trained if self.reduces else 0
+        return self.units.reduced(unit, self.e) if self.reduces else 0
 
     @property
     def _cast(self) -> int:

@@ -282,8 +282,8 @@ class _Sender:
         """
         layout, passes = self.layout, self.passes
         sends = partial(self.ring, layout.num_shards, layout.tp_size)
-        weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size
-        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size
+        weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size - self.kept_experts_bytes
+        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size - self.kept_experts_bytes
         match layout.strategy:
             case "fsdp2" | "zero3":
                 twice = layout.strategy == "zero3" or layout.reshard_after_forward
@@ -305,6 +305,14 @@ class _Sender:
                 pass
             case _:
                 assert_never(layout.strategy)
+
+    @property
+    def kept_experts_bytes(self) -> float:
+        """Bytes of experts that are not exchanged, as each device keeps its own."""
+        if self.layout.ep_size == 1:
+            return 0.0
+        stacks = (math.prod(shape) for shape in self.model.tensors.values() if shape in self.model.expert_shapes)
+        return BYTES[self.dtype] * sum(stacks) * (1 - 1 / self.layout.ep_size)
 
     @property
     def times_generating(self) -> float:
@@ -337,7 +345,7 @@ class _Sender:
         backward pass transformers sums the gradient of each product's own input, so five times in Llama's layers, where
         two would do. Context parallel passes keys and values on, in the backward pass besides their gradients (arXiv
         2310.01889). Ulysses exchanges queries, keys, values and outputs, so that each device has some of the heads
-        (arXiv 2309.14509).
+        (arXiv 2309.14509). Expert parallel sends tokens to the devices of their experts and back (arXiv 2006.16668).
         """
         model, e, layers = self.model, BYTES[self.dtype], self.model.num_layers
         tensor, context, ulysses = self.layout.tp_size, self.layout.cp_size, self.layout.sp_size
@@ -352,6 +360,10 @@ class _Sender:
         yield self.ring(context, tensor, "passing keys and values", rings, "attention")
         exchanged = layers * times * tokens * 2 * (q + kv) / tensor * e
         yield self.ring(ulysses, tensor, "exchanging heads", exchanged, "nothing")
+        # Tokens go to each of their experts and come back, and so do their gradients.
+        routed = 0 if model.mixture is None else model.mixture.num_layers * model.mixture.per_token
+        sent = 2 * (times + self.passes.num_forwards) * routed * num_tokens * model.hidden_size * e
+        yield self.ring(self.layout.ep_size, 1, "exchanging tokens of experts", sent, "nothing")
 
     def of_offloading(self) -> Iterator[Transfer]:
         """Yield the weights, gradients and states that go between a device and where they lie.

@@ -205,6 +205,11 @@ _FLASH_WORDS = {
 }
 
 
+def divides_experts(model: ModelFacts) -> bool:
+    """Return whether transformers has a plan to divide a model's experts among devices."""
+    return _is_among("expert_parallel", model)
+
+
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:
     """Return why a model does not use tunekit's attention for packed rows; None where it can."""
     device, parallel = hardware.device, recipe.parallel
@@ -394,8 +399,8 @@ def why_not_compiled_in(layout: Layout) -> str | None:
     """Return why layers are not compiled in a layout; None where they are."""
     if layout.strategy.startswith("zero"):
         return "the gather and reduce hooks of DeepSpeed would break the compiled graph"
-    if layout.tp_size > 1 or layout.cp_size > 1:
-        return "untested with tensor or context parallelism"
+    if layout.is_divided_at_load or layout.cp_size > 1:
+        return "untested with tensor, expert or context parallelism"
     return None
 
 
@@ -463,8 +468,8 @@ def why_no_float8_in(layout: Layout) -> str | None:
     """Return why a layout does not train in float8; None where it does."""
     if layout.strategy.startswith("zero"):
         return "float8 is untested with DeepSpeed ZeRO"
-    if layout.tp_size > 1 or layout.cp_size > 1:
-        return "float8 is untested with tensor or context parallelism"
+    if layout.is_divided_at_load or layout.cp_size > 1:
+        return "float8 is untested with tensor, expert or context parallelism"
     return None
 
 
@@ -506,6 +511,8 @@ def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
         return None
     if layout.tp_size > 1:
         return "tensor parallel weights are DTensors, which only torch's own operations support"
+    if layout.ep_size > 1:
+        return "transformers divides experts as it loads them, before kernels could take their place"
     if kernels == "tunekit" and layout.strategy == "zero3":
         return "ZeRO-3 gathers weights one module at a time, and fused modules read those of several"
     return None

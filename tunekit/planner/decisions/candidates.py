@@ -428,6 +428,7 @@ def candidates(setting: Setting) -> Iterator[Candidate]:
     kinds = [_single(setting), _context_parallel(setting), _ulysses(setting), _tensor_parallel(setting)]
     if used:
         kinds[1:1] = [_ddp(setting, used), _fsdp2(setting, used), _zero(setting, used)]
+        kinds += [_expert_parallel(setting, used)]
         kinds += [_optimizer_offload(setting, used), _offload(setting, used), _nvme(setting, used)]
     for candidate in chain.from_iterable(kinds):
         if _is_asked_for(requested, candidate.layout, divides_second=divides_second):
@@ -512,6 +513,19 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
         if used and used.per_node % size == 0 and divides:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, tp_size=size)
             why = "layers split over the devices of a node; no checkpoints, since transformers cannot resume them"
+            yield Candidate(layout, used.num_nodes, why)
+
+
+def _expert_parallel(setting: Setting, used: Spread) -> Iterator[Candidate]:
+    """Whole experts on each device, where gathering all experts of a layer would not fit one."""
+    requested = setting.recipe.parallel.ep_size
+    if (setting.model.num_experts or 1) == 1 or used.num_devices == 1:
+        return
+    sizes = divisors(used.per_node) if requested is None else [requested]
+    for size in sizes:
+        if size > 1 and used.num_devices % size == 0 and setting.model.num_experts % size == 0:
+            layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices, ep_size=size)
+            why = f"each device keeps 1/{size} of the experts and receives their tokens; all else is sharded"
             yield Candidate(layout, used.num_nodes, why)
 
 

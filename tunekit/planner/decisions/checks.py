@@ -260,6 +260,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
         "data.streaming": data.streaming,
         "method.generation.use_vllm": generates(recipe.method) and recipe.method.generation.use_vllm is True,
         "parallel.tp_size": (parallel.tp_size or 1) > 1,
+        "parallel.ep_size": (parallel.ep_size or 1) > 1,
         "parallel.cp_size": (parallel.cp_size or 1) > 1,
         "parallel.sp_size": (parallel.sp_size or 1) > 1,
     }
@@ -317,7 +318,9 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
             those = f"there are {hardware.num_nodes} nodes"
         problem = f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, evenly "
         yield f"{problem}over the nodes; {those}", "each process needs an accelerator of its own"
-    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (values[name] or 1) > 1]
+    several = [
+        name for name in ("dp_shard_size", "tp_size", "ep_size", "cp_size", "sp_size") if (values[name] or 1) > 1
+    ]
     if requested.strategy in ("ddp", "fsdp2", "zero1"):
         several.insert(0, "strategy")
     if several and num < 2:
@@ -330,6 +333,16 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
         if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
             yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
+    if (size := requested.ep_size or 1) > 1:
+        if not model.num_experts:
+            yield f"parallel.ep_size: {model.path} has no experts", "unset it"
+        elif model.num_experts % size:
+            yield f"parallel.ep_size: {size} does not divide the {model.num_experts} experts of {model.path}", None
+        elif not backends.divides_experts(model):
+            yield f"parallel.ep_size: transformers has no plan to divide the experts of {model.model_type}", "unset it"
+        together = [name for name in ("tp_size", "cp_size", "sp_size") if (values[name] or 1) > 1]
+        if together:
+            yield f"parallel.ep_size and parallel.{together[0]}: untested together", "unset one"
     if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
         yield "parallel.cp_size and parallel.sp_size: Accelerate accepts only one of them", "unset one"
     offloads = requested.offload_param_device, requested.offload_optimizer_device
@@ -363,7 +376,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             yield "training a part of a model is untested there", "use ddp, or train all parameters"
         if recipe.train.fp8:
             yield "training a part of a model is untested in float8", "unset train.fp8"
-    if has_groups(recipe) and (layout.strategy == "zero3" or layout.offloads or layout.tp_size > 1):
+    if has_groups(recipe) and (layout.strategy == "zero3" or layout.offloads or layout.is_divided_at_load):
         yield "several learning rates are untested there", "use ddp, fsdp2, zero1 or zero2 without offloading"
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
@@ -422,11 +435,15 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield backends.why_not_offloaded(recipe, setting.device, layout), "unset train.activation_offloading"
     if recipe.train.tiled_mlp is True:
         yield backends.why_not_tiled(recipe, setting.model, layout), "unset train.tiled_mlp"
-    if layout.tp_size > 1 and not is_full:
-        yield "PEFT adapters do not support tensor parallel layers", "use fsdp2 without tp_size"
-    if layout.tp_size > 1 and trains_on != "tokens":
-        why = f"tensor parallelism in TRL covers only the trained model, not all that {recipe.method.type} computes"
-        yield why, "use fsdp2 without tp_size"
+    if layout.is_divided_at_load:
+        what, without = _divided_at_load(layout)
+        if not is_full:
+            yield f"PEFT adapters do not support {what}", without
+        if trains_on != "tokens":
+            why = f"transformers divides only the trained model into {what}, not all that {recipe.method.type} computes"
+            yield why, without
+    if layout.ep_size > 1 and not backends.divides_experts(setting.model):
+        yield f"transformers has no plan to divide the experts of {setting.model.model_type}", "unset parallel.ep_size"
     if layout.devices_per_sequence > layout.tp_size and trains_on != "tokens":
         yield f"{recipe.method.type} does not support split sequences", "use fsdp2 without cp_size and sp_size"
     if setting.device.kind == "cpu" and is_fsdp2:
@@ -481,10 +498,17 @@ def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]
         yield why, "unset method.precompute_ref_log_probs"
 
 
+def _divided_at_load(layout: Layout) -> tuple[str, str]:
+    """What transformers divides a model into as it loads it, and the layout without it."""
+    if layout.tp_size > 1:
+        return "tensor parallel layers", "use fsdp2 without tp_size"
+    return "expert parallel layers", "use fsdp2 without ep_size"
+
+
 def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield why rows of tokens cannot be made, or trained beside an adapter, in a layout."""
     model, recipe = setting.model, setting.recipe
-    if model.num_new_rows and (layout.strategy == "zero3" or layout.tp_size > 1):
+    if model.num_new_rows and (layout.strategy == "zero3" or layout.is_divided_at_load):
         yield "rows for new tokens cannot be made in tables that are divided as they are read", "use ddp or fsdp2"
     if not token_rows(model, recipe.adapter):
         return
@@ -506,9 +530,9 @@ def _bf16_refusals(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
         elif optim in STOCHASTIC_OPTIMS:
             why = f"DeepSpeed updates flat float32 copies of the weights, for which {optim} has no use"
             yield why, other
-    if layout.tp_size > 1 and (is_pure or optim in STOCHASTIC_OPTIMS):
-        what = "weights in bfloat16" if is_pure else optim
-        yield f"{what} in tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.is_divided_at_load and (is_pure or optim in STOCHASTIC_OPTIMS):
+        what, without = _divided_at_load(layout)
+        yield f"{'weights in bfloat16' if is_pure else optim} in {what}: unsupported", f"{without}, or {other}"
     if layout.offload_param_device != "none" and optim in STOCHASTIC_OPTIMS:
         why = f"{optim} is a kernel for accelerators: on the CPU, where offloading puts it, its step takes minutes"
         yield why, f"unset parallel.offload_param_device, or {other}"
@@ -519,8 +543,9 @@ def _muon_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
     other = f"use train.optim={CLOSEST_OPTIM}"
     if layout.strategy.startswith("zero"):
         yield "Muon updates whole matrices, and DeepSpeed divides flat copies of all weights", f"use fsdp2, or {other}"
-    if layout.tp_size > 1:
-        yield "Muon on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.is_divided_at_load:
+        what, without = _divided_at_load(layout)
+        yield f"Muon on {what}: unsupported", f"{without}, or {other}"
     if layout.offload_param_device != "none":
         why = "Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, its step takes minutes"
         yield why, f"unset parallel.offload_param_device, or {other}"
@@ -532,8 +557,9 @@ def _low_rank_refusals(optim: Optim, layout: Layout) -> Iterator[tuple[str, str]
     if layout.strategy.startswith("zero"):
         why = f"{optim} projects whole matrices, and DeepSpeed divides flat copies of all weights"
         yield why, f"use fsdp2, or {other}"
-    if layout.tp_size > 1:
-        yield f"{optim} on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.is_divided_at_load:
+        what, without = _divided_at_load(layout)
+        yield f"{optim} on {what}: unsupported", f"{without}, or {other}"
     if layout.offload_param_device != "none":
         why = f"{optim} projects each matrix: on the CPU, where offloading puts it, its step takes minutes"
         yield why, f"unset parallel.offload_param_device, or {other}"
@@ -547,16 +573,17 @@ def _mini_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
             "adam_mini needs rows and heads, and DeepSpeed divides flat copies of all weights",
             f"use fsdp2, or {other}",
         )
-    if layout.tp_size > 1:
-        yield "adam_mini on tensor parallel layers: unsupported", f"use fsdp2 without tp_size, or {other}"
+    if layout.is_divided_at_load:
+        what, without = _divided_at_load(layout)
+        yield f"adam_mini on {what}: unsupported", f"{without}, or {other}"
 
 
 def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield reasons that training cannot start from this origin where weights are sharded."""
     is_merged = origin.is_merged_for(recipe.adapter)
-    if layout.tp_size > 1 and is_merged:
-        why = f"the adapter of {origin.name} cannot be merged into layers that are split while loading"
-        yield why, "use fsdp2 without tp_size"
+    if layout.is_divided_at_load and is_merged:
+        what, without = _divided_at_load(layout)
+        yield f"the adapter of {origin.name} cannot be merged into {what}, which are divided while loading", without
     reference = reference_of(recipe.method, recipe.adapter, origin)
     if is_rewarded(recipe.method) and reference == "second model" and is_merged:
         why = f"TRL loads and shards the reference of {recipe.method.type} itself, without merging the adapter"

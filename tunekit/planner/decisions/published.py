@@ -73,8 +73,9 @@ def published_refusals(recipe: Recipe, model: ModelFacts, layout: Layout) -> Ite
         yield f"weights published in {NAMES[method]} are not divided or sent", other
     if is_kept and method == "bitsandbytes" and layout.strategy == "fsdp2":
         yield "transformers does not read weights published in bitsandbytes 4 bits in one process for all", other
-    if not is_kept and method not in ("fp8", "mxfp4") and layout.tp_size > 1:
-        yield f"tensor parallelism is untested with weights dequantized from {method}", "use another layout"
+    if not is_kept and layout.is_divided_at_load and (method not in ("fp8", "mxfp4") or layout.ep_size > 1):
+        way = "tensor" if layout.tp_size > 1 else "expert"
+        yield f"{way} parallelism is untested with weights dequantized from {method}", "use another layout"
 
 
 def base_words(recipe: Recipe, model: ModelFacts, stored: str, dtype: str) -> str:

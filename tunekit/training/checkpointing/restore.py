@@ -28,8 +28,9 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel, Trainer, set_seed
 
 from tunekit.errors import RunError
@@ -41,6 +42,7 @@ from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_ne
 from tunekit.runs.record import Record
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place, read_continuation
+from tunekit.training.engines import expert_parallel
 
 WEIGHTS_IN_PARTS, OPTIMIZER_IN_PARTS = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of a checkpoint of FSDP2, by Accelerate's names."""
@@ -117,7 +119,7 @@ def _take_checkpoint_of_others(trainer: Trainer, plan: Plan, newest: Newest, pla
         entropy = (plan.recipe.train.seed, newest.step, place.rank)
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         trainer.wrap("load_random_state", lambda load, folder: set_seed(seed))
-    if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
+    if saved.strategy == "fsdp2" and (plan.layout.strategy in WHOLE or plan.layout.is_divided_at_load):
         load_weights, load_states = _weights_of_parts, _states_of_parts
     elif saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
         load_weights, load_states = _fill_from_whole, _parts_of_states
@@ -173,9 +175,10 @@ def _weights(model: Module) -> dict[str, Tensor]:
 
 def _weights_of_parts(model: Module, folder: Path) -> None:
     read = {"model": _weights(model)}
-    # Each process reads all that it asks for.
-    load(read, storage_reader=FileSystemReader(folder / WEIGHTS_IN_PARTS), no_dist=True)
-    _fill(model, read["model"])
+    # Each process reads all that it asks for, and tensors of a divided model into their place.
+    load(expert_parallel.in_order(read), storage_reader=FileSystemReader(folder / WEIGHTS_IN_PARTS), no_dist=True)
+    if not any(isinstance(tensor, DTensor) for tensor in read["model"].values()):
+        _fill(model, read["model"])
 
 
 def _fill_from_whole(model: Module, folder: Path) -> None:
@@ -220,15 +223,21 @@ def _as_is(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as another one lies: whole, or this process's part. Every process has the whole one."""
     if not isinstance(like, DTensor):
         return value.to(like.device)
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return expert_parallel.placed_like(value, like)
 
 
 def _states_of_parts(trainer: Trainer, folder: Path) -> None:
     # The optimizer itself, without what Accelerate puts around it.
     model, optimizer = trainer.model, trainer.optimizer.optimizer
-    state = {"optimizer": state_dict.get_optimizer_state_dict(model, optimizer)}
-    load(state, storage_reader=FileSystemReader(folder / OPTIMIZER_IN_PARTS), no_dist=True)
-    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    own: dict[str, Any] = dict(state_dict.get_optimizer_state_dict(model, optimizer))
+    groups = expert_parallel.joined_groups(own["param_groups"], optimizer, model)
+    saved = expert_parallel.in_order({"optimizer": {"state": own["state"], "param_groups": groups}})
+    load(saved, storage_reader=FileSystemReader(folder / OPTIMIZER_IN_PARTS), no_dist=True)
+    read = saved["optimizer"]
+    # Parts were read into their place.
+    states = tree_map(lambda part, value: part if isinstance(part, DTensor) else value, own["state"], read["state"])
+    groups = expert_parallel.divided_groups(read["param_groups"], own["param_groups"], optimizer)
+    state_dict.set_optimizer_state_dict(model, optimizer, {"state": states, "param_groups": groups})
     _load_scheduler(trainer, folder)
 
 
@@ -236,12 +245,15 @@ def _parts_of_states(trainer: Trainer, folder: Path) -> None:
     optimizer = trainer.optimizer.optimizer
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
     # States are kept by the numbers of the parameters, in the order of the groups, which are the same ones everywhere.
-    for group, group_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+    groups = expert_parallel.joined_groups(optimizer.param_groups, optimizer, trainer.model)
+    for group, group_saved in zip(groups, saved["param_groups"], strict=True):
         for parameter, number in zip(group["params"], group_saved["params"], strict=True):
             optimizer.state[parameter] = {
                 name: _state_as_is(name, value, parameter, group) for name, value in saved["state"][number].items()
             }
-        group |= {name: value for name, value in group_saved.items() if name != "params"}
+    settings = expert_parallel.divided_groups(saved["param_groups"], optimizer.param_groups, optimizer)
+    for group, of_group in zip(optimizer.param_groups, settings, strict=True):
+        group |= of_group
     _load_scheduler(trainer, folder)
 
 
@@ -258,7 +270,8 @@ def _state_as_is(name: str, value: Any, parameter: Tensor, group: dict[str, Any]
 
 
 def _load_scheduler(trainer: Trainer, folder: Path) -> None:
-    trainer.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    state = torch.load(folder / "scheduler.pt", weights_only=True)
+    trainer.lr_scheduler.load_state_dict(expert_parallel.divided_schedule(state, trainer.optimizer))
 
 
 REFERENCE = "reference.safetensors"

@@ -252,9 +252,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def _save_main_files(
         self, save_weights: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Write the weights and the tokenizer: what goes wrong is told later."""
+        """Write the weights and the tokenizer: what goes wrong is told later.
+
+        Weights that are divided are written in parts, with the optimizer.
+        """
         if self._saving is None:
             save_weights(output_dir, state_dict)
+        elif self.plan.layout.is_divided_at_load:
+            return
         else:
             self._keep(self._saving, lambda: save_weights(output_dir, state_dict))
 
@@ -264,7 +269,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         for name, states in self._copied(fsdp2.states(self.trainer)).items():
             self._saving.writes.append(partial(fsdp2.write_states, states, Path(output_dir) / name, self._group))
         if self.trainer.args.should_save:
-            torch.save(self.trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            torch.save(fsdp2.schedule(self.trainer), Path(output_dir) / "scheduler.pt")
 
     def _write_for_zero(self, write: Callable[[Any, str], None], state: Any, path: str) -> None:
         """Write a file of DeepSpeed's, as its processes do between their exchanges: what goes wrong is told later."""

@@ -78,8 +78,8 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
         return {}
     if layout.strategy == "ddp":
         return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.exchange_timeout_seconds}
-    if layout.tp_size > 1:
-        # The model was divided when it was loaded.
+    if layout.is_divided_at_load:
+        # Without it the trainer refuses to be built (transformers 5.24).
         return {**fsdp2.accelerator_args(plan), "save_only_model": True}
     if layout.strategy == "fsdp2":
         return fsdp2.trainer_args(plan)
@@ -116,13 +116,15 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     if plan.layout.why_not_resumed is not None:
         # Nothing could go on from one.
         trainer.args.save_strategy = SaveStrategy.NO
+    if plan.layout.is_divided_at_load and plan.layout.why_not_resumed is None:
+        trainer.args.save_only_model = False
     if plan.layout.strategy.startswith("zero"):
         deepspeed.open_states_as_data(trainer)
         deepspeed.cast_trained(trainer, plan)
     if plan.layout.sp_size > 1:
         deepspeed.divide_every_epoch(trainer)
     # Where Accelerate took another engine, that is refused by name once the model is wrapped.
-    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1 and trainer.is_fsdp_enabled:
+    if plan.layout.strategy == "fsdp2" and not plan.layout.is_divided_at_load and trainer.is_fsdp_enabled:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
         fsdp2.set_buffers_aside(trainer)
@@ -143,7 +145,7 @@ def leave_stacks_alone(trainer: Trainer) -> None:
 
 def after_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     """Prepare an engine after it has wrapped the model, in every process, before the first step."""
-    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
+    if plan.layout.strategy == "fsdp2" and not plan.layout.is_divided_at_load:
         fsdp2.show_shared_head(trainer)
         fsdp2.return_buffers(trainer)
         fsdp2.gather_head(trainer)
@@ -208,12 +210,15 @@ def settle_buckets(trainer: Trainer) -> None:
 
 
 def distributed_config(plan: Plan) -> DistributedConfig | None:
-    """Return the plan by which a model is divided when it is loaded; None where no layer is."""
+    """Return the plan by which a model is divided when it is loaded; None where it is not."""
     layout = plan.layout
-    if layout.tp_size == 1:
+    if not layout.is_divided_at_load:
         return None
     return DistributedConfig(
-        tp_size=layout.tp_size, fsdp_size=layout.dp_shard_size, fsdp_mixed_precision=plan.dtype == "bfloat16"
+        tp_size=layout.tp_size,
+        ep_size=layout.ep_size,
+        fsdp_size=layout.dp_shard_size,
+        fsdp_mixed_precision=plan.dtype == "bfloat16",
     )
 
 
@@ -221,11 +226,11 @@ COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of the products by Accelerate's names of mixed precision."""
 
 
-MESH = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""Accelerate's names for the dimensions of a mesh, in their order; a layout has a size of each."""
+MESH = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "ep")
+"""Accelerate's names for the dimensions of a mesh, in their order, and that of experts; a layout has a size of each."""
 
-NAMES = {"fsdp": "dp_shard", "tp": "tp"}
-"""Accelerate's names for the dimensions of transformers' mesh."""
+NAMES = {"fsdp": "dp_shard", "tp": "tp", "ep": "ep"}
+"""The same names for the dimensions of transformers' meshes: of all weights, and of experts."""
 
 
 def verify(trainer: Trainer, plan: Plan) -> dict[str, Any]:
@@ -280,7 +285,7 @@ def _planned(plan: Plan) -> dict[str, Any]:
         "compute_dtype": plan.dtype,
         "reduce_dtype": plan.reduce_dtype,
     }
-    if layout.strategy == "fsdp2" and layout.tp_size == 1:
+    if layout.strategy == "fsdp2" and not layout.is_divided_at_load:
         planned["reshard_after_forward"] = layout.reshard_after_forward
     if layout.strategy.startswith("zero"):
         planned["offload_param_device"] = layout.offload_param_device
@@ -347,14 +352,16 @@ def _divided_at_load(trainer: Trainer) -> dict[str, Any]:
     parameters = dict(trainer.model.named_parameters())
     meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.size())
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    sizes: dict[str, int] = {}
+    for each in meshes:
+        sizes |= dict(zip(each.mesh_dim_names or (), each.shape, strict=True))
 
     def spans(parameter: Tensor) -> bool:
         return isinstance(parameter, DTensor) and parameter.device_mesh.size() == mesh.size()
 
     return {
         "engine": "fsdp2",
-        "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1},
+        "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1 and name in NAMES},
         "local_share": fsdp2.local_share(trainer.model),
         "misplaced": [name for name, parameter in parameters.items() if parameter.dim() > 1 and not spans(parameter)],
     }
@@ -377,7 +384,7 @@ def save_model(trainer: Trainer, plan: Plan, folder: Path) -> None:
         plan: How it was spread.
         folder: Where to.
     """
-    if plan.layout.tp_size > 1:
+    if plan.layout.is_divided_at_load:
         # transformers divided it, and puts it together.
         trainer.model.save_pretrained(folder)
         return

@@ -32,6 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.training.engines import expert_parallel
 
 if TYPE_CHECKING:
     from tunekit.methods.run_trainer import RunTrainer
@@ -240,8 +241,20 @@ def states(trainer: Trainer) -> dict[str, dict[str, Any]]:
     options = StateDictOptions()
     # As `load_fsdp_model` asks for them: of a model with an adapter, the adapter's alone.
     weights = _get_model_state_dict(trainer.model, sd_options=options, **get_fsdp_ckpt_kwargs())
-    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=options)
+    optimizer: dict[str, Any] = dict(get_optimizer_state_dict(trainer.model, trainer.optimizer, options=options))
+    if trainer.is_distributed_loading_by_transformers:
+        groups = expert_parallel.joined_groups(optimizer["param_groups"], trainer.optimizer, trainer.model)
+        optimizer = expert_parallel.can_be_copied(expert_parallel.in_order({**optimizer, "param_groups": groups}))
+        weights = expert_parallel.can_be_copied(expert_parallel.in_order(weights))
     return {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": optimizer}}
+
+
+def schedule(trainer: Trainer) -> dict[str, Any]:
+    """Return the state of the scheduler, as all layouts have it."""
+    state: dict[str, Any] = trainer.lr_scheduler.state_dict()
+    if trainer.is_distributed_loading_by_transformers:
+        return expert_parallel.joined_schedule(state, trainer.optimizer)
+    return state
 
 
 def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
