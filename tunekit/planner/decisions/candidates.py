@@ -519,7 +519,7 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
 def _expert_parallel(setting: Setting, used: Spread) -> Iterator[Candidate]:
     """Whole experts on each device, where gathering all experts of a layer would not fit one."""
     requested = setting.recipe.parallel.ep_size
-    if (setting.model.num_experts or 1) == 1 or used.num_devices == 1:
+    if not setting.model.expert_shapes or used.num_devices == 1:
         return
     sizes = divisors(used.per_node) if requested is None else [requested]
     for size in sizes:

@@ -58,6 +58,9 @@ CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers that DeepSpeed runs on the CPU, where states are offloaded to: torch's own. The fused one takes as
 long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
 
+EXPERT_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
+"""Optimizers that are known to update experts which are divided among devices, with a group for each mesh."""
+
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"
 """Replacement of an optimizer that a layout does not run."""
 
@@ -334,8 +337,8 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
             heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
             yield f"parallel.{name}: {size} does not divide the {heads} of {model.path}", None
     if (size := requested.ep_size or 1) > 1:
-        if not model.num_experts:
-            yield f"parallel.ep_size: {model.path} has no experts", "unset it"
+        if not model.expert_shapes:
+            yield f"parallel.ep_size: {model.path} has no layers with experts", "unset it"
         elif model.num_experts % size:
             yield f"parallel.ep_size: {size} does not divide the {model.num_experts} experts of {model.path}", None
         elif not backends.divides_experts(model):
@@ -442,8 +445,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         if trains_on != "tokens":
             why = f"transformers divides only the trained model into {what}, not all that {recipe.method.type} computes"
             yield why, without
-    if layout.ep_size > 1 and not backends.divides_experts(setting.model):
-        yield f"transformers has no plan to divide the experts of {setting.model.model_type}", "unset parallel.ep_size"
+    if layout.ep_size > 1:
+        yield from _expert_refusals(recipe, setting.model)
     if layout.devices_per_sequence > layout.tp_size and trains_on != "tokens":
         yield f"{recipe.method.type} does not support split sequences", "use fsdp2 without cp_size and sp_size"
     if setting.device.kind == "cpu" and is_fsdp2:
@@ -503,6 +506,16 @@ def _divided_at_load(layout: Layout) -> tuple[str, str]:
     if layout.tp_size > 1:
         return "tensor parallel layers", "use fsdp2 without tp_size"
     return "expert parallel layers", "use fsdp2 without ep_size"
+
+
+def _expert_refusals(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield what is not known to work where experts are divided: parameters lie on two meshes."""
+    if not backends.divides_experts(model):
+        yield f"transformers has no plan to divide the experts of {model.model_type}", "unset parallel.ep_size"
+    if (optim := recipe.train.optimizer) not in EXPERT_OPTIMS:
+        yield f"{optim} is untested with expert parallel layers", f"use train.optim={CLOSEST_OPTIM}"
+    if recipe.train.ema_decay is not None:
+        yield "averages of expert parallel layers are untested", "unset train.ema_decay"
 
 
 def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
