@@ -697,7 +697,8 @@ class ModelFacts(Facts):
     @cached_property
     def expert_shapes(self) -> frozenset[tuple[int, ...]]:
         """Shapes of the stacks that hold a matrix of every expert of a layer."""
-        return frozenset(shape for name, shape in self.tensors.items() if _is_expert(name) and len(shape) == 3)
+        stacks = (shape for shape in self.tensors.values() if len(shape) == 3)
+        return frozenset(shape for shape in stacks if shape[0] == self.num_experts)
 
     @cached_property
     def num_stream_norms(self) -> int:
