@@ -17,6 +17,7 @@ The result is one model or adapter as Hugging Face has it, written by the main p
 import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,6 +129,7 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
         fsdp2.set_buffers_aside(trainer)
+        trainer.wrap("load_weights", partial(fsdp2.load_with_buffers, trainer))
         fsdp2.untie_head(trainer)
         fsdp2.hide_shared_head(trainer)
     # A group of one process is wrapped by DDP too.

@@ -6,6 +6,7 @@ that the main process alone has read; the others have its shapes. So nothing may
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -146,7 +147,15 @@ def return_buffers(trainer: "RunTrainer") -> None:
     for name in trainer.stored_buffers:
         _register(trainer.model, name, trainer.model.get_buffer(name), persistent=True)
     for norm in _batch_norms(trainer.model):
-        del vars(norm)["_load_from_state_dict"]
+        vars(norm).pop("_load_from_state_dict", None)
+
+
+def load_with_buffers(
+    trainer: "RunTrainer", load: Callable[..., Any], folder: str, model: Module | None = None
+) -> None:
+    """Load weights into the wrapped model, with the buffers among them: VeRA's adapter is not whole without them."""
+    return_buffers(trainer)
+    load(folder, model)
 
 
 def _batch_norms(model: Module) -> list[Module]:
