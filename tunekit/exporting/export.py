@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
@@ -26,7 +26,15 @@ from tunekit.exporting.hub import push as send
 from tunekit.exporting.ollama import MODELFILE, modelfile
 from tunekit.exporting.verify import Check, Subject
 from tunekit.files import has_controls
-from tunekit.inference.inference_model import Trained, config_of, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.inference.inference_model import (
+    Trained,
+    config_of,
+    end_tokens,
+    find_trained,
+    load_trained,
+    stored_dtype,
+    tokenizer_of,
+)
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.adapters import QloraAdapter
@@ -35,6 +43,9 @@ from tunekit.runs.events import Event
 from tunekit.runs.record import free_bytes, tokenizers_errors, words_of
 from tunekit.runs.run import Run
 from tunekit.training.model_card import write_card
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["adapter", "merged"]
 
@@ -276,9 +287,11 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
 
     from tunekit.models.load import copy_processor
 
-    model = None
+    model, tokenizer = None, tokenizer_of(found)
     if kind == "merged":
         model = merged(found, dtype)
+        if not found.judges:
+            _end_answers(model, tokenizer)
     tell({"event": "export", "phase": "writing"})
     try:
         with tokenizers_errors():
@@ -290,11 +303,23 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
                         shutil.copyfile(file, draft / file.name)
                 if found.base.rope_scaling is not None:
                     config_of(found).save_pretrained(draft)
-            tokenizer_of(found).save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
             copy_processor(found.folder, found.base.revision, draft)
     except (OSError, SafetensorError) as error:
         problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"
         raise RunError(problem, hint="free some space there, or pass a folder on another disk") from error
+
+
+def _end_answers(model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Add the end token of the tokenizer to those of the model's generation_config.json.
+
+    An adapter may have learned to end answers with another token than the model below it, which transformers would
+    not stop at.
+    """
+    ends = end_tokens(model, tokenizer)
+    own = model.generation_config.eos_token_id
+    if ends != (own if isinstance(own, list) else [own]):
+        model.generation_config.eos_token_id = ends
 
 
 def merged(found: Trained, dtype: Dtype) -> Any:
