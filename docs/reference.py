@@ -21,6 +21,7 @@ from mkdocs.structure.files import File, Files
 import tunekit
 from tunekit.cli.app import app
 from tunekit.files import list_recipes
+from tunekit.recipe.chat_templates import named_templates
 from tunekit.recipe.explain import FieldDocument, document_fields
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri, path in COPIED.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     pages = {**recipe_pages(), "reference/recipes.md": shipped_page(), "reference/cli.md": cli_page()}
+    pages |= {"reference/chat-templates.md": templates_page()}
     pages |= {"reference/python.md": python_page(), "measured/planner.md": planner_page()}
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
@@ -105,6 +107,23 @@ def planner_page() -> str:
             cells = [words, "held out" if is_held_out else "development", str(len(errors))]
             cells += [f"{statistics.median(errors):.2%}", f"{max(errors):.2%}"]
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def templates_page() -> str:
+    """Return the page of the chat templates that recipes take by name."""
+    lines = [
+        "# Chat templates\n",
+        "`model.chat_template` takes these names: [choosing one](../guides/data.md#choosing-a-chat-template).",
+        "The token at the end of answers becomes the tokenizer's end token; where none is named, answers end with the",
+        "tokenizer's own.\n",
+        "| name | end of answers | calls of tools | source |",
+        "|:--|:--|:--|:--|",
+    ]
+    for name, template in named_templates().items():
+        end = "" if template.end is None else f"`{template.end}`"
+        source = template.source.removeprefix("https://")
+        lines.append(f"| `{name}` | {end} | {'yes' if template.tools else ''} | [{source}]({template.source}) |")
     return "\n".join(lines) + "\n"
 
 

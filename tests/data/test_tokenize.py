@@ -211,8 +211,9 @@ def test_a_tokenizer_without_chat_template_takes_no_messages():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(None), rows("messages", chat("u hi", "a ho")))
     assert str(caught.value) == (
-        "the tokenizer has no chat template to render messages; set model.chat_template to a Jinja file, use a "
-        "chat model, or use rows of prompt and completion"
+        "the tokenizer has no chat template to render messages; set model.chat_template to one that its tokens fit, "
+        "such as chatml, qwen2_5, qwen3, qwen3_instruct_2507, qwen3_5_think, set it to a Jinja file, use a chat model, "
+        "or use rows of prompt and completion"
     )
 
 

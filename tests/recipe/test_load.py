@@ -230,6 +230,7 @@ PHRASES = st.sampled_from(
 )
 TEXTS = WORDS | PHRASES | st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 PATHS = TEXTS.filter(lambda text: text != "" and not text.startswith("~"))
+TEMPLATES = st.sampled_from(["chatml", "qwen3"]) | PATHS.map(lambda text: f"{text}.jinja")
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 SOURCE: dict[str, Any] = {
@@ -257,7 +258,7 @@ LORA: dict[str, Any] = {
 }
 RECIPES = st.builds(
     Recipe,
-    model=st.builds(ModelSection, path=PATHS, chat_template=st.none() | PATHS, trust_remote_code=st.booleans()),
+    model=st.builds(ModelSection, path=PATHS, chat_template=st.none() | TEMPLATES, trust_remote_code=st.booleans()),
     data=st.builds(
         DataSection, train=SOURCES | SOURCE_LISTS, eval=st.none() | SOURCES | SOURCE_LISTS, packing=st.booleans()
     )

@@ -6,6 +6,7 @@ And the run that a recipe has already, of which a plan may be the continuation.
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tunekit.data.formats.row_formats import learner_of
@@ -19,7 +20,7 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
-from tunekit.probe.model import chat_template_of, known_model, sketch_model
+from tunekit.probe.model import chat_template_of, known_model, sketch_model, vocabulary_of
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import has_teacher
@@ -135,7 +136,7 @@ class Lookup:
             return
         template = chat_template_of(recipe.model)
         if template is not None:
-            check_first_rows(self.data(recipe), *template)
+            check_first_rows(self.data(recipe), *template, partial(vocabulary_of, recipe.model))
         self._checked.add(key)
 
     @staticmethod

@@ -400,6 +400,17 @@ class PackedWeights(Facts):
     """True if constants of bitsandbytes' 4 bits are quantized too."""
 
 
+class TemplateFacts(Facts):
+    """Chat template that a recipe names, in the tokenizer of its model."""
+
+    end: str
+    """Token that ends answers."""
+    replaces: str | None = None
+    """End token that the tokenizer had, where that is another one."""
+    as_text: tuple[str, ...] = ()
+    """Tokens of the template that the tokenizer lacks, so that they are read as ordinary text."""
+
+
 class ModelFacts(Facts):
     """A causal language model seen from its config.json, and from the headers of its weight files where it has them.
 
@@ -448,6 +459,8 @@ class ModelFacts(Facts):
     router_aux_loss_coef: float | None = None
     """Coefficient of the routers' auxiliary loss by its config; None where its code has none."""
     has_chat_template: bool
+    template: TemplateFacts | None = None
+    """The chat template that the recipe names; None where it names none, or the tokenizer is not at hand."""
     published_as: str | None = None
     """Quantization of the stored weights, by transformers' `quant_method`; None where they are not quantized."""
     packed: PackedWeights | None = None

@@ -37,7 +37,7 @@ from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.models.frozen import compute_without_gradients
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
-from tunekit.probe.chat_template import take_texts
+from tunekit.probe.chat_template import end_answers, take_texts, template_text
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -84,7 +84,7 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     """
     from transformers import AutoTokenizer
 
-    template, section = section.chat_template, with_tokenizer(section)
+    template, recipe_section, section = section.chat_template, section, with_tokenizer(section)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
@@ -95,9 +95,10 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
             hint=_about_code(error) or "the folder may be incomplete",
         ) from error
     if template is not None:
-        tokenizer.chat_template = _read_template(template)
+        tokenizer.chat_template = template_text(template)
     take_texts(tokenizer)
     new = add_new_tokens(tokenizer, section)
+    end_answers(tokenizer, recipe_section)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(
@@ -216,15 +217,6 @@ def copy_processor(path: str, revision: str | None, folder: Path) -> None:
             stored = try_to_load_from_cache(path, file, revision=revision)
         if isinstance(stored, str | Path) and Path(stored).is_file():
             shutil.copyfile(stored, folder / file)
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"model.chat_template: {path!r} cannot be read: {_first_line(error)}", hint="set it to a Jinja file"
-        ) from error
 
 
 def load_model(

@@ -1,5 +1,7 @@
 """Chat templates, which come with models: a limit of their time, and texts for those that read parts alone.
 
+Those that a recipe sets, by name or by file: their text, and the end of their answers.
+
 A template's sandbox allows endless loops. What ends it is no `Exception`: Jinja computes what is constant in a template
 while it compiles it, and goes on after any exception there. In the main thread a signal interrupts also the arithmetic
 of large numbers, which Python does in C. Other threads are interrupted between two instructions of Python: a power of
@@ -11,10 +13,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tunekit.errors import DataError
+from tunekit.errors import DataError, ModelError
+from tunekit.recipe.chat_templates import missing_tokens, named_template
+from tunekit.recipe.reading.parse import to_inline_yaml
+from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,3 +125,48 @@ def _written(tokenizer: "PreTrainedTokenizerBase", content: Any) -> str:
             return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
     except (TemplateError, TypeError, ValueError, DataError):
         return ""
+
+
+def template_text(template: str) -> str:
+    """Return the Jinja text that `model.chat_template` means: that of a known name, or of a file.
+
+    Raises:
+        DependencyError: The template is TRL's, and the installed TRL has none of this name.
+        ModelError: The file cannot be read.
+    """
+    shipped = named_template(template)
+    if shipped is not None:
+        return shipped.text()
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        first = str(error).partition("\n")[0]
+        problem = f"model.chat_template: {template!r} cannot be read: {first}"
+        raise ModelError(problem, hint="set it to a Jinja file, or to a known name such as chatml") from error
+
+
+def end_answers(tokenizer: "PreTrainedTokenizerBase", section: ModelSection) -> None:
+    """Make the token that ends answers, by a template that the recipe names, the end token of the tokenizer.
+
+    What generates stops at the end token alone: with another one a trained model would go on behind each answer.
+
+    Raises:
+        ModelError: The tokenizer lacks that token.
+    """
+    template = named_template(section.chat_template)
+    if template is None:
+        return
+    if template.end is None:
+        if tokenizer.eos_token is None:
+            problem = f"model.chat_template: {template.name} ends answers with the tokenizer's end token; it has none"
+            raise ModelError(problem, hint="set model.special_tokens.eos_token")
+        return
+    missing = missing_tokens(template, tokenizer.get_vocab())
+    if template.end in missing:
+        tokens = to_inline_yaml([*(section.add_special_tokens or ()), *missing])
+        raise ModelError(
+            f"model.chat_template: {template.name} ends answers with {template.end}, which the tokenizer of "
+            f"{section.path!r} lacks: a trained model would never stop",
+            hint=f"set model.add_special_tokens={tokens}",
+        )
+    tokenizer.add_special_tokens({"eos_token": template.end})

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.errors import ModelError
-from tunekit.estimates.facts import ModelFacts, Origin
+from tunekit.estimates.facts import ModelFacts, Origin, TemplateFacts
 from tunekit.estimates.memory.experts import fused_experts
 from tunekit.estimates.models.architectures import tensors_of
 from tunekit.estimates.models.model_config import (
@@ -38,12 +38,14 @@ from tunekit.estimates.models.published import method_of, packed_weights, why_un
 from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
 from tunekit.estimates.models.towers import Tower, describes, tower_of
 from tunekit.files import SHIPPED_MODELS
+from tunekit.probe.chat_template import end_answers, template_text
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
+from tunekit.recipe.chat_templates import missing_tokens, named_template
 from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 PICO = SHIPPED_MODELS["pico"]
 """Folder of the chat model that ships with tunekit."""
@@ -73,24 +75,52 @@ def probe_model(model: ModelSection) -> ModelFacts:
     """
     origin = origin_of(model)
     facts = _probe(model) if origin is None else _of_origin(origin, probe_model)
-    return _with_new_tokens(facts, model)
+    return _with_tokenizer(facts, model)
 
 
-def _with_new_tokens(facts: ModelFacts, section: ModelSection) -> ModelFacts:
-    """Facts of a model with the tokens that its section adds; where the tokenizer is not at hand, with rows for all."""
-    if not section.all_tokens:
+def _with_tokenizer(facts: ModelFacts, section: ModelSection) -> ModelFacts:
+    """Facts of a model with the tokens that its section adds, and with the chat template that it names.
+
+    Where the tokenizer is not at hand, all tokens have new rows.
+
+    Raises:
+        ModelError: The tokenizer lacks the token that ends answers by the template.
+    """
+    template = named_template(section.chat_template)
+    if not section.all_tokens and template is None:
         return facts
+    tokenizer = _tokenizer_at_hand(section)
+    if tokenizer is None:
+        num = len(section.all_tokens)
+        return facts.with_new_tokens(tuple(range(facts.vocab_size, facts.vocab_size + num)), ())
+    before = tokenizer.eos_token
+    facts = facts.with_new_tokens(*add_new_tokens(tokenizer, section))
+    if template is None:
+        return facts
+    end_answers(tokenizer, section)
+    end = str(tokenizer.eos_token)
+    replaces = before if isinstance(before, str) and before != end else None
+    as_text = tuple(missing_tokens(template, tokenizer.get_vocab()))
+    return facts.model_copy(update={"template": TemplateFacts(end=end, replaces=replaces, as_text=as_text)})
+
+
+def _tokenizer_at_hand(section: ModelSection) -> "PreTrainedTokenizerBase | None":
+    """Return the tokenizer of a model as it is stored; None where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     where = with_tokenizer(section)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code
         )
     except (OSError, ValueError, KeyError):
-        num = len(section.all_tokens)
-        return facts.with_new_tokens(tuple(range(facts.vocab_size, facts.vocab_size + num)), ())
-    return facts.with_new_tokens(*add_new_tokens(tokenizer, section))
+        return None
+
+
+def vocabulary_of(section: ModelSection) -> frozenset[str]:
+    """Return the tokens of a model with those that its section adds; of its stored tokens none if it has none."""
+    tokenizer = _tokenizer_at_hand(section)
+    return frozenset((*(() if tokenizer is None else tokenizer.get_vocab()), *section.all_tokens))
 
 
 def _of_origin(origin: Origin, look: Callable[[ModelSection], ModelFacts]) -> ModelFacts:
@@ -129,10 +159,12 @@ def chat_template_of(model: ModelSection) -> Template | None:
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
     tokens |= {} if model.special_tokens is None else model.special_tokens.by_role
+    template = named_template(model.chat_template)
+    if template is not None and template.end is not None:
+        tokens["eos_token"] = template.end
     special_tokens = {name: token for name, token in tokens.items() if token is not None}
     if model.chat_template is not None:
-        path = Path(model.chat_template)
-        return Template(path.read_text(encoding="utf-8"), special_tokens) if path.is_file() else None
+        return Template(template_text(model.chat_template), special_tokens)
     if (folder / "chat_template.jinja").is_file():
         return Template((folder / "chat_template.jinja").read_text(encoding="utf-8"), special_tokens)
     stored = config.get("chat_template")
@@ -171,7 +203,7 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     Raises:
         ModelError: It is not there, or its tensors cannot be told from what there is.
     """
-    return _with_new_tokens(_sketch(model), model)
+    return _with_tokenizer(_sketch(model), model)
 
 
 def _sketch(model: ModelSection) -> ModelFacts:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.files import find_recipe, list_recipes, near_names
+from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.function_source import path_of
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.reading import parse
@@ -84,7 +85,8 @@ def find_secrets(values: Any, places: Places, commanded: Collection[Key] | None 
 
 def named_paths(recipe: Recipe) -> list[tuple[str, str]]:
     """Every text of a recipe that may name a file or a folder, with its dotted key."""
-    return [(dotted(key), text) for key, text in _texts(recipe, ())]
+    texts = _texts(recipe, ())
+    return [(dotted(key), text) for key, text in texts if key[-1] != "chat_template" or named_template(text) is None]
 
 
 def _texts(section: Section, key: Key) -> Iterator[tuple[Key, str]]:

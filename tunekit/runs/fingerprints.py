@@ -39,6 +39,7 @@ from tunekit.probe.host import num_cores
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
 from tunekit.recipe import load
+from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.load import AnyOverrides, load_recipe_with_notes, override_words
 from tunekit.recipe.methods import METHODS, has_teacher, is_rewarded
 from tunekit.recipe.reading.parse import Fault, Key, dotted
@@ -76,10 +77,10 @@ class Fingerprint(Facts):
     """Fingerprint of an input when the run was made."""
 
     what: str
-    """`model`, `tokenizer`, `rows`, `function`, or the recipe's key of a source."""
+    """`model`, `tokenizer`, `chat template`, `rows`, `function`, or the recipe's key of a source."""
     path: str
     """The file; below the run folder for the prepared rows and for functions. A source's pattern for the names of its
-    files, and a model's name on the hub for its commit."""
+    files, a model's name on the hub for its commit, and a chat template's name for its text."""
     digest: str
 
 
@@ -107,17 +108,19 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
 def changes(run: Run, recipe: Recipe) -> list[str]:
     """Return the changes since a run was made by this recipe, a line each; none for a run without fingerprints."""
     recorded = fingerprints_of(run)
-    prints = (*_of_hub(recipe), *_of_listings(recipe.data)) if recorded else ()
+    prints = (*_of_hub(recipe), *_of_listings(recipe.data), *_of_template(recipe)) if recorded else ()
     now = {(fingerprint.what, fingerprint.path): fingerprint.digest for fingerprint in prints}
     return [words for fingerprint in recorded if (words := _change(run, fingerprint, now)) is not None]
 
 
 def _change(run: Run, recorded: Fingerprint, now: dict[tuple[str, str], str]) -> str | None:
     what, path, kind = recorded.what, recorded.path, recorded.digest.partition(" ")[0]
-    if kind in ("commit", "names"):
+    if kind in ("commit", "names", "text"):
         digest = now.get((what, path), recorded.digest)
         if digest == recorded.digest:
             return None
+        if kind == "text":
+            return f"{what}: {path} has another text in this version of tunekit or TRL"
         news = f"was {recorded.digest}, now {digest}" if kind == "commit" else "matches other files than before"
         return f"{what}: {path} {news}"
     file = run.path / path
@@ -151,7 +154,10 @@ def _found(run: Run) -> Iterator[Fingerprint]:
         yield from _of_files(what, (file for pattern in patterns for file in sorted(folder.glob(pattern))))
     folder, template = Path(model_folder(with_tokenizer(recipe.model))), recipe.model.chat_template
     files = [folder / name for name in (*TOKENIZER, *TEMPLATES) if (folder / name).is_file()]
-    yield from _of_files("tokenizer", files if template is None else [*files, Path(template)])
+    if template is not None and named_template(template) is None:
+        files.append(Path(template))
+    yield from _of_files("tokenizer", files)
+    yield from _of_template(recipe)
     for name in FILES.values():
         if (run.path / "data" / name).is_file():
             path = f"data/{name}"
@@ -161,6 +167,14 @@ def _found(run: Run) -> Iterator[Fingerprint]:
     yield from _of_listings(recipe.data)
     for source in (*recipe.data.sources, *recipe.data.eval_sources):
         yield from _of_files(source.key, _files_of_source(source))
+
+
+def _of_template(recipe: Recipe) -> Iterator[Fingerprint]:
+    """Yield the chat template that the recipe names, by its text."""
+    template = named_template(recipe.model.chat_template)
+    if template is not None:
+        digest = hashlib.sha256(template.text().encode()).hexdigest()
+        yield Fingerprint(what="chat template", path=template.name, digest=f"text {digest}")
 
 
 def _of_files(what: str, files: Iterable[Path]) -> Iterator[Fingerprint]:

@@ -21,6 +21,7 @@ from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
 from tunekit.models.load import load_processor, load_tokenizer
+from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, uses_tools
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.schema import Recipe
@@ -361,7 +362,8 @@ def absolute(recipe: Recipe) -> Recipe:
 
 def _absolute_model(section: ModelSection) -> ModelSection:
     path = section.path if section.path in SHIPPED_MODELS else _absolute(section.path)
-    return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
+    template = section.chat_template if named_template(section.chat_template) else _absolute(section.chat_template)
+    return section.model_copy(update={"path": path, "chat_template": template})
 
 
 def with_models(method: Method, change: Callable[[ModelSection], ModelSection]) -> Method:

@@ -9,7 +9,7 @@ row with transformers.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -18,13 +18,20 @@ from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.load import LoadedData
 from tunekit.errors import DataError
 from tunekit.probe.chat_template import template_in_time
+from tunekit.recipe.chat_templates import fitting, missing_tokens, named_templates
+from tunekit.recipe.reading.parse import to_inline_yaml
 
 
-def without_template() -> DataError:
-    """The error of conversations whose tokenizer has no chat template."""
+def without_template(vocabulary: Collection[str]) -> DataError:
+    """The error of conversations whose tokenizer has no chat template, with the names of those that fit its tokens."""
+    names = fitting(vocabulary)
+    remedy = f"set model.chat_template to one that its tokens fit, such as {', '.join(names)}"
+    if not names:
+        tokens = to_inline_yaml(missing_tokens(named_templates()["chatml"], vocabulary))
+        remedy = f"set model.chat_template=chatml and model.add_special_tokens={tokens}"
     return DataError(
         "the tokenizer has no chat template to render messages",
-        hint="set model.chat_template to a Jinja file, use a chat model, or use rows of prompt and completion",
+        hint=f"{remedy}, set it to a Jinja file, use a chat model, or use rows of prompt and completion",
     )
 
 
@@ -42,13 +49,16 @@ _MARKER = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 """Markers of the assistant's tokens, which transformers reads and plain Jinja does not know."""
 
 
-def check_first_rows(data: LoadedData, template: str | None, tokens: Mapping[str, str]) -> None:
+def check_first_rows(
+    data: LoadedData, template: str | None, tokens: Mapping[str, str], vocabulary: Callable[[], Collection[str]]
+) -> None:
     """Check that the first conversation of each source has a template that takes it.
 
     Args:
         data: The rows.
         template: The chat template; None where the tokenizer has none.
         tokens: The tokenizer's special tokens by their names, which templates write.
+        vocabulary: Returns its tokens, which decide about the templates that fit it.
 
     Raises:
         DataError: There is no template, or it refuses a row.
@@ -58,7 +68,7 @@ def check_first_rows(data: LoadedData, template: str | None, tokens: Mapping[str
         if messages is None:
             continue
         if template is None:
-            raise without_template()
+            raise without_template(vocabulary())
         _check(messages, rows.rows[0].get("tools"), rows.place(0), template, tokens)
 
 

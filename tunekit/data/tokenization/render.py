@@ -93,7 +93,7 @@ class ChatRenderer:
         self, tokenizer: "PreTrainedTokenizerBase", *, last_only: bool = False, in_parts: bool = False
     ) -> None:
         if tokenizer.chat_template is None:
-            raise without_template()
+            raise without_template(tokenizer.get_vocab())
         self._tokenizer = tokenizer
         self._last_only = last_only
         self._in_parts = in_parts

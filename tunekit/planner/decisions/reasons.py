@@ -37,7 +37,9 @@ from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCEN
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.decisions.published import base_cost, base_words
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
+from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.methods import generates, is_rewarded
+from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
     AdaloraAdapter,
@@ -311,6 +313,7 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         yield Reason(topic="starts from", choice=choice, why=why)
     yield from _rope_reasons(recipe, model)
     yield from _token_reasons(recipe, model)
+    yield from _template_reasons(recipe, model)
     if recipe.model.trust_remote_code:
         at = f"at commit {recipe.model.revision}" if recipe.model.revision else "the latest when the run is created"
         yield Reason(topic="code", choice=f"remote code of the model, {at}", why="model.trust_remote_code is true")
@@ -350,6 +353,23 @@ def _token_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     why = f"in {' and '.join(where)}"
     why += f"; {trained}" if rows and alone == num else ""
     yield Reason(topic="tokens", choice=f"{num} added, vocabulary {model.vocab_size:,}", why=why)
+
+
+def _template_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Yield the reason for a chat template that the recipe names, with the token that ends its answers."""
+    template, facts = named_template(recipe.model.chat_template), model.template
+    if template is None:
+        return
+    if facts is None:
+        why = "the tokenizer is not at hand: the run checks that it has the template's tokens"
+    elif facts.replaces is None:
+        why = f"answers end with {facts.end}, the tokenizer's end token"
+    else:
+        why = f"answers end with {facts.end}, the end token in place of {facts.replaces}"
+    if facts is not None and facts.as_text:
+        tokens = to_inline_yaml([*(recipe.model.add_special_tokens or ()), *facts.as_text])
+        why += f"; {', '.join(facts.as_text)} read as ordinary text, unless model.add_special_tokens={tokens}"
+    yield Reason(topic="chat template", choice=template.name, why=why)
 
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tunekit.recipe.chat_templates import is_unknown, named_template, unknown_words
 from tunekit.recipe.sections.section import EXPANDS_ENV, Conflict, Section
 
 RopeType = Literal["linear", "yarn", "llama3", "longrope"]
@@ -111,7 +112,8 @@ class ModelSection(Section):
     (liger-kernel, on CUDA), or `torch`. `auto`: tunekit's wherever they are verified; the plan lists exceptions."""
 
     chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
-    """Jinja file to use instead of the tokenizer's chat template. Saved with the trained model."""
+    """Chat template to use instead of the tokenizer's: a name such as `chatml`, `llama3` or `qwen3`, or a Jinja file.
+    Saved with the trained model. A named one sets the tokenizer's end token to the token that ends its answers."""
 
     image_processor: Annotated[dict[str, Any] | None, Field(min_length=1)] = None
     """Settings of the model's image processor by its own names, such as {max_pixels: 501760} or {do_image_splitting:
@@ -141,8 +143,15 @@ class ModelSection(Section):
         return list(dict.fromkeys([*(self.add_tokens or []), *(self.add_special_tokens or []), *roles.values()]))
 
     def _conflicts_within(self) -> Iterator[Conflict]:
-        """Yield a token that is named twice."""
+        """Yield a token that is named twice, and chat templates that are unknown or end answers otherwise."""
         special = self.add_special_tokens or []
         for token in self.add_tokens or []:
             if token in special:
                 yield Conflict(("add_tokens",), f"{token} is in add_special_tokens too", "remove it from one of them")
+        if self.chat_template is not None and is_unknown(self.chat_template):
+            yield Conflict(("chat_template",), *unknown_words(self.chat_template))
+        template = named_template(self.chat_template)
+        end = None if self.special_tokens is None else self.special_tokens.eos_token
+        if template is not None and template.end is not None and end not in (None, template.end):
+            what = f"{end} never ends an answer: chat_template {template.name} ends them with {template.end}"
+            yield Conflict(("special_tokens", "eos_token"), what, "remove it")
