@@ -11,6 +11,8 @@ from tunekit.display.migration import migration_parts
 from tunekit.errors import RecipeError
 from tunekit.migration.migration import migrate
 from tunekit.migration.report import Migration
+from tunekit.migration.table import tool_table
+from tunekit.recipe.chat_templates import named_templates
 
 AXOLOTL = {"base_model": "Qwen/Qwen3-4B", "sequence_len": 512, "micro_batch_size": 1, "adapter": "lora"}
 LLAMA_FACTORY = {"model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 512}
@@ -55,7 +57,19 @@ DIFFERENT = [
         "excess_length_strategy",
         "drops rows longer than data.max_length by default",
     ),
-    (AXOLOTL, {"datasets": [CHAT], "chat_template": "chatml"}, "chat_template", f"template chatml; {OWN}"),
+    (AXOLOTL, {"datasets": [CHAT], "chat_template": "phi_4"}, "chat_template", f"template phi_4; {OWN}"),
+    (
+        AXOLOTL,
+        {"datasets": [{"path": "a.jsonl", "type": "completion"}], "chat_template": "chatml"},
+        "chat_template",
+        f"template chatml; {OWN}",
+    ),
+    (
+        AXOLOTL,
+        {"datasets": [CHAT], "chat_template": "chatml", "special_tokens": {"eos_token": "</s>"}},
+        "chat_template",
+        f"template chatml; {OWN}",
+    ),
     (AXOLOTL, {"datasets": [{**CHAT, "chat_template": "gemma"}]}, "datasets[0].chat_template", f"gemma; {OWN}"),
     (
         AXOLOTL,
@@ -76,7 +90,13 @@ DIFFERENT = [
         "datasets[0].type",
         "data.columns: {'prompt': 'question'}; Axolotl formats prompts as turns of chatml's template",
     ),
-    (LLAMA_FACTORY, {"dataset": "chats", "template": "qwen"}, "template", f"with its template qwen; {OWN}"),
+    (LLAMA_FACTORY, {"dataset": "chats", "template": "glm4"}, "template", f"with its template glm4; {OWN}"),
+    (
+        LLAMA_FACTORY,
+        {"dataset": "chats", "stage": "pt", "template": "qwen"},
+        "template",
+        f"with its template qwen; {OWN}",
+    ),
     (
         LLAMA_FACTORY,
         {"dataset": "chats", "mask_history": True},
@@ -92,7 +112,13 @@ DIFFERENT = [
         "truncation_strategy",
         "are 'left' in ms-swift; tunekit truncates them at",
     ),
-    (SWIFT, {"template": "qwen2_5"}, "template", f"with its template qwen2_5; {OWN}"),
+    (SWIFT, {"template": "qwen3"}, "template", f"with its template qwen3; {OWN}"),
+    (
+        SWIFT,
+        {"template": "qwen2_5", "use_chat_template": False},
+        "template",
+        f"with its template qwen2_5; {OWN}",
+    ),
     (SWIFT, {"use_chat_template": False}, "use_chat_template", "formats rows as plain text"),
     (SWIFT, {"loss_scale": "default+ignore_empty_think"}, "loss_scale", "tunekit does not"),
     (
@@ -110,6 +136,28 @@ def test_another_training_is_reported_as_different_and_how(config, more, key, wo
     (found,) = [line for line in made(config, **more).different if line.key == key]
     assert found.kind == "different"
     assert words in found.words
+
+
+TEMPLATES = [
+    (AXOLOTL, {"datasets": [CHAT], "chat_template": "chatml"}, "chat_template", "chatml"),
+    (AXOLOTL, {"datasets": [CHAT], "chat_template": "mistral_v2v3"}, "chat_template", "mistral_v3"),
+    (LLAMA_FACTORY, {"dataset": "chats", "template": "qwen3_nothink"}, "template", "qwen3_instruct_2507"),
+    (LLAMA_FACTORY, {"dataset": "chats", "template": "yi"}, "template", "chatml"),
+    (SWIFT, {"template": "qwen2_5"}, "template", "qwen2_5"),
+]
+
+
+@pytest.mark.parametrize(("config", "more", "key", "name"), TEMPLATES)
+def test_a_template_that_writes_the_same_is_carried_over_by_its_name(config, more, key, name) -> None:
+    report = made(config, **more)
+    (line,) = [line for line in report.lines if line.key == key]
+    assert (line.kind, line.words) == ("carried", f"model.chat_template: {name}")
+    assert report.recipe.model.chat_template == name
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "llama-factory", "ms-swift"])
+def test_templates_are_carried_over_to_names_that_recipes_take(tool) -> None:
+    assert set(tool_table(tool).words["same_templates"].values()) <= set(named_templates())
 
 
 SAME = [
@@ -169,7 +217,7 @@ def test_the_report_counts_and_shows_what_is_different_and_json_has_it() -> None
 
 
 def test_a_configuration_is_the_same_where_a_field_makes_the_same_of_all_that_differs() -> None:
-    report = made(AXOLOTL, datasets=[CHAT], chat_template="chatml")
+    report = made(AXOLOTL, datasets=[CHAT], chat_template="phi_4")
     assert report.is_whole and report.is_same and report.different
     assert not made(AXOLOTL, datasets=[CHAT], special_tokens={"cls_token": "<c>"}).is_same
     assert not made(AXOLOTL, datasets=[CHAT], qat={"weight_dtype": "int4"}).is_same

@@ -1,6 +1,7 @@
 """Axolotl's lists of rows: types, fields and files -> sources."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, reason, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
+from tunekit.migration.vocabulary import same_template
 
 _TRAINING_FIELDS = ("train", "training", "loss")
 """Keys of a turn that `data` reads as marks of what is learned."""
@@ -230,13 +232,19 @@ def data_files(draft: Draft, entry: Entry) -> Fate:
 
 
 def template(draft: Draft, entry: Entry) -> Fate:
-    """A template by name: the model's own is taken."""
+    """A template by name: tunekit's where that writes the same, else the model's own is taken."""
     name = text(entry.value)
     if name.startswith("tokenizer_default"):
         return Fate("decided", reason("template"))
     if name == "jinja":
         return Fate("silent", "chat_template_jinja sets it")
     draft.suspect(entry.key, f"chat_template {name} replaces the model's own: the chat format may change")
+    datasets = draft.get("datasets", [])
+    kinds = [source.get("type") for source in datasets if isinstance(source, Mapping)]
+    if entry.key == "chat_template" and kinds and all(str(kind).startswith("chat_template") for kind in kinds):
+        fate = same_template(draft, entry, "axolotl")
+        if fate is not None:
+            return fate
     words = f"Axolotl formats rows with its template {name}; {reason('other_template')}"
     return Fate("different", words, "model.chat_template")
 

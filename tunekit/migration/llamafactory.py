@@ -14,6 +14,7 @@ from tunekit.migration.draft import Draft, UnfitError, carried, names, number, r
 from tunekit.migration.original import Entry, read_mapping
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
+from tunekit.migration.vocabulary import same_template
 
 _METHODS = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 
@@ -266,7 +267,7 @@ def quantization_method(draft: Draft, entry: Entry) -> Fate:
 
 
 def template(draft: Draft, entry: Entry) -> Fate:
-    """A template by name: the model's own is taken."""
+    """A template by name: tunekit's where that writes the same, else the model's own is taken."""
     name, model = text(entry.value).lower(), str(draft.get("model_name_or_path", "")).lower()
     if name in ("default", "empty", "alpaca", "vicuna"):
         words = f"template {name} is not the model's own, which the recipe uses: the chat format changes"
@@ -276,6 +277,9 @@ def template(draft: Draft, entry: Entry) -> Fate:
             words = f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
             draft.suspect(entry.key, words)
             break
+    fate = None if draft.get("stage", "sft") == "pt" else same_template(draft, entry, "llama-factory")
+    if fate is not None:
+        return fate
     words = f"LLaMA-Factory formats rows with its template {entry.value}; {reason('other_template')}"
     return Fate("different", words, "model.chat_template")
 

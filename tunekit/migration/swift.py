@@ -9,10 +9,11 @@ from typing import Any
 
 from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text
+from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text, truth
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate, Kind
 from tunekit.migration.table import tool_rules
+from tunekit.migration.vocabulary import same_template
 from tunekit.recipe.reading.parse import plain_scalar
 from tunekit.recipe.sections.adapters import AdaloraAdapter
 
@@ -310,9 +311,13 @@ def loss_scale(draft: Draft, entry: Entry) -> Fate:
 
 
 def template(draft: Draft, entry: Entry) -> Fate:
-    """A template by name: the model's own is taken."""
+    """A template by name: tunekit's where that writes the same, else the model's own is taken."""
     if entry.value in ("default", "dummy"):
         draft.suspect(entry.key, f"template {entry.value} is not the model's own, which the recipe uses")
+    is_chat = draft.original.task != "pt" and truth(draft.get("use_chat_template", True))
+    fate = same_template(draft, entry, "ms-swift") if is_chat else None
+    if fate is not None:
+        return fate
     words = f"ms-swift formats rows with its template {entry.value}; {reason('other_template')}"
     return Fate("different", words, "model.chat_template")
 

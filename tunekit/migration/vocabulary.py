@@ -1,4 +1,4 @@
-"""Keys of other tools about a model's context and vocabulary -> `model.rope_scaling` and `model.add_tokens`."""
+"""Keys of other tools about a model's context, vocabulary and chat template -> fields of `model`."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,8 @@ from tunekit.estimates.models.model_config import known_models, text_config
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, text
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
+from tunekit.migration.table import tool_table
+from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.sections.model import RopeScaling, SpecialTokens
 
 _TYPES = ("linear", "yarn", "llama3", "longrope")
@@ -65,6 +67,15 @@ def role(draft: Draft, entry: Entry) -> Fate:
     if name == "additional_special_tokens":
         return _added(draft, entry, "model.add_special_tokens")
     return Fate("different", "the tokenizer's own special tokens are used")
+
+
+def same_template(draft: Draft, entry: Entry, tool: str) -> Fate | None:
+    """Carry over a template by its name, if one of tunekit's writes conversations alike; None where none does."""
+    name = str(tool_table(tool).words["same_templates"].get(text(entry.value), ""))
+    template, end = named_template(name), draft.get("special_tokens.eos_token")
+    if template is None or (end is not None and template.end not in (None, end)):
+        return None
+    return draft.carry(entry, "model.chat_template", template.name)
 
 
 def _added(draft: Draft, entry: Entry, target: str) -> Fate:
