@@ -20,7 +20,7 @@ from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.events import EventLog, read_events
-from tunekit.runs.prepared_data import record
+from tunekit.runs.prepared_data import absolute, record
 from tunekit.runs.run import Run, find_run, list_runs
 from tunekit.runs.small_files import identity_of
 
@@ -376,3 +376,12 @@ def test_plots_without_matplotlib_name_the_remedy(finished, monkeypatch):
     with pytest.raises(DependencyError) as caught:
         run.plot()
     assert str(caught.value) == "plotting needs matplotlib; install it with: pip install 'tunekit[notebook]'"
+
+
+def test_a_recipe_with_absolute_paths_keeps_the_name_of_a_template_beside_a_file_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("chatml", "own.jinja"):
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    for given, kept in (("chatml", "chatml"), ("./chatml", str(tmp_path / "chatml")), ("own.jinja", "/own.jinja")):
+        recipe = load_recipe({"model": {"path": "pico", "chat_template": given}, "data": {"train": "rows.jsonl"}})
+        assert str(absolute(recipe).model.chat_template).endswith(kept)

@@ -116,15 +116,12 @@ def test_a_run_that_continues_has_the_template_and_the_end_of_the_first(folder, 
 
 
 @pytest.mark.slow
-def test_a_run_with_a_named_template_resumes_exactly(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "chatml").write_text("a file of that name", encoding="utf-8")
+def test_a_run_with_a_named_template_resumes_exactly(folder, tmp_path):
     recipe = recipe_in(folder, "x", adapter="lora")
     recipe["train"] = {"max_steps": 6, "save_steps": 2, "global_batch_size": 8}
     whole, cut = (
         Run(made({**recipe, "output": {"dir": str(tmp_path / name), "sample_prompts": []}})) for name in ("a", "b")
     )
-    assert whole.recipe.model.chat_template == "chatml"
     work_in(whole.path, 1)
     in_processes(1, cut_off, cut.path)
     assert cut.state == "failed"
@@ -134,8 +131,11 @@ def test_a_run_with_a_named_template_resumes_exactly(folder, tmp_path, monkeypat
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_a_named_template_is_compared_by_its_text_before_a_run_resumes(folder, tmp_path, monkeypatch):
+def test_a_run_keeps_the_name_and_compares_its_text_before_it_resumes(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chatml").write_text("a file of that name", encoding="utf-8")
     run = verbs.make_run({**recipe_in(folder, "x"), "output": {"dir": str(tmp_path / "run"), "sample_prompts": []}})
+    assert run.recipe.model.chat_template == "chatml"
     assert fingerprints.changes(run, run.recipe) == []
     monkeypatch.setattr(NamedTemplate, "text", lambda self: "another text")
     assert fingerprints.changes(run, run.recipe) == [
