@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
             "{% generation %}{% endgeneration %}{{ raise_exception('no ' + messages[0]['role']) }}",
             "rows.jsonl:1: the chat template rejects the row: no user",
         ),
+        ("{% include 'other' %}", "rows.jsonl:1: the chat template reads another file, 'other'; write its text into"),
     ],
 )
 @pytest.mark.parametrize("call", [verbs.plan, verbs.check, verbs.train], ids=["plan", "check", "train"])

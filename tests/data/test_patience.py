@@ -1,11 +1,18 @@
-"""A chat template that takes too long is ended, wherever it spends its time and whoever renders it."""
+"""A chat template that takes too long is ended, wherever it spends its time and whoever renders it.
 
+One that fails whatever the row is, is told in a line.
+"""
+
+import contextlib
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from tests.tiny import make_tokenizer
+from tests.waiting import LIMIT_SECONDS
 from tunekit.errors import DataError
 from tunekit.probe import chat_template
 from tunekit.probe.chat_template import template_in_time
@@ -54,3 +61,76 @@ def test_a_template_is_ended_in_other_threads_and_where_the_alarm_is_taken(token
     finally:
         signal.signal(signal.SIGALRM, taken)
     assert told == ["both", "both"]
+
+
+TRACED = """
+import sys, threading
+from tunekit.errors import DataError
+from tunekit.probe import chat_template
+
+def work(seconds):
+    chat_template.ROW_SECONDS = seconds
+    try:
+        with chat_template._by_thread():
+            while seconds < 1:
+                pass
+    except chat_template._TimeIsUp:
+        print("ended")
+    sys.setprofile(lambda *_: None)
+    (lambda: None)()
+    sys.setprofile(None)
+
+for seconds in (0.1, 30):
+    thread = threading.Thread(target=work, args=(seconds,))
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_can_be_traced_after_a_template():
+    command = [sys.executable, "-c", TRACED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS)
+    assert done.stdout == "ended\n"
+
+
+@contextlib.contextmanager
+def around(place):
+    with template_in_time(place):
+        yield
+
+
+@pytest.mark.parametrize("enter", [template_in_time, around])
+def test_an_alarm_that_comes_while_the_alarm_is_taken_back_leaves_nothing_behind(enter, tokenizer):
+    def ring(frame, event, argument):
+        if event == "call" and frame.f_code is contextlib._GeneratorContextManager.__exit__.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGALRM)
+
+    with enter("rows.jsonl:1"):
+        sys.setprofile(ring)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "it is nested too deep, or calls itself without end"),
+        ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "it is nested too deep, or calls itself without end"),
+        ("{% include 'a' %}", "no loader for this environment specified"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{{ 'a' * 10 ** 18 }}", "not enough memory for its text"),
+    ],
+)
+def test_a_template_that_fails_for_any_row_is_told_in_a_line(template, why, tokenizer):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: rendering the chat template failed: {why}"):
+        render(tokenizer, template)
+
+
+@pytest.mark.parametrize("template", [LOOP, "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"])
+def test_a_tokenizer_with_such_a_template_is_not_looked_at_twice(template, tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_template, "ROW_SECONDS", 0.3)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match="a first conversation: rendering the chat template"):
+        chat_template.take_texts(tokenizer)

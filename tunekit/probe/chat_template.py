@@ -6,13 +6,17 @@ A template's sandbox allows endless loops. What ends it is no `Exception`: Jinja
 while it compiles it, and goes on after any exception there. In the main thread a signal interrupts also the arithmetic
 of large numbers, which Python does in C. Other threads are interrupted between two instructions of Python: a power of
 constants is computed to its end there.
+
+What a template does that no row asks for - calls without end, a text that fills the memory, another file - is an error
+of the template.
 """
 
+import contextlib
 import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,11 +36,15 @@ AGAIN_SECONDS = 1.0
 """After which time it is ended again, where the end was dropped: Python drops what is raised in a destructor."""
 
 
+CHECKS = 100
+"""Passes of a loop in which a thread certainly looks for what it was sent: it does so in each."""
+
+
 class _TimeIsUp(BaseException):
     """The time is up. What the template runs in catches no such exception."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def template_in_time(place: str) -> Iterator[None]:
     """Within it a template that takes too long is ended.
 
@@ -44,21 +52,48 @@ def template_in_time(place: str) -> Iterator[None]:
         place: The row, for messages.
 
     Raises:
-        DataError: It took too long.
+        DataError: It took too long, or fails whatever the row is.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     is_free = in_main_thread and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     try:
-        with _by_signal() if is_free else _by_thread():
+        with _by_signal(_body_of(sys._getframe())) if is_free else _by_thread():
             yield
     except _TimeIsUp:
         problem = f"{place}: rendering the chat template timed out after {ROW_SECONDS:.0f} s"
         raise DataError(problem, hint="check it for endless loops, or set model.chat_template") from None
+    except (TypeError, OverflowError, RecursionError, MemoryError) as error:
+        problem = f"{place}: rendering the chat template failed: {_said(error)}"
+        raise DataError(problem, hint="set model.chat_template to another one") from error
 
 
-@contextmanager
-def _by_signal() -> Iterator[None]:
+def _body_of(frame: FrameType) -> FrameType | None:
+    """Return the frame with the `with` that enters a context manager of this frame, or one around that."""
+    around: FrameType | None = frame
+    while around is not None and (entry := around.f_back) is not None and entry.f_code is _ENTRY:
+        around = entry.f_back
+    return around
+
+
+_ENTRY = contextlib._GeneratorContextManager.__enter__.__code__
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep, or calls itself without end"
+    return "not enough memory for its text" if isinstance(error, MemoryError) else str(error)
+
+
+@contextlib.contextmanager
+def _by_signal(body: FrameType | None) -> Iterator[None]:
+    """End what is called from a frame, when the time is up."""
+
     def end(signum: int, frame: FrameType | None) -> None:
+        # Not within what takes the alarm back: that comes after, and would be left undone.
+        while frame is not body:
+            if frame is None or frame.f_code.co_filename in (__file__, contextlib.__file__):
+                return
+            frame = frame.f_back
         raise _TimeIsUp
 
     signal.signal(signal.SIGALRM, end)
@@ -70,14 +105,17 @@ def _by_signal() -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _by_thread() -> Iterator[None]:
     """The same from another thread, for one that gets no signals, or whose alarm is somebody else's."""
-    thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    is_over = is_sent = False
 
     def end() -> None:
+        nonlocal is_sent
         with lock:
             if not is_over:
+                is_sent = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TimeIsUp))
 
     timer = threading.Timer(ROW_SECONDS, end)
@@ -88,9 +126,13 @@ def _by_thread() -> Iterator[None]:
     finally:
         with lock:
             is_over = True
-        # One that was sent and did not come yet.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         timer.cancel()
+        # One that was sent and did not come yet comes here. Taken back, it would leave Python 3.11 looking for it
+        # before each instruction, and hanging under a debugger or profiler.
+        if is_sent:
+            with contextlib.suppress(_TimeIsUp):
+                for _ in range(CHECKS):
+                    pass
 
 
 _PROBE = "a text of one user"
@@ -120,11 +162,11 @@ def _written(tokenizer: "PreTrainedTokenizerBase", content: Any) -> str:
     """Text that a template writes of a message; empty where it refuses it."""
     from jinja2 import TemplateError
 
-    try:
-        with template_in_time("a first conversation"):
+    with template_in_time("a first conversation"):
+        try:
             return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
-    except (TemplateError, TypeError, ValueError, DataError):
-        return ""
+        except (TemplateError, TypeError, ValueError, OverflowError):
+            return ""
 
 
 def template_text(template: str) -> str:

@@ -80,7 +80,7 @@ def _conversation(row: Row) -> list[Row] | None:
 
 
 def _check(messages: list[Row], tools: Any, place: str, template: str, tokens: Mapping[str, str]) -> None:
-    from jinja2 import TemplateError
+    from jinja2 import FunctionLoader, TemplateError, TemplateNotFound
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -90,20 +90,25 @@ def _check(messages: list[Row], tools: Any, place: str, template: str, tokens: M
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], loader=FunctionLoader(lambda _: None)
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     plain = _MARKER.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", template)
     asks = messages[-1].get("role") != "assistant"
-    try:
-        with template_in_time(place):
+    with template_in_time(place):
+        try:
             environment.from_string(plain).render(
                 messages=messages, tools=tools_of(tools) or None, documents=None, add_generation_prompt=asks, **tokens
             )
-    except TemplateError as error:
-        # A subclass is Jinja's own, as of a name that is missing here.
-        if type(error) is TemplateError:
-            raise refusal(error, place) from error
-    except (TypeError, ValueError, OverflowError, MemoryError):
-        return
+        except TemplateNotFound as error:
+            problem = f"{place}: the chat template reads another file, {error.name!r}"
+            raise DataError(problem, hint="write its text into the template") from error
+        except TemplateError as error:
+            # A subclass is Jinja's own, as of a name that is missing here.
+            if type(error) is TemplateError:
+                raise refusal(error, place) from error
+        except (TypeError, ValueError, OverflowError):
+            return

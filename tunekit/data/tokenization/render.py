@@ -409,11 +409,11 @@ def _rendering(place: str) -> Iterator[None]:
     """Within it a template that takes too long is ended, and its refusal of a row is a DataError."""
     from jinja2 import TemplateError
 
-    try:
-        with template_in_time(place):
+    with template_in_time(place):
+        try:
             yield
-    except (TemplateError, TypeError, OverflowError, MemoryError) as error:
-        raise refusal(error, place) from error
+        except (TemplateError, TypeError, OverflowError) as error:
+            raise refusal(error, place) from error
 
 
 def _spoken(messages: Messages) -> list[int]:
