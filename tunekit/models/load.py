@@ -39,6 +39,7 @@ from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.chat_template import end_answers, take_texts, template_text
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
+from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.recipe.sections.adapters import (
@@ -82,18 +83,23 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     Raises:
         ModelError: As `load_tokenizer` says.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     template, recipe_section, section = section.chat_template, section, with_tokenizer(section)
+    check_settings(Path(model_folder(section)), section.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError
+    ) as error:  # fmt: skip
         raise ModelError(
             f"model.path: the tokenizer of {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "the folder may be incomplete",
         ) from error
+    check_normalizer(tokenizer, section.path)
     if template is not None:
         tokenizer.chat_template = template_text(template)
     take_texts(tokenizer)

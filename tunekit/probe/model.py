@@ -8,7 +8,6 @@ or tunekit's own table of well-known models.
 import json
 import os
 import re
-import struct
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +38,17 @@ from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
 from tunekit.estimates.models.towers import Tower, describes, tower_of
 from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.chat_template import end_answers, template_text
+from tunekit.probe.model_files import (
+    PICKLED,
+    Tensors,
+    broken,
+    check_config,
+    check_links,
+    dtype_name,
+    read_settings,
+    read_tensors,
+    read_text,
+)
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
 from tunekit.recipe.chat_templates import missing_tokens, named_template
@@ -52,11 +62,6 @@ PICO = SHIPPED_MODELS["pico"]
 
 HUB_SECONDS = 10
 """Seconds that a request to the hub may take before it counts as out of reach."""
-
-Tensors = dict[str, tuple[tuple[int, ...], str]]
-"""Shape and type of tensors, by name."""
-
-_PICKLED = "pickled weights can run code when opened and are not loaded; convert them to safetensors"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """Files that hold a tokenizer; one of them is enough."""
@@ -156,7 +161,7 @@ def chat_template_of(model: ModelSection) -> Template | None:
     folder = local if local.is_dir() else fetched_folder(section)
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return None
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = read_settings(folder, "tokenizer_config.json", model.path)
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
     tokens |= {} if model.special_tokens is None else model.special_tokens.by_role
     template = named_template(model.chat_template)
@@ -166,7 +171,7 @@ def chat_template_of(model: ModelSection) -> Template | None:
     if model.chat_template is not None:
         return Template(template_text(model.chat_template), special_tokens)
     if (folder / "chat_template.jinja").is_file():
-        return Template((folder / "chat_template.jinja").read_text(encoding="utf-8"), special_tokens)
+        return Template(read_text(folder / "chat_template.jinja", model.path), special_tokens)
     stored = config.get("chat_template")
     if stored is None and not _has_chat_template(folder) and not (folder / "additional_chat_templates").is_dir():
         return Template(None, special_tokens)
@@ -382,10 +387,10 @@ def _hub_tensors(model: ModelSection) -> Tensors:
         except NotASafetensorsRepoError as error:
             raise ModelError(
                 f"model.path: {model.path!r} has no safetensors weights",
-                hint=_PICKLED,
+                hint=PICKLED,
             ) from error
     return {
-        name: (tuple(tensor.shape), _dtype_name(tensor.dtype))
+        name: (tuple(tensor.shape), dtype_name(tensor.dtype))
         for file in metadata.files_metadata.values()
         for name, tensor in file.tensors.items()
     }
@@ -428,7 +433,7 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
             f"model.path: {path!r} has no tokenizer",
             hint="the folder is incomplete: save the tokenizer beside the model",
         )
-    tensors = stored if stored is not None else _folder_tensors(folder, path)
+    tensors = stored if stored is not None else read_tensors(folder, path)
     packed = None
     if method_of(config) is not None and (is_known(config) or _is_of_transformers(config)):
         # What is stored then are packed blocks and their scales, not the weights that are trained.
@@ -437,13 +442,11 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
 
 
 def _read_config(folder: Path, path: str) -> dict[str, Any]:
-    config_file = folder / "config.json"
-    if not config_file.is_file():
+    if not (folder / "config.json").is_file():
         raise ModelError(f"model.path: {path!r} has no config.json", hint="set it to a folder saved by save_pretrained")
-    try:
-        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"model.path: {path!r} has a broken config.json: {error}", hint="save it again") from error
+    check_links(folder, path)
+    config = read_settings(folder, "config.json", path)
+    check_config(config, path)
     return _nested(config) if "vision_config" in config and "text_config" not in config else config
 
 
@@ -586,6 +589,8 @@ def _mlp_width(config: Mapping[str, Any], hidden: int) -> int:
 def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
+            if config[name] < 1:
+                raise broken(path, "config.json", f"{name} must be positive, got {config[name]}")
             return int(config[name])
     kind = config.get("model_type")
     has_encoder = config.get("is_encoder_decoder") or any(
@@ -620,53 +625,8 @@ def _by_config_class(config: Mapping[str, Any], name: str) -> Any:
         return None
 
 
-def _folder_tensors(folder: Path, path: str) -> Tensors:
-    """Shape and type of every tensor in a folder's safetensors files."""
-    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        pickled = sorted(file.name for file in folder.glob("*.bin"))
-        if pickled:
-            raise ModelError(
-                f"model.path: {path!r} has no safetensors weights, only {pickled[0]}",
-                hint=_PICKLED,
-            )
-        raise ModelError(f"model.path: {path!r} lacks {', '.join(missing)}", hint="the folder is incomplete")
-    tensors: Tensors = {}
-    for name in names:
-        tensors |= _read_header(folder / name, path)
-    return tensors
-
-
-def _read_header(file: Path, path: str) -> Tensors:
-    """Names, shapes and types from the header of a safetensors file: 8 bytes of length, then JSON."""
-    broken = ModelError(f"model.path: {path!r}: {file.name} is damaged", hint="copy or download it again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise broken
-        (length,) = struct.unpack("<Q", prefix)
-        if length > size - 8:
-            raise broken
-        try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise broken from error
-    header.pop("__metadata__", None)
-    if not header or max(entry["data_offsets"][1] for entry in header.values()) != size - 8 - length:
-        raise broken
-    return {name: (tuple(entry["shape"]), _dtype_name(entry["dtype"])) for name, entry in header.items()}
-
-
-def _dtype_name(stored: str) -> str:
-    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}.get(stored, stored.lower())
-
-
 def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
+    name = "tokenizer_config.json"
+    return (folder / name).is_file() and "chat_template" in read_settings(folder, name, str(folder))

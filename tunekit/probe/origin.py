@@ -10,17 +10,19 @@ by its commit; in a folder its files are remembered by what is in them.
 """
 
 import hashlib
-import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic import ValidationError
 
 from tunekit.errors import ModelError
 from tunekit.estimates.facts import Ancestor, Origin
 from tunekit.estimates.models.rope import section_of
 from tunekit.files import SHIPPED_MODELS, read_table
+from tunekit.probe.model_files import broken, check_links, read_settings
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter
 from tunekit.recipe.sections.model import ModelSection
@@ -78,7 +80,7 @@ def in_folder(adapter: _Adapter, folder: Path) -> _Adapter:
     """Return the section of an adapter as a run saved it in a folder, with the ranks there if rows decided on them."""
     if not isinstance(adapter, LoraAdapter) or not adapter.distributes_ranks:
         return adapter.as_saved
-    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_settings(folder, ADAPTER_CONFIG, str(folder))
     patterns = {name: config[name] or None for name in ("rank_pattern", "alpha_pattern")}
     update = {"target_modules": sorted(config["target_modules"]), **patterns, "rho": 1.0}
     return adapter.model_copy(update=update).as_saved
@@ -91,17 +93,13 @@ def _origin_in(plan: Path) -> Origin | None:
 
 
 def _of_adapter(folder: Path, section: ModelSection) -> Origin:
-    try:
-        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"model.path: {section.path!r} has a broken {ADAPTER_CONFIG}: {error}", hint="save it again"
-        ) from error
+    check_links(folder, section.path)
+    config = read_settings(folder, ADAPTER_CONFIG, section.path)
     _check_weights(folder, section.path)
     values: dict[str, Any] = read_table(PLAIN_ADAPTER)
     unsupported = [name for name, plain in values.items() if config.get(name, plain) not in (plain, None)]
     unsupported += [name for name in ("exclude_modules",) if isinstance(config.get(name), str)]
-    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    targets = config.get("target_modules")
     if unsupported or not targets:
         what = f"{unsupported[0]}: {config[unsupported[0]]}" if unsupported else f"target_modules: {targets}"
         raise ModelError(
@@ -109,12 +107,39 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
             hint="merge it into its base model first",
         )
     base = config.get("base_model_name_or_path")
-    if not base:
+    if not isinstance(base, str) or not base:
         raise ModelError(
             f"model.path: {section.path!r} is an adapter without its base model",
             hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
         )
-    adapter = LoraAdapter(
+    _check_base(folder, base, section.path)
+    try:
+        adapter = _lora(config)
+    except (KeyError, TypeError, ValidationError) as error:
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else _first_of(error)
+        raise broken(section.path, ADAPTER_CONFIG, why) from error
+    revision, changed = config.get("revision"), folder / "config.json"
+    scaling = section_of(read_settings(folder, "config.json", section.path)) if changed.is_file() else None
+    of_base = ModelSection(
+        path=base, revision=revision, rope_scaling=scaling, trust_remote_code=section.trust_remote_code
+    )
+    return Origin(folder=str(folder), base=of_base, adapter=adapter, start=base, runs=())
+
+
+def _check_base(folder: Path, base: str, path: str) -> None:
+    """Refuse adapters whose base is themselves, also by way of others."""
+    folders = {folder}
+    while (Path(base) / ADAPTER_CONFIG).is_file():
+        if (folder := Path(base).resolve()) in folders:
+            raise broken(path, ADAPTER_CONFIG, f"its base {base!r} is an adapter on itself")
+        folders.add(folder)
+        base = str(read_settings(folder, ADAPTER_CONFIG, base).get("base_model_name_or_path"))
+
+
+def _lora(config: Mapping[str, Any]) -> LoraAdapter:
+    """Return the section of an adapter by PEFT's configuration of it."""
+    targets, layers = config["target_modules"], config.get("layers_to_transform")
+    return LoraAdapter(
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,
@@ -128,12 +153,13 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
         use_dora=config.get("use_dora") or False,
         modules_to_save=sorted(config.get("modules_to_save") or []) or None,
     )
-    revision, changed = config.get("revision"), folder / "config.json"
-    scaling = section_of(json.loads(changed.read_text(encoding="utf-8"))) if changed.is_file() else None
-    of_base = ModelSection(
-        path=base, revision=revision, rope_scaling=scaling, trust_remote_code=section.trust_remote_code
-    )
-    return Origin(folder=str(folder), base=of_base, adapter=adapter, start=base, runs=())
+
+
+def _first_of(error: TypeError | ValidationError) -> str:
+    if isinstance(error, TypeError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _check_weights(folder: Path, path: str) -> None:
@@ -184,7 +210,7 @@ def refuse_others_code(folder: Path, path: str) -> None:
     """
     for name in _NAMING:
         if (folder / name).is_file():
-            _check_classes(json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map"), path)
+            _check_classes(read_settings(folder, name, path).get("auto_map"), path)
 
 
 def _check_classes(classes: Any, path: str) -> None:
