@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.data.servers import PASSWORD, USER, web_server
 from tests.processes import own_port
 from tunekit.data.sources.load import load_data
-from tunekit.data.sources.remote import clear_downloads, downloads_root, list_downloads
+from tunekit.data.sources.remote import _nearness, clear_downloads, downloads_root, list_downloads
 from tunekit.data.sources.rows import clear_folder, is_url, shown, without_user
 from tunekit.errors import DataError, DependencyError
 from tunekit.recipe.sections.data import DataSection, DataSource
@@ -107,6 +107,41 @@ def test_a_redirection_is_followed(web):
     web.status["/old.jsonl"] = 302
     web.headers["/old.jsonl"] = {"Location": "/rows.jsonl"}
     assert texts(f"{web.address}/old.jsonl") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("target", "host"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "169.254.169.254"),
+        ("http://[fe80::1]/rows.jsonl", "fe80::1"),
+        ("//169.254.1.2:80/rows.jsonl", "169.254.1.2"),
+    ],
+)
+def test_a_redirection_to_where_its_server_cannot_reach_itself_is_not_followed(target, host, web):
+    web.status["/old.jsonl"] = 302
+    web.headers["/old.jsonl"] = {"Location": target}
+    assert refusal(f"{web.address}/old.jsonl") == (
+        f"data.train.path: '{web.address}/old.jsonl' redirects to {host}, which its server cannot reach itself; "
+        "set the URL that it leads to, if that is what you want"
+    )
+
+
+@pytest.mark.parametrize(
+    ("far", "near"),
+    [
+        ("8.8.8.8", "127.0.0.1"),
+        ("8.8.8.8", "10.0.0.1"),
+        ("8.8.8.8", "0.0.0.0"),
+        ("2606:4700::1", "::1"),
+        ("8.8.8.8", "::ffff:127.0.0.1"),
+        ("8.8.8.8", "localhost"),
+        ("192.168.1.1", "127.0.0.2"),
+        ("127.0.0.1", "169.254.169.254"),
+        ("10.0.0.1", "fe80::1%lo"),
+    ],
+)
+def test_addresses_are_nearer_the_fewer_can_reach_them(far, near):
+    assert max(_nearness(far)) < min(_nearness(near))
 
 
 def test_user_and_password_open_the_file_and_are_never_told(web, tmp_path):

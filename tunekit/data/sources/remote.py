@@ -9,11 +9,16 @@ and size), so a file that changed there is another copy here. It is written besi
 Files can also be read as they come, without a copy.
 
 A URL may hold a password, and its query a key: messages and notes leave them out.
+
+A server may redirect, but not to where it cannot reach itself: from the network to this machine or the services of its
+cloud, whose answers would become rows.
 """
 
 import hashlib
 import io
+import ipaddress
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -179,6 +184,9 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
     try:
         with _client(url) as client, client.stream("GET", without_user(url)) as answer:
             return _web_file(answer, url, key)
+    except _NearerError as error:
+        problem = f"{key}.path: '{name}' redirects to {error}, which its server cannot reach itself"
+        raise DataError(problem, hint="set the URL that it leads to, if that is what you want") from error
     except httpx2.InvalidURL:
         # Neither the URL nor what is said of it is shown: what makes it invalid may well be a password.
         problem = f"{key}.path: invalid URL"
@@ -225,7 +233,48 @@ def _client(url: str) -> "httpx2.Client":
         headers={"Accept-Encoding": "identity"},
         timeout=httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
         follow_redirects=True,
+        event_hooks={"response": [_check_redirect]},
     )
+
+
+class _NearerError(OSError):
+    """A redirect leads to an address nearer to this machine than its server's."""
+
+
+def _check_redirect(answer: "httpx2.Response") -> None:
+    """Refuse a redirect from the network to this machine, or from other hosts to addresses of a link.
+
+    Raises:
+        _NearerError: It is one.
+    """
+    if answer.has_redirect_location:
+        url = answer.request.url
+        target = url.join(answer.headers["location"])
+        if max(_nearness(target.host), default=_FAR) > min(_nearness(url.host), default=_FAR):
+            raise _NearerError(target.host)
+
+
+_FAR = 0
+"""Nearness of an address of the internet."""
+
+
+def _nearness(host: str) -> list[int]:
+    """Return how near the addresses of a host are; none where this machine does not know them."""
+    try:
+        known = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except (OSError, UnicodeError):
+        return []
+    return [_nearness_of(ipaddress.ip_address(address.partition("%")[0])) for address in known]
+
+
+def _nearness_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_link_local:
+        return 3
+    if address.is_loopback or address.is_unspecified:
+        return 2
+    return _FAR if address.is_global else 1
 
 
 class _WebReader(ByteStream):
