@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import json
 import os
 import pty
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from tunekit.launching.stop import delete_run
 from tunekit.recipe.load import reload_recipe
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import prospects
-from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.checkpoints.complete import MANIFEST, newest_complete
 from tunekit.runs.run import Run
 
 SHORT, LONG = 4, 8
@@ -304,6 +306,7 @@ def changed(run):
     [
         ("model/model.safetensors", "model: .*model.safetensors has changed"),
         ("model/config.json", "model: .*config.json has changed"),
+        ("model/generation_config.json", "model: .*generation_config.json has changed"),
         ("model/tokenizer.json", "tokenizer: .*tokenizer.json has changed"),
         ("rows.jsonl", "data.train: .*rows.jsonl has changed"),
         ("run/data/train.arrow", "rows: data/train.arrow has changed"),
@@ -320,6 +323,31 @@ def test_what_a_run_is_made_of_may_not_change(file, words, folder, tmp_path):
     (tmp_path / file).write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
     (found,) = changed(run)
     assert re.search(words, found)
+
+
+def test_other_versions_than_at_the_checkpoint_are_told(full, tmp_path):
+    same, run = copied(full, tmp_path / "same"), copied(full, tmp_path / "run")
+    assert not [note for note in said(same, "train.max_steps=8") if "versions" in note]
+    file = newest_complete(run.path).path / MANIFEST
+    manifest = json.loads(file.read_text())
+    version = manifest["versions"]["torch"]
+    manifest["versions"] |= {"torch": "3.1.0", "flashy": "1.0"}
+    file.write_text(json.dumps(manifest))
+    told = [note for note in said(run, "train.max_steps=8") if "versions" in note]
+    assert told == [
+        "other versions than at the checkpoint, so losses may differ in rounding: "
+        f"torch 3.1.0 → {version}, flashy 1.0 → not installed"
+    ]
+
+
+@pytest.mark.parametrize("damage", [Path.mkdir, os.mkfifo, lambda file: file.write_text("[" * 200_000 + "\n")])
+def test_events_that_cannot_be_read_are_told_before_a_run_resumes(damage, full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    (run.path / "events.jsonl").unlink()
+    damage(run.path / "events.jsonl")
+    with pytest.raises(RunError, match=r"events\.jsonl(:1: damaged line: nested too deep| cannot be read)"):
+        resumed(run, ["train.max_steps=8"])
+    assert run.recipe == full.recipe
 
 
 def test_a_changed_model_is_refused_by_its_name(full, tmp_path, folder):

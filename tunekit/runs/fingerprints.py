@@ -65,7 +65,13 @@ WHOLE_BYTES = 64 * 2**20
 HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 2**20, 2**16, 32
 """Parts of a larger one that are read: its beginning, and pieces of it."""
 
-MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
 """Files of a model or an adapter that training starts from."""
 
 TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

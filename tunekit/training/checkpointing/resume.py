@@ -83,6 +83,8 @@ def decide(
         TunekitError: It cannot, or not so.
     """
     _check_free(run)
+    # Its last events are a part of the result: one that cannot be read would end the run when it is trained.
+    run.events()
     went_back = checkpoint is not None
     chosen, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
     before, saved = made_by(run, chosen)
@@ -141,8 +143,8 @@ def _replace(run: Run, decision: Decision) -> None:
     earlier["recipe.yaml"] = dump_recipe(decision.before)
     number = next(number for number in count(1) if not (run.path / f"recipe-{number}.yaml").exists())
     for name, text in texts.items():
-        (run.path / name.replace(".yaml", f"-{number}.yaml")).write_text(earlier[name], encoding="utf-8")
-        small_files.write_whole(run.path / name, text)
+        small_files.write_whole(run.path / name.replace(".yaml", f"-{number}.yaml"), earlier[name], durable=True)
+        small_files.write_whole(run.path / name, text, durable=True)
 
 
 def _check_free(run: Run) -> None:
@@ -276,6 +278,8 @@ def _notes(
         yield f"applied: {', '.join(changed)}"
     if weights_only:
         return
+    if others := _other_versions(found):
+        yield f"other versions than at the checkpoint, so losses may differ in rounding: {', '.join(others)}"
     if changed:
         yield "restored from the checkpoint: optimizer and its peak learning rate, random state and data position"
     was = None if saved.schedule is None else saved.schedule.num_steps
@@ -289,6 +293,13 @@ def _notes(
             f"the checkpoint has the random state of {saved.layout.num_processes} processes: that of "
             f"{plan.layout.num_processes} is derived from the seed, and sums round in another order"
         )
+
+
+def _other_versions(found: Found) -> list[str]:
+    """Return the libraries whose versions have changed since a checkpoint."""
+    was, now = manifest_of(found.path).versions, fingerprints.versions()
+    names = [name for name in dict.fromkeys((*was, *now)) if was.get(name) != now.get(name)]
+    return [f"{name} {was.get(name, 'not installed')} → {now.get(name, 'not installed')}" for name in names]
 
 
 def _superseded(run: Run, found: Found, *, went_back: bool, weights_only: bool) -> Iterator[Path]:
