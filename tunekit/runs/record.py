@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import time
 import traceback
@@ -145,6 +146,10 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
     needs = "" if needed_bytes is None else f"; it needs {gib(needed_bytes)}, {gib(free)} free"
     newest = newest_complete(run.path)
     note = f"checkpoint-{newest.step} is complete" if newest.path else "no checkpoint yet"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and (needed_bytes is None or needed_bytes <= free):
+        problem = f"{what} could not be written: {why}; files may be at most {gib(limit)} here (ulimit -f); {note}"
+        return DiskError(problem, hint=f"ulimit -f unlimited, then {next_command(run)}")
     much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "space"
     hint = f"free {much} on the disk of {run.path}, or lower train.save_total_limit, then {next_command(run)}"
     return DiskError(f"{what} could not be written: {why}{needs}; {note}", hint=hint)

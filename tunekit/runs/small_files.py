@@ -31,7 +31,7 @@ from tunekit.files import parse_json, read_regular
 from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import read_launch
 from tunekit.recipe.schema import Recipe
-from tunekit.runs.checkpoints.complete import CHECKPOINTS
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, to_disk
 from tunekit.runs.events import FINAL_PHASES
 
 RESTORE = "restore it from a copy"
@@ -113,11 +113,21 @@ def _read_json(path: Path, kind: type, hint: str) -> Any:
     return content
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file atomically."""
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a small file atomically.
+
+    Args:
+        path: The file.
+        text: Its text.
+        durable: Whether it is on the disk when this returns, whatever the power does.
+    """
     draft = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
     draft.write_text(text, encoding="utf-8")
+    if durable:
+        to_disk(draft)
     draft.replace(path)
+    if durable:
+        to_disk(path.parent)
 
 
 def wait_for(holds: Callable[[], bool], seconds: float, *, every: float = 0.2) -> bool:
@@ -414,7 +424,7 @@ class Continuation:
 
 def write_continuation(folder: Path, continuation: Continuation) -> None:
     """Write the request for the processes, atomically."""
-    write_whole(folder / CONTINUATION, json.dumps(asdict(continuation), indent=2))
+    write_whole(folder / CONTINUATION, json.dumps(asdict(continuation), indent=2), durable=True)
 
 
 def read_continuation(folder: Path) -> Continuation:

@@ -8,6 +8,7 @@ neither resumed from nor deleted.
 Also the command that starts a run over, for runs without a checkpoint.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -186,9 +187,19 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
     sketch.replace(target / MANIFEST)
     for folder in (*(path for path in target.rglob("*") if path.is_dir()), target):
         to_disk(folder)
+    _sync_run(run_folder)
     _take_name(target, to, to.with_name(f".replaced-{manifest.step}"))
     draft.rmdir()
     return to
+
+
+def _sync_run(run_folder: Path) -> None:
+    """Sync what a resume needs besides the checkpoint: recipe, plan, fingerprints, prepared rows, events."""
+    files = [path for pattern in ("*", "*/*") for path in run_folder.glob(pattern) if path.is_file()]
+    for path in (*files, *{file.parent for file in files}):
+        # A status may be replaced meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            to_disk(path)
 
 
 def publish_result(draft: Path, to: Path) -> None:
