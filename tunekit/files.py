@@ -110,6 +110,11 @@ def is_inside(path: Path, root: Path) -> bool:
         return False
 
 
+def leads_out(file: Path) -> bool:
+    """Return whether a file is a link out of its folder."""
+    return file.is_symlink() and not is_inside(file, file.parent)
+
+
 def has_controls(text: str) -> bool:
     """Return whether a text holds control characters or line separators."""
     return any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in text)

@@ -130,6 +130,19 @@ def test_a_plan_that_is_none_is_told_by_its_file(what, damage):
         _ = Run("runs/bad").plan
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if "/" not in file])
+def test_what_a_link_in_a_folder_leads_to_is_not_shown(file, damage, tmp_path):
+    damage(file, "a list")
+    for text in ("canary of a key\n", "canary: of a key\n", "c: canary\n- of\n", "canary:of:a:key:/bin/sh\n" * 20):
+        (tmp_path / "private").write_text(text)
+        (tmp_path / "runs" / "bad" / file).unlink(missing_ok=True)
+        (tmp_path / "runs" / "bad" / file).symlink_to(tmp_path / "private")
+        for command in COMMANDS:
+            done = CliRunner().invoke(app, command)
+            assert isinstance(done.exception, PLAIN)
+            assert "canary" not in done.output + str(done.exception)
+
+
 def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_path):
     save_tiny_model(tmp_path / "model", hidden=32, layers=1)
     save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(8)))

@@ -12,7 +12,9 @@ from tests.tiny import save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.errors import DataError, ModelError, PlanError, RecipeError, TunekitError
 from tunekit.launching.local import launch
+from tunekit.models.load import load_model
 from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.fingerprints import read_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -238,6 +240,17 @@ def test_trust_is_asked_for_by_nothing_else_than_its_field():
                 "method": {"type": "sft", "trainer_args": {"trust_remote_code": True}},
             }
         )
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_of_the_hub_in_a_config_is_not_loaded(key, workspace, tmp_path, sentinel):
+    """transformers would load such code by the package `kernels`, without `trust_remote_code`."""
+    shutil.copytree(workspace / "plain", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", **{key: "owner/kernels"})
+    section = ModelSection(path=str(tmp_path / "model"))
+    for implementation in (None, "sdpa"):
+        model = load_model(section, dtype="float32", attn_implementation=implementation, device="cpu")
+        assert model.config._attn_implementation == "sdpa"
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"

@@ -18,6 +18,7 @@ from tunekit.files import SHIPPED_MODELS, is_name
 from tunekit.planner.plan import Plan
 from tunekit.probe.chat_template import take_texts
 from tunekit.probe.model import model_folder
+from tunekit.probe.model_files import check_settings
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
 from tunekit.recipe.load import reload_recipe
@@ -129,6 +130,7 @@ def _model(name: str) -> Trained:
         folder = Path(model_folder(section))
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise ModelError(f"{name} has no config.json: not a model folder", hint="pass a model folder or a run")
+        check_settings(folder, name)
         return Trained(name=name, base=section, adapter=None, folder=model_folder(section))
     return Trained(name=origin.name, base=origin.base, adapter=origin.adapter, folder=origin.folder)
 

@@ -32,6 +32,9 @@ MAX_DEPTH = 50
 MAX_EXPANSION = 1000
 """Most characters that a normalizer may make of one. Each `▁` for a space is three bytes."""
 
+INDEX = "model.safetensors.index.json"
+"""File that names the file of each tensor, where there are several."""
+
 SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -135,6 +138,8 @@ def check_settings(folder: Path, path: str) -> None:
             content = read_settings(folder, name, path)
             if name == "config.json":
                 check_config(content, path)
+    if (folder / INDEX).is_file():
+        _indexed(folder, path)
 
 
 def check_links(folder: Path, path: str) -> None:
@@ -163,8 +168,8 @@ def read_tensors(folder: Path, path: str) -> Tensors:
         ModelError: A file is missing or damaged, or is not of the folder.
     """
     names = ["model.safetensors"]
-    if (folder / "model.safetensors.index.json").is_file():
-        names = _indexed(folder, "model.safetensors.index.json", path)
+    if (folder / INDEX).is_file():
+        names = _indexed(folder, path)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
@@ -177,14 +182,14 @@ def read_tensors(folder: Path, path: str) -> Tensors:
     return tensors
 
 
-def _indexed(folder: Path, index: str, path: str) -> list[str]:
-    """The files that an index names."""
-    files = read_settings(folder, index, path).get("weight_map")
+def _indexed(folder: Path, path: str) -> list[str]:
+    """The files that the index of a folder names."""
+    files = read_settings(folder, INDEX, path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise broken(path, index, "weight_map does not name a file for each tensor")
+        raise broken(path, INDEX, "weight_map does not name a file for each tensor")
     for name in files.values():
         if not is_name(name) or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise broken(path, index, f"{name!r} is no file of the folder")
+            raise broken(path, INDEX, f"{name!r} is no file of the folder")
     return sorted(set(files.values()))
 
 

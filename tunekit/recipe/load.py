@@ -26,7 +26,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
-from tunekit.files import find_recipe, list_recipes, near_names
+from tunekit.files import find_recipe, leads_out, list_recipes, near_names
 from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.function_source import path_of
 from tunekit.recipe.functions import find_function
@@ -217,6 +217,9 @@ def reload_recipe(path: Path, overrides: AnyOverrides = ()) -> Recipe:
     if not path.is_file():
         what = "is not a file" if path.exists() else "file not found"
         raise RecipeError(f"{path}: {what}", hint="restore it from a copy")
+    if leads_out(path):
+        # What is said of a recipe shows parts of it, which may be those of any file here.
+        raise RecipeError(f"{path}: a link out of its folder", hint="restore it from a copy")
     return load_recipe_with_notes(path, overrides, find_functions=False)[0]
 
 

@@ -27,7 +27,7 @@ import psutil
 import yaml
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.files import parse_json, read_regular
+from tunekit.files import leads_out, parse_json, read_regular
 from tunekit.planner.plan import Plan
 from tunekit.probe.nodes import read_launch
 from tunekit.recipe.schema import Recipe
@@ -42,8 +42,10 @@ def read_text(path: Path) -> str:
 
     Raises:
         FileNotFoundError: It is not there.
-        RunError: It is no file, larger than a small one is, or no UTF-8 text.
+        RunError: It is no file, larger than a small one is, or no UTF-8 text; or is a link out of its folder.
     """
+    if leads_out(path):
+        raise RunError(f"{path} cannot be read: a link out of its folder", hint=RESTORE)
     try:
         return read_regular(path).decode("utf-8")
     except FileNotFoundError:
