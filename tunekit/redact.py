@@ -98,6 +98,14 @@ def redacted(text: str) -> str:
     return _IN_URL.sub(_without_value, text)
 
 
+def with_references(text: str) -> str:
+    """A text in which values of the environment, secret or not, are the `${NAME}` that they came from."""
+    values = {name: value for name, value in os.environ.items() if value in text and _is_told_by_itself(value)}
+    for name in sorted(values, key=lambda name: len(values[name]), reverse=True):
+        text = text.replace(values[name], f"${{{name}}}")
+    return text
+
+
 def without_secrets(value: Any) -> Any:
     """Plain data in whose texts every secret is replaced; its keys stay."""
     if isinstance(value, str):

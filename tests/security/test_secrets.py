@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import save_tiny_model
+from tests.tiny import save_chats, save_tiny_model
 from tests.waiting import LOOK_SECONDS
 from tunekit.api import verbs
 from tunekit.errors import RecipeError
@@ -213,6 +213,25 @@ def test_no_secret_is_in_anything_that_a_run_that_fails_writes_prints_or_shows(w
     written = b"".join(file.read_bytes() for file in (tmp_path / "run").glob("*.*"))
     assert b"a print of [redacted]" in written and b"C says [redacted]" in written
     assert "cannot log in with [redacted]" in " ".join(printed.decode().split())
+
+
+@pytest.mark.slow
+def test_a_card_has_the_name_of_what_a_path_took_from_the_environment(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace)
+    login = "no-name-tells-7"
+    monkeypatch.setenv("MY_CRED", login)
+    (tmp_path / login).mkdir()
+    save_chats(tmp_path / login / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(4)))
+    recipe = {
+        "model": "model",
+        "data": {"train": f"{tmp_path}/${{MY_CRED}}/rows.jsonl", "max_length": 64},
+        "train": {"max_steps": 1, "global_batch_size": 2},
+        "output": {"dir": str(tmp_path / "run"), "sample_prompts": []},
+    }
+    run = verbs.train(recipe)
+    card = (run.model_path / "README.md").read_text()
+    assert login not in card and card.count(f"{tmp_path}/${{MY_CRED}}/rows.jsonl") == 2
+    assert login in (run.path / "recipe.yaml").read_text()  # it resumes by that
 
 
 def command_lines() -> set[bytes]:

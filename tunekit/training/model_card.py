@@ -20,7 +20,7 @@ from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.redact import redacted
+from tunekit.redact import redacted, with_references
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.fingerprints import CODE, models_of
 from tunekit.runs.run import Run
@@ -135,6 +135,10 @@ def write_card(
         scores=[[f"{Path(one.of).name}: {one.words}", f"{one.num_rows:,}", *one.cells] for one in evaluated],
         recipe=dump_recipe(recipe),
     )
+    # A card is published: what a path took from the environment may be a login that no name gives away.
+    for source in sorted((*recipe.data.sources, *recipe.data.eval_sources), key=lambda source: -len(source.path)):
+        for path in (source.path, shown(source.path)):
+            card = card.replace(path, with_references(path))
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
 
 
