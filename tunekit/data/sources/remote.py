@@ -261,10 +261,10 @@ _FAR = 0
 def _nearness(host: str) -> list[int]:
     """Return how near the addresses of a host are; none where this machine does not know them."""
     try:
-        known = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
     except (OSError, UnicodeError):
         return []
-    return [_nearness_of(ipaddress.ip_address(address.partition("%")[0])) for address in known]
+    return [_nearness_of(ipaddress.ip_address(address.partition("%")[0])) for address in addresses]
 
 
 def _nearness_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:

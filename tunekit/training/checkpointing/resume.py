@@ -278,8 +278,8 @@ def _notes(
         yield f"applied: {', '.join(changed)}"
     if weights_only:
         return
-    if others := _other_versions(found):
-        yield f"other versions than at the checkpoint, so losses may differ in rounding: {', '.join(others)}"
+    if libraries := _other_versions(found):
+        yield f"other versions than at the checkpoint, so losses may differ in rounding: {', '.join(libraries)}"
     if changed:
         yield "restored from the checkpoint: optimizer and its peak learning rate, random state and data position"
     was = None if saved.schedule is None else saved.schedule.num_steps
