@@ -15,6 +15,7 @@ from tunekit import TunekitError
 from tunekit.api import verbs
 from tunekit.cli.app import app
 from tunekit.errors import RunError
+from tunekit.recipe.load import reload_recipe
 from tunekit.runs.events import read_events
 from tunekit.runs.reader import EventReader, last_events
 from tunekit.runs.run import Run
@@ -141,6 +142,8 @@ def test_what_a_link_in_a_folder_leads_to_is_not_shown(file, damage, tmp_path):
             done = CliRunner().invoke(app, command)
             assert isinstance(done.exception, PLAIN)
             assert "canary" not in done.output + str(done.exception)
+        with pytest.raises(TunekitError, match="a link out of its folder"):
+            reload_recipe(tmp_path / "runs" / "bad" / file)
 
 
 def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_path):
