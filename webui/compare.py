@@ -100,8 +100,10 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
     if len(names) < 2:
         few = _too_few(site, words)
         return [few, gr.Column(visible=False), *[gr.skip()] * 5, ""]
+    runs, faults = _readable(site, names[:MAX_RUNS])
+    if len(runs) < 2:
+        return [faults, gr.Column(visible=False), *[gr.skip()] * 5, ""]
     try:
-        runs = [site.run(name) for name in names[:MAX_RUNS]]
         marks, kinds = [], []
         for run in runs:
             with history_of(run, patient=True) as reader:
@@ -109,7 +111,7 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
                     return [reading(share_read(reader), words), *[gr.skip()] * 6, ""]
                 marks.append((run.name, reader.read_bytes, reader.num_events))
                 kinds += charts.kinds_of(reader.series)
-        now = repr((marks, kind, view))
+        now = repr((marks, kind, view, faults))
         if now == seen:
             return unchanged
         kinds = [chart_kind for chart_kind in charts.KINDS if chart_kind in kinds]
@@ -118,9 +120,23 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
         drawing = None if chosen is None else drawn(runs, chosen, view, words)
         parts = [differences(runs, words), results(runs, words), answers(runs, words)]
         choice = gr.Dropdown(choices=choices, value=chosen and chosen.key)
-        return ["", gr.Column(visible=True), choice, drawing, *parts, repr((marks, chosen and chosen.key, view))]
+        seen = repr((marks, chosen and chosen.key, view, faults))
+        return [faults, gr.Column(visible=True), choice, drawing, *parts, seen]
     except tunekit.TunekitError as error:
         return [told(error), gr.Column(visible=False), *[gr.skip()] * 5, ""]
+
+
+def _readable(site: Site, names: Sequence[str]) -> tuple[list[tunekit.Run], str]:
+    """Return the runs that can be read, and what is wrong with the others: one keeps nobody from the rest."""
+    runs, faults = [], ""
+    for name in names:
+        try:
+            run = site.run(name)
+            _ = run.recipe
+            runs.append(run)
+        except tunekit.TunekitError as error:
+            faults += told(error)
+    return runs, faults
 
 
 def _too_few(site: Site, words: Words) -> str:

@@ -193,6 +193,11 @@ def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
     assert all(part == SKIP for part in compare.look(site, WORDS, names, "loss", View(), seen))
     assert "Choose at least two runs" in compare.look(site, WORDS, names[:1], None, View(), seen)[0]
     assert "role='alert'" in compare.look(site, WORDS, ["other", "gone"], None, View(), seen)[0]
+    bad = shutil.copytree(trained_run.path, trained_run.path.parent / "bad")
+    (bad / "recipe.yaml").write_text("[" * 1000, encoding="utf-8")
+    message, column, _, plot, *_ = compare.look(site, WORDS, [names[0], "bad", "gone", "other"], None, View(), "")
+    assert message.count("role='alert'") == 2 and "bad/recipe.yaml" in message and "gone" in message
+    assert column.visible and json.loads(plot.plot)["encoding"]["color"]["scale"]["domain"] == names
 
 
 @pytest.fixture(scope="module")
