@@ -255,7 +255,7 @@ def test_a_damaged_model_and_a_run_without_one_are_named_in_one_line(run, tmp_pa
     for name, words in (
         ("early", r"is finished, but .*model is missing; restore it, or recreate it with `tunekit rerun"),
         ("torn", "adapter_model.safetensors is damaged"),
-        ("config", "config.json cannot be read"),
+        ("config", "has a broken config.json"),
         ("tokenizer", "the tokenizer in .* cannot be loaded"),
         ("weights", "the weights of .* are damaged"),
     ):
