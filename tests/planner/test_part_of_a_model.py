@@ -89,5 +89,5 @@ def test_a_pattern_that_is_none_is_refused_at_its_line(tmp_path):
     file.write_text(
         "model: m\ndata: {train: x.jsonl}\nadapter:\n  type: full\n  unfrozen_parameters:\n    - 'layers.('\n"
     )
-    with pytest.raises(RecipeError, match=r"recipe.yaml:6:7: .*'layers.\(' is no regular expression"):
+    with pytest.raises(RecipeError, match=r"recipe.yaml:6:7: .*'layers.\(' is not a valid regular expression"):
         load_recipe(file)

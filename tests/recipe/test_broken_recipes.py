@@ -367,15 +367,15 @@ BROKEN = {
     "activations_that_are_offloaded_and_not_recomputed": (
         GOOD + "train: {gradient_checkpointing: false, activation_offloading: true}\n",
         (
-            "recipe.yaml:3:40: train.activation_offloading: requires gradient_checkpointing: without it, more is kept "
-            "than can be copied in time; unset one of them"
+            "recipe.yaml:3:40: train.activation_offloading: requires gradient_checkpointing: without it, more "
+            "activations are kept than can be copied in time; unset one of them"
         ),
     ),
     "bfloat16_weights_below_an_adapter": (
         GOOD + "train: {pure_bf16: true}\n",
         (
-            "recipe.yaml:3:9: train.pure_bf16: has no use with adapter lora, which is small beside a base in 16 bits "
-            "or fewer; unset it, or set adapter.type=full"
+            "recipe.yaml:3:9: train.pure_bf16: saves almost nothing with adapter lora, which is small compared "
+            "with the base model; unset it, or set adapter.type=full"
         ),
     ),
     "bfloat16_weights_in_float32": (
@@ -413,7 +413,7 @@ BROKEN = {
     "layers_beside_an_expression": (
         GOOD + 'adapter: {type: lora, target_modules: ".*q_proj", layers_to_transform: [0]}\n',
         "recipe.yaml:3:51: adapter.layers_to_transform: does not apply to a regular expression in target_modules; "
-        "put the layers into the expression",
+        "select the layers in the expression",
     ),
     "ranks_and_layers_of_other_kinds": (
         GOOD + "adapter: {type: lora, rank_pattern: {q_proj: 0}, alpha_pattern: 3, layers_to_transform: [1.5]}\n",
@@ -455,49 +455,52 @@ BROKEN = {
     "a_schedule_beside_averages": (
         GOOD + "train:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n  pure_bf16: true\n",
         (
-            "recipe.yaml:5:3: train.lr_scheduler_type: linear does not go with schedule_free_adamw, which averages "
-            "weights instead; set it to constant; warmup_steps still count\n"
-            "recipe.yaml:6:3: train.pure_bf16: bfloat16 rounds off weights each time that schedule_free_adamw takes "
-            "the average and goes back; unset it, or use another optim"
+            "recipe.yaml:5:3: train.lr_scheduler_type: linear is unsupported with schedule_free_adamw, which "
+            "averages weights instead; set it to constant; warmup_steps still apply\n"
+            "recipe.yaml:6:3: train.pure_bf16: schedule_free_adamw switches between weights and their average, and "
+            "bfloat16 rounds them each time; unset it, or use another optim"
         ),
     ),
     "parts_beside_new_layers": (
         GOOD + "adapter: {type: full, new_layers: 2, last_layers: 1}\n",
         (
-            "recipe.yaml:3:38: adapter.last_layers: mutually exclusive with new_layers, which are trained alone; unset "
+            "recipe.yaml:3:38: adapter.last_layers: mutually exclusive with new_layers: only the new layers are "
+            "trained; unset "
             "one of them"
         ),
     ),
     "a_second_average": (
         GOOD + "train:\n  optim: schedule_free_adamw\n  lr_scheduler_type: constant\n  ema_decay: 0.9\n",
-        "recipe.yaml:6:3: train.ema_decay: schedule_free_adamw has an average itself; unset one of them",
+        "recipe.yaml:6:3: train.ema_decay: schedule_free_adamw averages weights already; unset one of them",
     ),
     "an_average_in_bfloat16": (
         GOOD + "train:\n  ema_decay: 0.9\n  pure_bf16: true\nadapter: full\n",
-        "recipe.yaml:4:3: train.ema_decay: bfloat16 rounds off what a step adds to an average; unset one of them",
+        "recipe.yaml:4:3: train.ema_decay: bfloat16 rounds off the update of an average; unset one of them",
     ),
     "a_low_rank_of_another_optimizer": (
         GOOD + "adapter: full\ntrain:\n  optim_args:\n    rank: 8\n  optim_target_modules: ['(']\n",
         (
-            "recipe.yaml:5:3: train.optim_args: adamw_torch_fused takes none; "
+            "recipe.yaml:5:3: train.optim_args: has no effect with adamw_torch_fused; "
             "unset it, or set optim to galore_adamw or apollo_adamw\n"
-            "recipe.yaml:7:26: train.optim_target_modules[0]: '(' is no regular expression: missing ), unterminated "
+            "recipe.yaml:7:26: train.optim_target_modules[0]: '(' is not a valid regular expression: missing ), "
+            "unterminated "
             "subpattern at position 0; escape special characters with a backslash"
         ),
     ),
     "heads_of_an_adapter": (
         GOOD + "train:\n  optim: adam_mini\n",
-        "recipe.yaml:4:3: train.optim: divides layers into heads and rows, which adapter.type lora does not train; "
+        "recipe.yaml:4:3: train.optim: needs the heads and rows of layers, which adapter.type lora does not train; "
         "use adamw_torch_fused, or set adapter.type=full",
     ),
     "channels_of_galore": (
         GOOD + "adapter: full\ntrain:\n  optim: galore_adamw\n  optim_args:\n    scale_type: tensor\n",
-        "recipe.yaml:7:5: train.optim_args.scale_type: galore_adamw scales no channels; unset it",
+        "recipe.yaml:7:5: train.optim_args.scale_type: has no effect with galore_adamw; unset it",
     ),
     "a_low_rank_of_an_adapter": (
         GOOD + "train:\n  optim: apollo_adamw\nmethod:\n  type: sft\n  trainer_args:\n    optim_args: rank=8\n",
         (
-            "recipe.yaml:4:3: train.optim: projects to a low rank, which all that adapter.type lora trains has; "
+            "recipe.yaml:4:3: train.optim: projects to a low rank, but the weights of adapter.type lora already have "
+            "one; "
             "use adamw_torch_fused, or set adapter.type=full\n"
             "recipe.yaml:8:5: method.trainer_args.optim_args: apollo_adamw does not read them; "
             "use train.optim_args, or unset it"

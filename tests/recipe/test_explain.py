@@ -25,8 +25,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
         "adapter.rank: an integer greater than 0; default 16; with adapter.type lora or qlora\n"
         "    Rank of the update matrices; their size grows with it.\n\n"
         "adapter.rank: an integer greater than 0; default 256; with adapter.type vera\n"
-        "    Rank of the two random matrices. A layer trains this number of values and one for each of its\n"
-        "    outputs."
+        "    Rank of the two random matrices. A layer trains this number of values, plus one per output."
     )
 
 

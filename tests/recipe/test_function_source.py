@@ -94,7 +94,7 @@ with open(__file__, "a") as script:
 print(json.dumps(told))
 '''
 
-REMEDY = "define or import these inside the function, or move it to a module of its own"
+REMEDY = "define or import these inside the function, or move it to its own module"
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,12 @@ def test_a_function_is_imported_from_its_module_with_all_that_it_needs(told, mon
     [
         (
             "lambda",
-            "function <lambda> cannot run in another process: a lambda has no source of its own: write it with ",
+            "function <lambda> cannot run in another process: a lambda has no source: define it with ",
         ),
-        ("closure", "function closed cannot run in another process: closed takes 'other', 'secret' from the function "),
+        (
+            "closure",
+            "function closed cannot run in another process: closed takes 'other', 'secret' from the enclosing ",
+        ),
         (
             "object",
             "function uses_object cannot run in another process: it uses 'OBJECT', an object of class object; "

@@ -119,7 +119,7 @@ URL = "http://there:8000"
         (
             "distillation",
             {"teacher": {"path": "pico", "attn_implementation": "eager"}},
-            r"teacher\.attn_implementation: not configurable: the teacher uses the setting of the model",
+            r"teacher\.attn_implementation: not configurable: the teacher uses the model's setting",
         ),
     ],
 )

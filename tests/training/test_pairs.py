@@ -407,7 +407,7 @@ def test_a_plan_says_what_these_methods_do(here):
     write(here / "few-good.jsonl", rated)
     run = verbs.make_run(recipe({"type": "kto"}, data={"train": "few-good.jsonl", "eval": None}))
     said = {reason.topic: reason for reason in run.plan.reasons}
-    assert said["balance"].choice == "3 good, 9 bad answers"
+    assert said["balance"].choice == "3 desirable, 9 undesirable answers"
     assert "method.desirable_weight from 3 to 4" in said["balance"].why
     assert "every epoch has the same order" in said["method"].why
     orpo = {reason.topic: reason for reason in verbs.plan(recipe({"type": "orpo"})).reasons}

@@ -85,7 +85,7 @@ def source_of(function: types.FunctionType) -> str:
     module.define(function)
     if module.problems:
         problem = f"function {function.__name__} cannot run in another process: {'; '.join(module.problems)}"
-        raise RecipeError(problem, hint="define or import these inside the function, or move it to a module of its own")
+        raise RecipeError(problem, hint="define or import these inside the function, or move it to its own module")
     return module.text
 
 
@@ -115,13 +115,13 @@ class _Module:
         self._names[name] = value
         function = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
         if name == "<lambda>":
-            self.problems.append("a lambda has no source of its own: write it with def")
+            self.problems.append("a lambda has no source: define it with def")
             return
         if "." in value.__qualname__.rpartition("<locals>.")[2]:
             self.problems.append(f"{value.__qualname__} is a method: write it as a function")
             return
         if function is not None and function.__code__.co_freevars:
-            self.problems.append(f"{name} takes {_listed(function.__code__.co_freevars)} from the function around it")
+            self.problems.append(f"{name} takes {_listed(function.__code__.co_freevars)} from the enclosing function")
             return
         try:
             text = textwrap.dedent(
@@ -129,7 +129,7 @@ class _Module:
             ).strip()
             tree = ast.parse(text)
         except (OSError, TypeError, SyntaxError):
-            self.problems.append(f"the source of {name} cannot be read: write it to a module")
+            self.problems.append(f"the source of {name} cannot be read: move it to a module")
             return
         if function is not None and not _is_source_of(text, function.__code__):
             self.problems.append(f"the source of {name} has changed since it was defined: define it again")
@@ -148,7 +148,7 @@ class _Module:
         """Add what a name stands for."""
         if name in self._names:
             if self._names[name] is not value:
-                self.problems.append(f"{name!r} stands for two things")
+                self.problems.append(f"{name!r} has two definitions")
             return
         self._names[name] = value
         if isinstance(value, types.ModuleType):

@@ -96,13 +96,13 @@ class Recipe(Section):
     def _conflicts_of_types(self) -> Iterator[Conflict]:
         """Yield what does not go together with trained weights in bfloat16, or with updates of matrices."""
         if self.train.optim == "muon" and not isinstance(self.adapter, FullAdapter | LoraAdapter):
-            what = f"updates matrices, of which adapter.type {self.adapter.type} trains none"
+            what = f"updates only matrices, and adapter.type {self.adapter.type} trains none"
             yield Conflict(("train", "optim"), what, "use adamw_torch_fused")
         if self.train.low_rank is not None and not isinstance(self.adapter, FullAdapter):
-            what = f"projects to a low rank, which all that adapter.type {self.adapter.type} trains has"
+            what = f"projects to a low rank, but the weights of adapter.type {self.adapter.type} already have one"
             yield Conflict(("train", "optim"), what, "use adamw_torch_fused, or set adapter.type=full")
         if self.train.optim == "adam_mini" and not isinstance(self.adapter, FullAdapter):
-            what = f"divides layers into heads and rows, which adapter.type {self.adapter.type} does not train"
+            what = f"needs the heads and rows of layers, which adapter.type {self.adapter.type} does not train"
             yield Conflict(("train", "optim"), what, "use adamw_torch_fused, or set adapter.type=full")
         if self.train.optimizer in OUR_OPTIMS and "optim_args" in self.method.trainer_args:
             what = f"{self.train.optimizer} does not read them"
@@ -111,7 +111,7 @@ class Recipe(Section):
             return
         key = ("train", "pure_bf16")
         if not isinstance(self.adapter, FullAdapter):
-            what = f"has no use with adapter {self.adapter.type}, which is small beside a base in 16 bits or fewer"
+            what = f"saves almost nothing with adapter {self.adapter.type}, which is small compared with the base model"
             yield Conflict(key, what, "unset it, or set adapter.type=full")
         if self.model.dtype not in ("auto", "bfloat16"):
             what = f"contradicts model.dtype {self.model.dtype}"

@@ -20,7 +20,7 @@ class CPOMethod(MarginMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "SimPO, arXiv 2405.14734"),
         metrics=("loss", "nll_loss", "log_odds_chosen", *PAIR_METRICS[1:]),
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
-        loss_description="Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose "
+        loss_description="CPO losses (experimental in TRL). Accuracies are the share of pairs whose "
         "chosen answer is more likely than the rejected one.",
         is_experimental=True,
         stores_metrics=True,

@@ -28,8 +28,8 @@ class DPOMethod(ReferenceMethod):
         learning_rate=LearningRate(5e-7, 5e-6, "Zephyr, arXiv 2310.16944"),
         metrics=PAIR_METRICS,
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
-        loss_description="Losses are those of DPO: ln 2 where the preference equals the reference's. Accuracies are "
-        "the share of pairs with a higher reward for the chosen answer, margins the difference of the rewards.",
+        loss_description="DPO losses: ln 2 if the preference equals the reference's. Accuracies are the share of "
+        "pairs with a higher reward for the chosen answer, margins the difference of the rewards.",
         upstream_names=("_prepare_dataset", "_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
         takes_images=True,
@@ -106,7 +106,7 @@ class DPOMethod(ReferenceMethod):
         if "sft" in self.loss_type:
             yield MEAN_OVER_TOKENS.format("sft loss")
         if {"aot", "aot_unpaired"} & set(self.loss_type):
-            yield "aot sorts the pairs of a micro-batch, so it depends on their grouping"
+            yield "aot sorts the pairs of a micro-batch, so the loss depends on their grouping"
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""

@@ -66,15 +66,14 @@ class GRPOMethod(RewardedMethod):
     (`my_module:my_function`). Their results are not trained on."""
 
     environment: Environment | None = None
-    """Environment that the model acts in, one for each completion: `guess_number`, `priced_sums`, `adventure`, or a
-    class of your own (`my_module:MyEnvironment`)."""
+    """Environment that the model acts in, one per completion: `guess_number`, `priced_sums`, `adventure`, or a class of
+    your own (`my_module:MyEnvironment`)."""
 
     max_tool_calling_iterations: Annotated[int, Field(gt=0)] = 8
-    """Maximum number of turns with tool calls in a completion. All turns together have `max_completion_length`
-    tokens."""
+    """Maximum number of turns with tool calls in a completion. All turns share `max_completion_length` tokens."""
 
     tool_timeout_seconds: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of a call of a tool or an environment. Its process is then ended and started anew."""
+    """Time limit per call of a tool or environment. After a timeout, its process is restarted."""
 
     max_tool_result_chars: Annotated[int, Field(gt=0)] = 4000
     """Maximum length of a tool's result in characters; the rest is cut."""
@@ -110,7 +109,7 @@ class GRPOMethod(RewardedMethod):
             return choice, why
         names = [*(tool.name for tool in self.tools), *([] if self.environment is None else [_name(self.environment)])]
         choice += f" over up to {self.max_tool_calling_iterations + 1} turns, with {', '.join(names)}"
-        return choice, f"{why}; results of tools count in the length, and are not trained on"
+        return choice, f"{why}; tool results count towards the length and are not trained on"
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and between settings of the method."""
@@ -129,7 +128,7 @@ class GRPOMethod(RewardedMethod):
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         if self.loss_type != "vespo":
             return None
-        why = "vespo needs another importance-sampling correction for vLLM than TRL's default"
+        why = "vespo needs a different importance-sampling correction for vLLM than TRL's default"
         return why, "use another method.loss_type, or unset use_vllm"
 
     def conflicts_of_loss(self) -> Iterator[Conflict]:
@@ -150,7 +149,7 @@ class GRPOMethod(RewardedMethod):
         if loss in ("sapo", "vespo") and high is not None:
             yield Conflict(("method", "epsilon_high"), f"has no effect for loss_type {loss}", "unset it")
         if loss == "cispo" and (high is None or high < 1):
-            what = "must be at least 1 for loss_type cispo, where it is the maximum policy ratio itself"
+            what = "must be at least 1 for loss_type cispo: it is the maximum policy ratio"
             yield Conflict(("method", "epsilon_high"), what, "set method.epsilon_high=5.0, as in ScaleRL")
 
 

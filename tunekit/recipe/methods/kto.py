@@ -23,19 +23,18 @@ class KTOMethod(ReferenceMethod):
         learning_rate=LearningRate(5e-7, 5e-6, "KTO, arXiv 2402.01306"),
         metrics=PAIR_METRICS,
         health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
-        loss_description="Losses are those of KTO: half of the mean weight of an answer where the model equals the "
-        "reference. Rewards of chosen are those of good answers, of rejected those of bad ones: the log ratio to the "
-        "reference, times beta.",
+        loss_description="KTO losses: half the mean weight of an answer if the model equals the reference. Rewards "
+        "are the log ratio to the reference, times beta: `rewards/chosen` of desirable answers, `rewards/rejected` "
+        "of undesirable ones.",
         upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
     )
 
     type: Literal["kto"] = "kto"
-    """Kahneman-Tversky optimization, on single answers labelled good or bad (arXiv 2402.01306)."""
+    """Kahneman-Tversky optimization, on single answers labelled desirable or undesirable (arXiv 2402.01306)."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """Loss by its TRL name. `kto` compares an answer with others of its micro-batch, which must have at least two
-    rows."""
+    """Loss by its TRL name. `kto` compares the answers of a micro-batch, which must have at least two rows."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """KL coefficient: the higher, the closer the model stays to the reference."""
@@ -86,7 +85,7 @@ class KTOMethod(ReferenceMethod):
     def balance(self, num_rows: int, num_good: int) -> tuple[str, str]:
         """Return how good and bad answers are balanced, and how KTO's paper would have them."""
         num_bad = num_rows - num_good
-        choice = f"{num_good:,} good, {num_bad:,} bad answers"
+        choice = f"{num_good:,} desirable, {num_bad:,} undesirable answers"
         good, bad = self.desirable_weight * num_good, self.undesirable_weight * num_bad
         weighed = f"{self.desirable_weight:g} x {num_good:,} to {self.undesirable_weight:g} x {num_bad:,}"
         least, most = GOOD_TO_BAD
@@ -108,6 +107,6 @@ class KTOMethod(ReferenceMethod):
             yield Conflict(("method", "desirable_weight"), what, "set one of them above 0")
         for name in ("global_batch_size", "micro_batch_size"):
             if self.couples_rows and dict(others.train)[name] == 1:
-                what = "must be at least 2 with method kto, which compares an answer with others of its micro-batch"
+                what = "must be at least 2 with method kto, which compares the answers of a micro-batch"
                 hint = "raise it, or use method.loss_type=apo_zero_unpaired, which does not compare them"
                 yield Conflict(("train", name), what, hint)

@@ -315,7 +315,7 @@ class TeacherMethod(OnPolicyMethod):
         yield from super().conflicts(others)
         for name, value in zip(AS_THE_MODEL, _as_the_model(self.teacher), strict=True):
             if value != "auto":
-                what = "not configurable: the teacher uses the setting of the model"
+                what = "not configurable: the teacher uses the model's setting"
                 yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 
     @classmethod

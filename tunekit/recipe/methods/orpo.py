@@ -18,7 +18,7 @@ class ORPOMethod(MarginMethod):
         learning_rate=LearningRate(5e-6, 5e-5, "ORPO, arXiv 2403.07691"),
         metrics=("loss", "nll_loss", "log_odds_chosen", *PAIR_METRICS[1:]),
         health_checks=(*LOSS_CHECKS, "margins_saturate"),
-        loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihood of prompts with "
+        loss_description="ORPO losses (experimental in TRL): mean negative log-likelihood of prompts with "
         "chosen answers, plus the weighted odds-ratio term.",
         is_experimental=True,
         stores_metrics=True,

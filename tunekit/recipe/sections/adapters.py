@@ -55,22 +55,22 @@ class FullAdapter(Section):
     """Full fine-tuning."""
 
     last_layers: Annotated[int, Field(gt=0)] | None = None
-    """Train this number of last decoder layers, and what `unfrozen_parameters` names; freeze the rest. Default: train
-    all parameters."""
+    """Train this number of last decoder layers and the parameters of `unfrozen_parameters`; freeze the rest. Default:
+    train all parameters."""
 
     unfrozen_parameters: Annotated[list[str], Field(min_length=1)] | None = None
-    """Regular expressions: train the parameters in whose names one is found, such as `lm_head` or
+    """Train the parameters whose names contain a match of one of these regular expressions, such as `lm_head` or
     `layers\\.(30|31)\\.mlp`, and `last_layers`; freeze the rest, in float32."""
 
     new_layers: Annotated[int, Field(gt=0)] | None = None
-    """Insert this number of copies of decoder layers, evenly, that begin as identities, and train these alone (LLaMA
-    Pro, arXiv 2401.02415). It must divide the number of layers; the saved model has them all. Default: none."""
+    """Insert this number of copied decoder layers, evenly spaced and initialized as identities, and train only these
+    (LLaMA Pro, arXiv 2401.02415). Must divide the number of layers; the saved model includes them. Default: none."""
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield patterns that are no regular expressions, and parts beside new layers."""
         for name in ("last_layers", "unfrozen_parameters"):
             if self.new_layers is not None and dict(self)[name] is not None:
-                what = "mutually exclusive with new_layers, which are trained alone"
+                what = "mutually exclusive with new_layers: only the new layers are trained"
                 yield Conflict((name,), what, "unset one of them")
         for number, pattern in enumerate(self.unfrozen_parameters or ()):
             if (problem := regex_problem(pattern)) is not None:
@@ -129,10 +129,10 @@ class PeftAdapter(Section):
     [q_proj, v_proj], or a regular expression that matches whole names of linear layers."""
 
     exclude_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Modules of `target_modules` to leave out, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
+    """Modules of `target_modules` to exclude, by name suffixes such as [down_proj, layers.0.self_attn.q_proj]."""
 
     layers_to_transform: Annotated[list[int], Field(min_length=1)] | None = None
-    """Numbers of the decoder layers to adapt, counted from 0. Default: all."""
+    """Indices of the decoder layers to adapt, from 0. Default: all."""
 
     modules_to_save: list[str] | None = None
     """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
@@ -150,7 +150,7 @@ class PeftAdapter(Section):
     def _conflicts_within(self) -> Iterator[Conflict]:
         if self.layers_to_transform and self.target_regex is not None:
             what = "does not apply to a regular expression in target_modules"
-            yield Conflict(("layers_to_transform",), what, "put the layers into the expression")
+            yield Conflict(("layers_to_transform",), what, "select the layers in the expression")
 
     def targets(self, name: str) -> bool:
         """Return whether a linear layer gets an adapter, as far as that depends on its name."""
@@ -223,7 +223,7 @@ class LoraAdapter(PeftAdapter):
     adapts_experts = True
 
     type: Literal["lora"] = "lora"
-    """Low-rank adaptation. A base that is published quantized is made dense."""
+    """Low-rank adaptation. A quantized base model is dequantized."""
 
     rank: Annotated[int, Field(gt=0)] = 16
     """Rank of the update matrices; their size grows with it."""
@@ -235,30 +235,30 @@ class LoraAdapter(PeftAdapter):
     """Dropout on the adapter input. Above 0 it costs activation memory."""
 
     rank_pattern: dict[str, Annotated[int, Field(gt=0)]] | None = None
-    """Other ranks by module: name endings or regular expressions for the end of a name, the first that matches, such as
-    {q_proj: 8, "layers.0.mlp.up_proj": 32}."""
+    """Ranks of single modules, by name suffix or a regular expression for it, such as {q_proj: 8,
+    "layers.0.mlp.up_proj": 32}. The first match counts; all other modules have `rank`."""
 
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
-    """Other alphas by module, named as in `rank_pattern`."""
+    """Alphas of single modules, by keys as in `rank_pattern`."""
 
     init_lora_weights: InitLoraWeights = True
-    """Initial matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to each other,
-    `eva` (main directions of a module's inputs, and zero; arXiv 2410.07170), `loftq` (for `qlora`: what 4 bits lose of
-    the weights; arXiv 2310.08659), or parts of the base weights, which are frozen without them: `olora` by QR (arXiv
-    2406.01775), `pissa` by SVD (arXiv 2404.02948), `pissa_niter_16` by a faster one of 16 iterations, `corda` by SVD
-    weighted by a module's inputs (arXiv 2406.05223). Of these, plain LoRA of twice the rank is saved, for the base as
-    it was."""
+    """Initialization of matrices A and B: `true` (Kaiming-uniform and zero), `gaussian` (and zero), `orthogonal` to
+    each other, `eva` (principal components of a module's inputs, and zero; arXiv 2410.07170), `loftq` (for `qlora`: the
+    quantization error of the weights; arXiv 2310.08659), or parts of the base weights, which are then frozen without
+    them: `olora` by QR (arXiv 2406.01775), `pissa` by SVD (arXiv 2404.02948), `pissa_niter_16` by a faster SVD of 16
+    iterations, `corda` by SVD weighted by a module's inputs (arXiv 2406.05223). Such adapters are saved as plain LoRA
+    of twice the rank, for the original base."""
 
     num_init_rows: Annotated[int, Field(gt=0)] = 256
-    """Training rows, drawn by `train.seed`, of whose tokens `eva` and `corda` see the inputs of modules."""
+    """Number of training rows, sampled by `train.seed`, from which `eva` and `corda` collect the inputs of modules."""
 
     corda_method: Literal["ipm", "kpm"] = "ipm"
-    """Parts that `corda` trains: the largest for the inputs that it sees (`ipm`), or the smallest, which leaves what
-    the model knows of them (`kpm`)."""
+    """Components that `corda` trains: the largest for the sampled rows (`ipm`, instruction-previewed), or the smallest,
+    which preserves the model's knowledge of them (`kpm`, knowledge-preserved)."""
 
     rho: Annotated[float, Field(ge=1)] = 2.0
-    """Largest rank that `eva` gives a module, as a multiple of `rank`: the sum of ranks is distributed by how much of
-    its inputs' variance each direction explains. At 1 all ranks stay."""
+    """Maximum rank of a module with `eva`, as a multiple of `rank`: ranks are redistributed by explained variance of
+    the inputs, with the same sum. 1: all ranks stay equal."""
 
     use_rslora: bool = False
     """Rank-stabilized scaling (arXiv 2312.03732)."""
@@ -267,15 +267,15 @@ class LoraAdapter(PeftAdapter):
     """Weight-decomposed adaptation, DoRA (arXiv 2402.09353)."""
 
     lora_bias: bool = False
-    """Train a bias behind each matrix B. It is merged only into layers that have a bias."""
+    """Train a bias for each matrix B. It can be merged only into layers with a bias."""
 
     target_parameters: Annotated[list[str], Field(min_length=1)] | None = None
-    """Matrices of fused experts to adapt besides `target_modules`, which may be empty then, by name suffixes such as
-    [experts.gate_up_proj, experts.down_proj]. All experts of a layer get one each, of the same rank."""
+    """Matrices of fused experts to adapt besides `target_modules`, which may then be empty, by name suffixes such as
+    [experts.gate_up_proj, experts.down_proj]. Each expert gets its own adapter, all of the same rank."""
 
     trainable_token_indices: Annotated[list[int], Field(min_length=1)] | None = None
-    """Ids of tokens whose rows of embedding and head are trained beside the adapter, such as those of a chat template
-    that the model has never seen. Tokens that the recipe adds are trained in any case."""
+    """IDs of tokens whose embedding and head rows are trained with the adapter, such as chat template tokens that the
+    base model was not trained on. Tokens that the recipe adds are always trained."""
 
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = None
     """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
@@ -342,9 +342,9 @@ class LoraAdapter(PeftAdapter):
                 yield Conflict((name,), "unsupported by PEFT with target_parameters", "unset one of them")
         for name, starts in _READ_BY.items():
             if dict(self)[name] != _UNREAD[name] and self.init_lora_weights not in starts:
-                yield Conflict((name,), f"only read with init_lora_weights {' or '.join(starts)}", "unset it")
+                yield Conflict((name,), f"has no effect without init_lora_weights {' or '.join(starts)}", "unset it")
         if len(set(self.trainable_token_indices or ())) < len(self.trainable_token_indices or ()):
-            yield Conflict(("trainable_token_indices",), "an id is there twice", "remove it")
+            yield Conflict(("trainable_token_indices",), "contains an ID twice", "remove it")
 
     @property
     def chooses_by_name(self) -> bool:
@@ -401,7 +401,8 @@ class QloraAdapter(LoraAdapter):
     """LoRA on a base model quantized to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314), or as it is published."""
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
-    """LoRA on a 4-bit base model. A base published in GPTQ, AWQ, MXFP4 or bitsandbytes' 4 or 8 bits stays as it is."""
+    """LoRA on a 4-bit base model. A base published in GPTQ, AWQ, MXFP4 or bitsandbytes' 4 or 8 bits keeps its
+    format."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
     """4-bit data type of the base weights."""
@@ -416,10 +417,10 @@ class Ia3Adapter(PeftAdapter):
     times_rate_of_lora = 10  # The paper trains with 3e-3.
 
     type: Literal["ia3"] = "ia3"
-    """Learned factors of activations."""
+    """Learned scaling of activations, (IA)^3 (arXiv 2205.05638)."""
 
     feedforward_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Adapted modules whose inputs are multiplied instead of their outputs, by name suffixes such as [down_proj]."""
+    """Adapted modules whose inputs are scaled instead of their outputs, by name suffixes such as [down_proj]."""
 
     def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
         """Return the shape of the factors of a layer."""
@@ -432,8 +433,8 @@ class Ia3Adapter(PeftAdapter):
     @property
     def words(self) -> str:
         """Kind and sizes as a plan states them."""
-        inputs = f", of inputs of {', '.join(self.feedforward_modules)}" if self.feedforward_modules else ""
-        return f"{self.type}, factors of outputs{inputs}"
+        inputs = f", inputs of {', '.join(self.feedforward_modules)}" if self.feedforward_modules else ""
+        return f"{self.type}, scales outputs{inputs}"
 
 
 class VeraAdapter(PeftAdapter):
@@ -442,13 +443,13 @@ class VeraAdapter(PeftAdapter):
     times_rate_of_lora = 10  # A choice by analogy with (IA)3, whose vectors are scales too.
 
     type: Literal["vera"] = "vera"
-    """Trained vectors around shared random matrices."""
+    """VeRA: trained scaling vectors around shared random matrices (arXiv 2310.11454)."""
 
     rank: Annotated[int, Field(gt=0)] = 256
-    """Rank of the two random matrices. A layer trains this number of values and one for each of its outputs."""
+    """Rank of the two random matrices. A layer trains this number of values, plus one per output."""
 
     d_initial: Annotated[float, Field(gt=0)] = 0.1
-    """Initial factors between the two matrices. The factors of outputs begin at 0."""
+    """Initial scaling values between the two matrices. Those of the outputs start at 0."""
 
     projection_prng_key: Annotated[int, Field(ge=0)] = 0
     """Seed of the random matrices, which are saved with the adapter."""
@@ -470,10 +471,10 @@ class OftAdapter(PeftAdapter):
     """Orthogonal fine-tuning."""
 
     oft_block_size: Annotated[int, Field(gt=1)] = 32
-    """Inputs that are rotated together. It divides the inputs of every adapted layer."""
+    """Number of inputs rotated together. Must divide the input size of every adapted layer."""
 
     block_share: bool = False
-    """Rotate all blocks of a layer alike."""
+    """Share one rotation among all blocks of a layer."""
 
     def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
         """Return the shape of the values above the diagonal of the skew-symmetric matrix of each block."""
@@ -483,20 +484,20 @@ class OftAdapter(PeftAdapter):
     @property
     def words(self) -> str:
         """Kind and sizes as a plan states them."""
-        return f"{self.type}, blocks of {self.oft_block_size}{' alike' if self.block_share else ''}"
+        return f"{self.type}, {'shared ' if self.block_share else ''}blocks of {self.oft_block_size}"
 
 
 class AdaloraAdapter(PeftAdapter):
     """Low-rank updates among which a run distributes ranks by importance (AdaLoRA, arXiv 2303.10512)."""
 
     type: Literal["adalora"] = "adalora"
-    """LoRA with ranks that are distributed in training."""
+    """AdaLoRA: LoRA that reallocates ranks during training (arXiv 2303.10512)."""
 
     init_r: Annotated[int, Field(gt=1)] = 12
-    """Rank of each module at first, and in memory throughout."""
+    """Initial rank of each module. Memory is used for this rank throughout."""
 
     target_r: Annotated[int, Field(gt=0)] = 8
-    """Mean rank of modules at the end."""
+    """Target average rank per module."""
 
     alpha: Annotated[float, Field(gt=0)] = 24
     """Scaling: the update is multiplied by alpha / `init_r`."""
@@ -505,22 +506,22 @@ class AdaloraAdapter(PeftAdapter):
     """Dropout on the adapter input. Above 0 it costs activation memory."""
 
     tinit: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps before ranks begin to fall."""
+    """Optimizer steps before ranks start to decrease."""
 
     tfinal: Annotated[int, Field(ge=0)] = 0
-    """Last optimizer steps, in which ranks stay."""
+    """Final optimizer steps with fixed ranks."""
 
     deltaT: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps between two distributions of ranks."""
+    """Optimizer steps between reallocations of ranks."""
 
     beta1: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Share of its past in the mean of a weight's importance."""
+    """Decay of the moving average of a weight's importance."""
 
     beta2: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """The same in the mean of how much that varies."""
+    """Decay of the moving average of that importance's uncertainty."""
 
     orth_reg_weight: Annotated[float, Field(ge=0)] = 0.5
-    """Weight of what keeps directions orthogonal, which is part of the logged loss."""
+    """Weight of the orthogonality penalty, which is part of the logged loss."""
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         yield from super()._conflicts_within()
@@ -540,7 +541,7 @@ class AdaloraAdapter(PeftAdapter):
     @property
     def words(self) -> str:
         """Kind and sizes as a plan states them."""
-        return f"{self.type}, rank {self.init_r} to {self.target_r} in the mean, alpha {self.alpha:g}"
+        return f"{self.type}, rank {self.init_r} to {self.target_r} on average, alpha {self.alpha:g}"
 
 
 _Any = FullAdapter | LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter

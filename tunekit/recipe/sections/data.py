@@ -133,10 +133,10 @@ class DataSection(Section):
     """Data and its tokenization."""
 
     train: Sources
-    """Rows to train on. A list of sources is mixed, in the proportion of their `weight`."""
+    """Training rows. A list of sources is mixed in proportion to their `weight`."""
 
     eval: Sources | None = None
-    """Rows to evaluate on before, during and after training. For a list of sources, all rows of each."""
+    """Evaluation rows, used before, during and after training. For a list of sources, all rows of each."""
 
     format: DataFormat = "auto"
     """Format of the rows: `messages` (list of {role, content}), `sharegpt` (conversations, list of {from, value}),
@@ -158,9 +158,9 @@ class DataSection(Section):
     otherwise, longer texts continue in the next sequence; the plan reports how many."""
 
     too_long: TooLong = "truncate"
-    """Treatment of chats and completions longer than `max_length`. `truncate`: cut at the end; `truncate_turns`: each
-    answer and what stands before it cut at their ends, in proportion where both are long (LLaMA-Factory); `drop`: left
-    out (Axolotl, ms-swift); `refuse`: an error."""
+    """Treatment of chats and completions longer than `max_length`. `truncate`: truncate at the end; `truncate_turns`:
+    truncate each answer and its context at their ends, in proportion if both are long (LLaMA-Factory); `drop`: drop the
+    row (Axolotl, ms-swift); `refuse`: fail."""
 
     packing: bool = False
     """Pack several documents into one sequence of `max_length` tokens, without attention across documents. Models that
@@ -183,8 +183,8 @@ class DataSection(Section):
     """System message of conversations and prompts without one. Default: none is added."""
 
     prompt_style: PromptStyle = "plain"
-    """Prompt that instruction and input of `alpaca` rows become. `plain`: a user turn, with a blank line between them;
-    `line`: with a line break (LLaMA-Factory); `joined`: with nothing; `alpaca`: plain text under the headings of
+    """Prompt built from instruction and input of `alpaca` rows. `plain`: a user turn, with a blank line between them;
+    `line`: with a line break (LLaMA-Factory); `joined`: without a separator; `alpaca`: plain text under the headings of
     Stanford Alpaca, such as `### Instruction:`, without the chat template (Axolotl); `alpaca_turn`: that text as a user
     turn (torchtune)."""
 
@@ -200,7 +200,7 @@ class DataSection(Section):
     split."""
 
     weight_by: Literal["rows", "tokens"] = "rows"
-    """Unit of `weight`: rows (each part of a text longer than `max_length` is one), or tokens."""
+    """Unit of `weight`: rows (each part of a text longer than `max_length` counts as one), or tokens."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """End of an epoch of weighted sources, as in datasets.interleave_datasets. `first_exhausted`: when the first source
@@ -215,12 +215,12 @@ class DataSection(Section):
     """Train on rows in random order, reshuffled every epoch. false: in the order of the data."""
 
     curriculum: Literal["length"] | None = None
-    """Train on rows in this order, the same in every epoch. `length`: from the shortest to the longest, in tokens;
-    rows of equal length stay in the order of the data. Requires `data.shuffle: false`. Default: no such order."""
+    """Order of training rows, the same in every epoch. `length`: ascending by number of tokens; rows of equal length
+    stay in the order of the data. Requires `data.shuffle: false`. Default: the order of the data."""
 
     curriculum_column: Annotated[str, Field(min_length=1)] | None = None
-    """Train on rows by the numbers in this column of every source of `train`, ascending, the same in every epoch; rows
-    of equal numbers stay in the order of the data. Requires `data.shuffle: false`. Default: no such order."""
+    """Column of numbers in every source of `train` to sort training rows by, ascending, the same in every epoch; ties
+    stay in the order of the data. Requires `data.shuffle: false`. Default: none."""
 
     streaming: bool = False
     """Read and tokenize rows during training instead of before, for data that does not fit on disk. Requires
@@ -318,13 +318,13 @@ class DataSection(Section):
     def _conflicts_of_curriculum(self, field: str) -> Iterator[Conflict]:
         """Yield settings that reorder the rows of a curriculum, or that it makes void."""
         if self.packing:
-            what = "unsupported with data.packing, which puts sequences together by their room"
+            what = "unsupported with data.packing, which combines sequences by length"
             yield Conflict((field,), what, "unset one of them")
         elif self.shuffle:
-            what = "requires data.shuffle=false: shuffled rows have no other order"
+            what = "requires data.shuffle=false: shuffling would undo the order"
             yield Conflict((field,), what, "set data.shuffle to false, or unset it")
         if self.streaming:
-            unknown = "row lengths" if field == "curriculum" else "numbers of later rows"
+            unknown = "row lengths" if field == "curriculum" else "values of later rows"
             what = f"unsupported with data.streaming: {unknown} are unknown in advance"
             yield Conflict((field,), what, "unset one of them")
         elif self.mixing == "concatenate":

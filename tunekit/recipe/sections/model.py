@@ -16,11 +16,12 @@ class RopeScaling(Section):
     """Longer contexts by scaled rotary embeddings, transformers' `rope_parameters`, saved in config.json."""
 
     rope_type: RopeType | None = None
-    """Method by its transformers name. Default: the model's own if it has one, else `yarn` (arXiv 2309.00071)."""
+    """RoPE scaling method by its transformers name. Default: the model's if it has one, else `yarn` (arXiv
+    2309.00071)."""
 
     factor: Annotated[float, Field(ge=1)]
-    """Positions as a multiple of those before any scaling. It replaces the model's own factor: 16 in place of 8
-    doubles them."""
+    """Scaling factor: positions as a multiple of the unscaled ones. It replaces the model's factor: 16 instead of 8
+    doubles the positions."""
 
     original_max_position_embeddings: Annotated[int | None, Field(gt=0)] = None
     """Positions that `factor` multiplies. Default: the model's positions before any scaling."""
@@ -29,28 +30,28 @@ class RopeScaling(Section):
     """With yarn and longrope: scale of the attention logits. Default: from `factor`."""
 
     beta_fast: Annotated[float | None, Field(gt=0)] = None
-    """With yarn: rotations within the original positions above which a frequency stays. Default: 32."""
+    """With yarn: a frequency with more rotations than this within the original positions is not scaled. Default: 32."""
 
     beta_slow: Annotated[float | None, Field(gt=0)] = None
-    """With yarn: rotations below which a frequency is divided by `factor`. Default: 1."""
+    """With yarn: a frequency with fewer rotations than this is divided by `factor`. Default: 1."""
 
     mscale: Annotated[float | None, Field(gt=0)] = None
     """With yarn and `mscale_all_dim`: weight of log(factor) in the scale of the attention logits."""
 
     mscale_all_dim: Annotated[float | None, Field(gt=0)] = None
-    """With yarn and `mscale`: the same in what that scale is divided by."""
+    """With yarn and `mscale`: weight of log(factor) in the divisor of that scale."""
 
     low_freq_factor: Annotated[float | None, Field(gt=0)] = None
-    """With llama3: original positions by the longest wavelength that is scaled in part. Llama 3.1 has 1."""
+    """With llama3: original positions divided by the longest wavelength that is partly scaled. Llama 3.1: 1."""
 
     high_freq_factor: Annotated[float | None, Field(gt=0)] = None
-    """With llama3: original positions by the longest wavelength that stays. Llama 3.1 has 4."""
+    """With llama3: original positions divided by the longest wavelength that is not scaled. Llama 3.1: 4."""
 
     short_factor: Annotated[list[float] | None, Field(min_length=1)] = None
-    """With longrope: divisor of each frequency in rows of up to the original positions."""
+    """With longrope: divisor of each frequency for rows within the original positions."""
 
     long_factor: Annotated[list[float] | None, Field(min_length=1)] = None
-    """With longrope: divisor of each frequency in longer rows."""
+    """With longrope: divisor of each frequency for longer rows."""
 
 
 Token = Annotated[str, Field(min_length=1)]
@@ -61,16 +62,16 @@ class SpecialTokens(Section):
     """Special tokens by role. One that the tokenizer lacks is added."""
 
     bos_token: Token | None = None
-    """Begins a text."""
+    """Token that begins a text."""
 
     eos_token: Token | None = None
-    """Ends a text or an answer."""
+    """Token that ends a text or an answer."""
 
     pad_token: Token | None = None
-    """Pads rows. Default: the tokenizer's own, else its end token."""
+    """Token that pads rows. Default: the tokenizer's, else its `eos_token`."""
 
     unk_token: Token | None = None
-    """Stands for text without tokens."""
+    """Token for text outside the vocabulary."""
 
     @property
     def by_role(self) -> dict[str, str]:
@@ -91,7 +92,7 @@ class ModelSection(Section):
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
     """`pico` or `pico-vision` (ship with tunekit), a local folder, or a model name on the Hugging Face Hub. Or a
-    finished run, by folder (`runs/my-sft`) or by name (`my-sft`: the newest): training continues its weights or
+    finished run, by folder (`runs/my-sft`) or by name (`my-sft`: the newest): training continues from its weights or
     adapter, with its tokenizer and chat template. The folder of a PEFT adapter works the same way."""
 
     revision: str | None = None
@@ -104,7 +105,7 @@ class ModelSection(Section):
     attn_implementation: Literal[
         "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "tunekit_varlen"
     ] = "auto"
-    """Attention implementation by its transformers name, or `tunekit_varlen`: tunekit's for padding-free rows, by
+    """Attention implementation by its transformers name, or `tunekit_varlen`: tunekit's for padding-free rows, with
     torch's flash attention, or document by document on a CPU. `auto`: the fastest that is correct on the device."""
 
     kernels: Literal["auto", "tunekit", "liger", "torch"] = "auto"
@@ -116,18 +117,18 @@ class ModelSection(Section):
     Saved with the trained model. A named one sets the tokenizer's end token to the token that ends its answers."""
 
     image_processor: Annotated[dict[str, Any] | None, Field(min_length=1)] = None
-    """Settings of the model's image processor by its own names, such as {max_pixels: 501760} or {do_image_splitting:
-    false}: how large images are, and how many tokens they take. Saved with the trained model."""
+    """Settings of the model's image processor, by its names, such as {max_pixels: 501760} or {do_image_splitting:
+    false}: they determine the size of images and their number of tokens. Saved with the trained model."""
 
     rope_scaling: RopeScaling | None = None
-    """Longer contexts by scaled rotary embeddings, for `data.max_length` beyond the model's positions."""
+    """RoPE scaling, for `data.max_length` beyond the model's positions."""
 
     add_tokens: Annotated[list[Token] | None, Field(min_length=1)] = None
-    """Tokens to add to the tokenizer, such as [<tool>, </tool>]: one id each wherever they stand in a text. New rows of
-    embedding and head begin near the mean of the others; beside an adapter they are trained too."""
+    """Tokens to add to the tokenizer, such as [<tool>, </tool>]: one ID each, anywhere in a text. Their embedding and
+    head rows are initialized near the mean of the others, and are trained with an adapter too."""
 
     add_special_tokens: Annotated[list[Token] | None, Field(min_length=1)] = None
-    """The same for special tokens, which decoded answers leave out."""
+    """Special tokens to add, which decoded answers omit."""
 
     special_tokens: SpecialTokens | None = None
     """Special tokens by role: `{pad_token: <pad>}`."""

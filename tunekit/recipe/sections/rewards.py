@@ -133,10 +133,10 @@ class LengthReward(_TunekitReward):
     """The answer is not too long."""
 
     max_tokens: Annotated[int, Field(gt=0)]
-    """Number of tokens from which an answer gets -1."""
+    """Length in tokens at which the reward reaches -1."""
 
     free_tokens: Annotated[int, Field(ge=0)]
-    """Number of tokens up to which an answer gets 0."""
+    """Length in tokens up to which the reward is 0."""
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         """Yield a conflict where the value has no tokens to fall over."""
@@ -179,8 +179,8 @@ class CodeReward(_TunekitReward):
 
     column: str = "tests"
     """Column of the rows with the tests: a list of Python statements, each run after the program; one that raises
-    fails. What a test imports or defines for itself stands in its own statement, or it would count as a test that
-    passes; names that no test imports or defines are the program's."""
+    fails. Put imports and definitions that a test needs into its own statement: as separate statements they would count
+    as passing tests. All other names come from the program."""
 
     timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Time limit for a program with all of its tests."""

@@ -97,7 +97,7 @@ def regex_problem(pattern: str) -> str | None:
     try:
         re.compile(pattern)
     except re.error as error:
-        return f"{pattern!r} is no regular expression: {error}"
+        return f"{pattern!r} is not a valid regular expression: {error}"
     return None
 
 
@@ -156,17 +156,18 @@ class OptimArgs(Section):
     """Arguments of `galore_adamw` and `apollo_adamw`, by their transformers names."""
 
     rank: Annotated[int, Field(gt=0)] = 128
-    """Rank of the states. Matrices whose lesser side is no greater have those of AdamW."""
+    """Rank of the states. Matrices whose smaller side is at most this rank have AdamW states."""
 
     update_proj_gap: Annotated[int, Field(gt=0)] = 200
-    """Steps between new projections."""
+    """Steps between updates of the projections."""
 
     scale: Annotated[float, Field(gt=0)] | None = None
-    """Factor on GaLore's updates; its square root on APOLLO's. Default: 0.25 for galore_adamw, 1 for apollo_adamw."""
+    """Scale of GaLore's updates; APOLLO's are scaled by its square root. Default: 0.25 for galore_adamw, 1 for
+    apollo_adamw."""
 
     scale_type: Literal["channel", "tensor"] = "channel"
-    """Gradients that apollo_adamw scales together: those of a channel, or of a whole matrix (APOLLO-Mini, with
-    `rank: 1` and `scale: 128`)."""
+    """Granularity at which apollo_adamw scales gradients: per channel, or per matrix (APOLLO-Mini, with `rank: 1` and
+    `scale: 128`)."""
 
 
 class TrainSection(Section):
@@ -192,11 +193,11 @@ class TrainSection(Section):
 
     learning_rates: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
     """Peak learning rates by regular expressions found in parameter names, such as `{embed_tokens: 1e-5}`; the first
-    that matches counts, and all others have `learning_rate`. The schedule scales each."""
+    match counts, and all other parameters have `learning_rate`. The schedule scales all of them."""
 
     layerwise_lr_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Factor on the learning rate for each layer above a parameter: the last layer, norm and head have `learning_rate`,
-    the embedding has the least. Default: none."""
+    """Factor on the learning rate per layer, from the top down: the last layer, norm and head have `learning_rate`, the
+    embedding has the lowest. Default: none."""
 
     lr_scheduler_type: LrSchedulerType = "cosine"
     """Learning-rate schedule by its transformers name."""
@@ -208,22 +209,22 @@ class TrainSection(Section):
     """Optimizer by its transformers name, or `tunekit_adamw` and `tunekit_adamw_8bit`: AdamW that rounds bfloat16
     weights stochastically, with states in the type of the weights or in 8 bits; or `muon`: Muon for matrices of layers
     and adapters, AdamW for embeddings, head and vectors, at AdamW's learning rate (arXiv 2502.16982). `galore_adamw`
-    (arXiv 2403.03507) and `apollo_adamw` (arXiv 2412.05270) keep states of a low rank, for full fine-tuning.
-    `adam_mini` keeps one second moment for each head, row or vector (arXiv 2406.16793), for full fine-tuning.
-    `schedule_free_adamw` averages weights in place of a schedule (arXiv 2405.15682): evaluations, checkpoints and the
-    result are of the average; it needs `lr_scheduler_type: constant`, and warms up itself. Default:
-    `adamw_torch_fused`, or `tunekit_adamw` with `pure_bf16`."""
+    (arXiv 2403.03507) and `apollo_adamw` (arXiv 2412.05270) keep low-rank states, for full fine-tuning. `adam_mini`
+    keeps one second moment for each head, row or vector (arXiv 2406.16793), for full fine-tuning. `schedule_free_adamw`
+    averages weights instead of a schedule (arXiv 2405.15682): evaluations, checkpoints and the result use the average;
+    it needs `lr_scheduler_type: constant`, and has its own warm-up. Default: `adamw_torch_fused`, or `tunekit_adamw`
+    with `pure_bf16`."""
 
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the trained weights, updated at each step, such as 0.999: evaluations,
-    checkpoints and the result are of the average. Default: none."""
+    checkpoints and the result use the average. Default: none."""
 
     optim_args: OptimArgs | None = None
     """Arguments of `galore_adamw` and `apollo_adamw`. Default: those of transformers."""
 
     optim_target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Matrices whose states have a low rank with `galore_adamw` and `apollo_adamw`, by regular expressions found in
-    their names; AdamW updates all else. Default: all in decoder layers."""
+    """Matrices with low-rank states for `galore_adamw` and `apollo_adamw`, by regular expressions found in their names;
+    AdamW updates all other parameters. Default: all in decoder layers."""
 
     pure_bf16: bool = False
     """Keep trained weights, gradients and optimizer states in bfloat16 instead of float32: half the memory. For full
@@ -243,12 +244,12 @@ class TrainSection(Section):
     compute (TRL's, on one CUDA device). `auto`: only if long rows would not fit otherwise."""
 
     tiled_mlp: Literal["auto"] | bool = "auto"
-    """Compute MLPs a part of the tokens at a time, and again in the backward pass (arXiv 2506.13996). For sft of dense
+    """Compute MLPs in tiles of tokens, and recompute them in the backward pass (arXiv 2506.13996). For sft of dense
     models on one device. `auto`: only if long rows would not fit otherwise."""
 
     torch_compile: Literal["auto"] | bool = "auto"
-    """Compile each decoder layer with torch.compile. `auto`: where it is known to pay off, on CUDA for packed rows
-    without fused kernels; the plan explains otherwise."""
+    """Compile each decoder layer with torch.compile. `auto`: if it is known to pay off, on CUDA for packed rows without
+    fused kernels; the plan explains otherwise."""
 
     fp8: bool = False
     """Compute linear layers in 8-bit floating point (torchao). For full fine-tuning on Hopper or newer; refused
@@ -268,21 +269,21 @@ class TrainSection(Section):
     """Steps between checkpoints. Default: four checkpoints per run."""
 
     save_total_limit: Annotated[int, Field(ge=2)] = 2
-    """Number of checkpoints to keep: the newest ones, plus the best. At least two, since one may be damaged."""
+    """Number of checkpoints to keep: the newest, plus the best. At least two, in case one is damaged."""
 
     metric_for_best_model: Annotated[str, Field(pattern=METRIC_PATTERN)] | None = None
     """Evaluation metric that selects the best checkpoint, by its TRL name. Default: `eval_loss`, or `eval_reward` for
     methods that learn from rewards."""
 
     greater_is_better: bool | None = None
-    """True if a greater metric is better. Default: true, unless its name ends in `loss`."""
+    """True if a higher metric is better. Default: true, unless its name ends in `loss`."""
 
     early_stopping_patience: Annotated[int, Field(gt=0)] | None = None
-    """Stop after this many evaluations in a row that do not improve `metric_for_best_model`. The result is the state of
-    that step; the best checkpoint stays beside it. Default: train to the end."""
+    """Stop after this number of consecutive evaluations without improvement of `metric_for_best_model`. The result is
+    the last step; the best checkpoint is kept too. Default: train to the end."""
 
     early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
-    """Difference from the best evaluation so far that an improvement must exceed for `early_stopping_patience`."""
+    """Difference from the best evaluation so far that an improvement must exceed, for `early_stopping_patience`."""
 
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """Action on a NaN or infinite loss or gradient, detected before weights change. `stop`: stop the run and name the
@@ -326,23 +327,27 @@ class TrainSection(Section):
         yield from self._conflicts_of_low_rank()
         if self.optimizer == "schedule_free_adamw":
             if self.lr_scheduler_type != "constant":
-                what = f"{self.lr_scheduler_type} does not go with schedule_free_adamw, which averages weights instead"
-                yield Conflict(("lr_scheduler_type",), what, "set it to constant; warmup_steps still count")
+                what = (
+                    f"{self.lr_scheduler_type} is unsupported with schedule_free_adamw, which averages weights instead"
+                )
+                yield Conflict(("lr_scheduler_type",), what, "set it to constant; warmup_steps still apply")
             if self.pure_bf16:
-                what = "bfloat16 rounds off weights each time that schedule_free_adamw takes the average and goes back"
+                what = (
+                    "schedule_free_adamw switches between weights and their average, and bfloat16 rounds them each time"
+                )
                 yield Conflict(("pure_bf16",), what, "unset it, or use another optim")
         if self.ema_decay is not None:
             if self.optimizer == "schedule_free_adamw":
-                yield Conflict(("ema_decay",), "schedule_free_adamw has an average itself", "unset one of them")
+                yield Conflict(("ema_decay",), "schedule_free_adamw averages weights already", "unset one of them")
             if self.pure_bf16:
-                what = "bfloat16 rounds off what a step adds to an average"
+                what = "bfloat16 rounds off the update of an average"
                 yield Conflict(("ema_decay",), what, "unset one of them")
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             yield Conflict(
                 ("early_stopping_threshold",), "requires early_stopping_patience", "set that too, or unset it"
             )
         if self.activation_offloading is True and self.gradient_checkpointing is False:
-            what = "requires gradient_checkpointing: without it, more is kept than can be copied in time"
+            what = "requires gradient_checkpointing: without it, more activations are kept than can be copied in time"
             yield Conflict(("activation_offloading",), what, "unset one of them")
 
     def _conflicts_of_low_rank(self) -> Iterator[Conflict]:
@@ -354,10 +359,10 @@ class TrainSection(Section):
         if self.optimizer not in LOW_RANK_OPTIMS:
             for name, value in (("optim_args", args), ("optim_target_modules", modules)):
                 if value is not None:
-                    what = f"{self.optimizer} takes none"
+                    what = f"has no effect with {self.optimizer}"
                     yield Conflict((name,), what, "unset it, or set optim to galore_adamw or apollo_adamw")
         elif self.optimizer == "galore_adamw" and args is not None and args.scale_type != "channel":
-            yield Conflict(("optim_args", "scale_type"), "galore_adamw scales no channels", "unset it")
+            yield Conflict(("optim_args", "scale_type"), "has no effect with galore_adamw", "unset it")
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
@@ -414,10 +419,10 @@ class ParallelSection(Section):
     they would not fit otherwise."""
 
     offload_param_device: Literal["auto"] | OffloadDevice = "auto"
-    """Where weights are offloaded to: `none`, `cpu`, or `nvme` (zero3). `auto`: none, or else where they fit."""
+    """Offload target of weights: `none`, `cpu`, or `nvme` (zero3). `auto`: `none` if they fit, else where they do."""
 
     offload_optimizer_device: Literal["auto"] | OffloadDevice = "auto"
-    """Where gradients and optimizer states are offloaded to; the CPU then runs the optimizer."""
+    """Offload target of gradients and optimizer states; the CPU then runs the optimizer."""
 
     nvme_path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """Folder on a fast local disk for `nvme` offloading. Required for it."""

@@ -25,7 +25,7 @@ class FunctionTool(Section):
     """Your own function."""
 
     path: Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
-    """`module:function`. Its type hints and the `Args:` of its docstring are what the model is shown of it."""
+    """`module:function`. The model sees its type hints and the `Args:` of its docstring."""
 
     @property
     def name(self) -> str:
@@ -160,7 +160,7 @@ class GuessNumberEnvironment(_TunekitEnvironment):
     """Largest number; the smallest is 1."""
 
     num_guesses: Annotated[int, Field(gt=0)] = 4
-    """Guesses until an episode is lost."""
+    """Maximum number of guesses per episode."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -172,10 +172,10 @@ class PricedSumsEnvironment(_TunekitEnvironment):
     """Sums with a calculator that has a price. Whether the answer is right, a reward says (`numeric_match`)."""
 
     type: Literal["priced_sums"] = "priced_sums"
-    """Sums with a calculator that has a price."""
+    """Sums with a calculator whose use costs reward."""
 
     price: Annotated[float, Field(ge=0)] = 0.2
-    """Reward that a use of the calculator costs."""
+    """Reward deducted per use of the calculator."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -190,10 +190,10 @@ class AdventureEnvironment(_TunekitEnvironment):
     """A small text adventure."""
 
     num_rooms: Annotated[int, Field(ge=3)] = 5
-    """Rooms of the house."""
+    """Number of rooms of the house."""
 
     num_moves: Annotated[int, Field(gt=0)] = 12
-    """Moves until an episode ends."""
+    """Maximum number of moves per episode."""
 
     @property
     def arguments(self) -> dict[str, Any]:
