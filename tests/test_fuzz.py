@@ -17,7 +17,7 @@ QUICK = [30015, 30017, 30020]
 SLOW = [20001, 20004, 20007, 20008, 30005, 30013, 30022, 30025, 30029, 30037, 30038, 30041, 30042, 30046, 30049]
 """All methods, resumed, packed, quantized and spread over two processes."""
 
-REFUSED = {20006: "lora_bias: unsupported by PEFT", 30034: "leaves no step of 1 to polynomial"}
+REFUSED = {20006: "lora_bias: unsupported by PEFT", 30034: "leaves none of 1 steps for polynomial decay"}
 """Seeds whose runs died before they were refused."""
 
 

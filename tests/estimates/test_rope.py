@@ -83,9 +83,9 @@ def test_a_factor_multiplies_the_positions_before_any_scaling(own, section, posi
             "rope_type",
             "needs low_freq_factor and high_freq_factor",
         ),
-        (PLAIN, {"factor": 2}, "phi3", "rope_type", "yarn is not taken by the code of phi3"),
-        (PHI_3, {"factor": 64}, "phi3", "rope_type", "needs short_factor and long_factor: those of the model are for"),
-        (LLAMA_31, {"factor": 2}, "llama", "factor", "2 would shorten the context: the model's own is 8"),
+        (PLAIN, {"factor": 2}, "phi3", "rope_type", "yarn is unsupported by the code of phi3"),
+        (PHI_3, {"factor": 64}, "phi3", "rope_type", "needs short_factor and long_factor: the model's factors are for"),
+        (LLAMA_31, {"factor": 2}, "llama", "factor", "2 would shorten the context: the model's factor is 8"),
         (Rope({"rope_type": "proportional"}, 8), {"rope_type": "yarn", "factor": 2}, "gemma4", "rope_type", "does not"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_plan_with_scaling_says_how_many_positions_there_are():
     plan = resolve(wanted, H100, known_model("meta-llama/Llama-3.2-1B"), ROWS)
     (reason,) = (reason for reason in plan.reasons if reason.topic == "context")
     assert reason.choice == "262,144 positions instead of 131,072"
-    assert "llama3, factor 64, in place of the model's own llama3, factor 32" in reason.why
+    assert "llama3, factor 64, instead of the model's llama3, factor 32" in reason.why
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_too_long_rows_are_refused_with_the_factor_that_takes_them(name, hint):
 
 def test_a_model_without_rotary_embeddings_cannot_have_them_scaled():
     learned = known_model("meta-llama/Llama-3.2-1B").model_copy(update={"rope": None, "path": "gpt2"})
-    words = "gpt2 has no rotary embeddings where a layer sees all tokens; unset it"
+    words = "gpt2 has no rotary embeddings in its full-attention layers; unset it"
     with pytest.raises(PlanError, match=rf"model\.rope_scaling: {words}"):
         resolve(recipe(model={"path": "m", "rope_scaling": {"factor": 2.0}}), LAPTOP, learned, ROWS)
 
 
 def test_a_teacher_is_not_changed():
     method = {"type": "distillation", "teacher": {"path": "t", "rope_scaling": {"factor": 2.0}}}
-    with pytest.raises(PlanError, match=r"method\.teacher\.rope_scaling: only the model that is trained"):
+    with pytest.raises(PlanError, match=r"method\.teacher\.rope_scaling: only the trained model"):
         resolve(recipe(method=method), LAPTOP, known_model("Qwen/Qwen3-8B"), ROWS)
 
 
@@ -152,5 +152,5 @@ def test_longrope_is_not_divided_over_devices_by_its_rows():
     scaling = {"rope_type": "longrope", "factor": 2.0, **lists}
     wanted = recipe(model={"path": "m", "rope_scaling": scaling}, parallel={"cp_size": 2}, data={"padding_free": False})
     two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
-    with pytest.raises(PlanError, match="longrope rotary embeddings depend on the length of a row"):
+    with pytest.raises(PlanError, match="longrope rotary embeddings depend on the row length"):
         resolve(wanted, two, known_model("Qwen/Qwen3-8B"), ROWS)

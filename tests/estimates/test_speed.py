@@ -128,7 +128,7 @@ def test_without_a_link_there_is_no_guess_but_a_run_spread_like_it_tells():
     unknown = speed_of(two, DEVICE, FIGURES, [recorded()], num_steps=1000)
     assert unknown.tokens_per_second is None
     assert unknown.basis == (
-        "bandwidth between the devices of a node unknown; throughput unknown until a run has finished in this layout"
+        "bandwidth between the devices of a node unknown; throughput unknown until a run has finished with this layout"
     )
     told = speed_of(two, DEVICE, FIGURES, [recorded(), recorded(6000, layout=two.layout)], num_steps=1000)
     # 6,000 tokens of 2.8 GFLOP were 8.4 TFLOP/s each; 14 TFLOP of two devices take as long as 7 of one.

@@ -156,7 +156,7 @@ def test_words_say_what_tensor_parallel_waits_for_and_what_is_not_known():
     made, hardware = planned(layout)
     nothing = hardware.figures.model_copy(update={"link_bytes_per_second": None})
     said = communication_words(made, RATE, nothing)
-    assert said == "bandwidth between the devices of a node unknown, and so is the time spent waiting"
+    assert said == "bandwidth between the devices of a node unknown, so the time spent waiting is unknown too"
 
 
 def test_torchtitans_128_gpus_keep_97_percent_as_predicted():

@@ -158,7 +158,9 @@ def test_all_processes_work_on_the_run_that_the_first_has_made(workspace, monkey
 @pytest.mark.slow
 def test_where_there_is_no_run_the_first_process_says_why_and_the_others_end_with_its_code(workspace):
     told = in_processes(3, join, workspace, "output.name=none")
-    assert told[0].endswith("with a batch of 4; unset some of them, or set train.global_batch_size to a multiple of 3")
+    assert told[0].endswith(
+        "with a global batch size of 4; unset some of them, or set train.global_batch_size to a multiple of 3"
+    )
     assert told[1:] == ["code 2", "code 2"]
 
 

@@ -176,7 +176,7 @@ def test_a_linear_layer_of_a_models_own_class_is_adapted_where_it_computes_a_pro
 
 @pytest.mark.parametrize("kind", sorted({name.removesuffix("_text") for name in model_types().without_adapters}))
 def test_an_adapter_that_peft_does_not_read_again_is_refused(kind):
-    with pytest.raises(ModelError, match=f"PEFT does not read adapters of {kind} models again: it renames .*lora_A"):
+    with pytest.raises(ModelError, match=f"PEFT cannot load saved adapters of {kind} models: it renames .*lora_A"):
         attach_adapter(tiny_model(kind), LoraAdapter(rank=4), seed=0)
 
 

@@ -124,7 +124,7 @@ def test_a_plan_says_that_layers_run_once_for_each_document():
     asked = {"model": {"path": "m"}, "train": {"max_steps": 5}}
     packed = resolve(recipe(data={"packing": True}, **asked), H100, model, ROWS)
     (reason,) = [reason for reason in packed.reasons if reason.topic == "documents"]
-    assert packed.by_document and reason.choice == "layers with a state run once for each"
+    assert packed.by_document and reason.choice == "recurrent layers run once per document"
     assert not resolve(recipe(**asked), H100, model, ROWS).by_document
     attends = model.model_copy(update={"layer_types": ("full_attention",) * 16})
     assert not resolve(recipe(data={"packing": True}, **asked), H100, attends, ROWS).by_document

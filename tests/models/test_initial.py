@@ -134,7 +134,7 @@ def test_what_eva_saves_is_plain_lora_that_states_its_ranks(tmp_path):
 
 def test_eva_says_that_rows_are_too_few():
     adapter = LoraAdapter(rank=8, init_lora_weights="eva")
-    with pytest.raises(DataError, match=r"tokens of 1 documents count in the loss; eva needs 16, the largest rank"):
+    with pytest.raises(DataError, match=r"tokens of 1 documents are in the loss; eva needs 16, its largest rank"):
         attach_adapter(base(), adapter, seed=0, sources=sources(documents(1)))
 
 

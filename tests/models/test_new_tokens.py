@@ -189,10 +189,10 @@ def test_rows_beside_an_adapter_are_not_divided(tmp_path):
 
     two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
     wanted = recipe(model={"path": str(saved(tmp_path)), **TOOLS}, parallel={"strategy": "fsdp2"})
-    with pytest.raises(PlanError, match="PEFT reads the rows of tokens out of whole tables"):
+    with pytest.raises(PlanError, match="PEFT reads token rows from the unsharded embedding"):
         resolve(wanted, two, probe_model(wanted.model), ROWS)
     full = recipe(model=dict(wanted.model), parallel={"strategy": "zero3"}, adapter="full")
-    with pytest.raises(PlanError, match="rows for new tokens cannot be made in tables that are divided"):
+    with pytest.raises(PlanError, match="embedding and head cannot be resized for new tokens"):
         resolve(full, two.model_copy(update={"deepspeed": True}), probe_model(full.model), ROWS)
 
 
@@ -201,7 +201,7 @@ def test_the_plan_says_where_new_tokens_lie_and_what_is_trained(tmp_path):
     plan = resolve(wanted, LAPTOP, probe_model(wanted.model), ROWS)
     (reason,) = (reason for reason in plan.reasons if reason.topic == "tokens")
     assert reason.choice == "3 added, vocabulary 262"
-    assert "1 new rows near the mean of the others and 2 rows that the tokenizer had left unused" in reason.why
+    assert "1 new rows initialized near the mean of the others and 2 rows that the tokenizer did not use" in reason.why
     assert "trainable_token_indices" in reason.why
     assert plan.new_tokens == (259, 260, 261)
     assert AutoTokenizer.from_pretrained(tmp_path).vocab_size <= 259

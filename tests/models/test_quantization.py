@@ -153,7 +153,7 @@ def test_a_stack_is_seen_with_its_values_whatever_is_computed(quant_type):
 
 def test_a_stack_is_not_changed_in_place_without_being_quantized_again():
     stack, values = stack_of(3, 20, 64)
-    with pytest.raises(TypeError, match=r"mul_.* would change weights in few bits in place"):
+    with pytest.raises(TypeError, match=r"mul_.* would change quantized weights in place"):
         stack.mul_(2)
     update = torch.randn(3, 20, 64)
     stack += update

@@ -35,8 +35,8 @@ def test_activations_are_offloaded_where_recomputation_alone_does_not_fit():
     ((choice, why),) = reasons(plan, "activations")
     assert choice == "layer inputs in pinned host memory, 32.0 GiB"
     assert why == (
-        "recomputation alone would not be enough; copied on a stream of its own while other layers compute "
-        "(predicted, not measured); host memory of this machine unknown"
+        "recomputation alone would not be enough; copied on a separate stream while other layers compute (predicted, "
+        "not measured); host memory of this machine unknown"
     )
     # 64 GiB there and back.
     ((sent, _),) = reasons(plan, "communication")
@@ -89,9 +89,9 @@ def test_it_is_what_to_change_first_where_memory_may_run_out():
 
 
 REFUSED = {
-    "cpu": ({}, LAPTOP, "single device: activations of a CPU are in host memory"),
-    "devices": ({}, find_machine("2xh100").hardware(), "DDP: activation offloading is untested over several devices"),
-    "zero": ({"parallel": {"strategy": "zero3"}}, H100, "activation offloading is untested over several devices"),
+    "cpu": ({}, LAPTOP, "single device: on a CPU, activations are in host memory already"),
+    "devices": ({}, find_machine("2xh100").hardware(), "DDP: activation offloading is untested on several devices"),
+    "zero": ({"parallel": {"strategy": "zero3"}}, H100, "activation offloading is untested on several devices"),
     "fp8": ({"adapter": "full", "train": {"fp8": True}}, find_machine("h200").hardware(), "untested with train.fp8"),
     "compiled": ({"train": {"torch_compile": True}}, H100, "untested with train.torch_compile"),
     "method": (

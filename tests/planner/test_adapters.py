@@ -23,7 +23,7 @@ REFUSED = {
     "an expression that is an ending": (
         {"target_modules": "q_proj"},
         "adapter.target_modules: no linear layer of llama-3.2-1b matches the regular expression 'q_proj'; it must "
-        f"match whole names such as model.layers.0.self_attn.q_proj; for name endings write a list of: {ENDINGS}",
+        f"match full names such as model.layers.0.self_attn.q_proj; for name suffixes write a list of: {ENDINGS}",
     ),
     "an unknown module left out": (
         {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj", "mlp"]},
@@ -39,11 +39,11 @@ REFUSED = {
     ),
     "a rank of nothing": (
         {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 4, "up_proj": 8}},
-        "adapter.rank_pattern: no adapted module has a name that ends in up_proj; available: q_proj",
+        "adapter.rank_pattern: no adapted module has the name suffix up_proj; available: q_proj",
     ),
     "an alpha of nothing": (
         {"layers_to_transform": [0], "alpha_pattern": {r"layers\.1\..*": 8.0}},
-        r"adapter.alpha_pattern: no adapted module has a name that ends in layers\.1\..*; available: " + ENDINGS,
+        r"adapter.alpha_pattern: no adapted module has the name suffix layers\.1\..*; available: " + ENDINGS,
     ),
 }
 OF_EXPERTS = {
@@ -54,17 +54,18 @@ OF_EXPERTS = {
     ),
     "an expression": (
         {"target_modules": r".*\.experts\..*"},
-        f"adapter.target_modules: PEFT takes only the last names of what a regular expression matches in {MOE}; "
+        "adapter.target_modules: PEFT keeps only the last part of the names that a regular expression matches in "
+        f"{MOE}; "
         "list the modules, such as [q_proj, v_proj]",
     ),
     "left out": (
         {"exclude_modules": ["q_proj", "down_proj"]},
-        f"adapter.exclude_modules: PEFT adapts the experts and routers of {MOE} nevertheless: down_proj; "
-        "leave them out of a list in adapter.target_modules",
+        f"adapter.exclude_modules: PEFT ignores it for the experts and routers of {MOE}: down_proj; "
+        "list other modules in adapter.target_modules",
     ),
     "a rank": (
         {"rank_pattern": {"gate_up_proj": 4}},
-        f"adapter.rank_pattern: PEFT sets that of the experts and routers of {MOE} itself: gate_up_proj; "
+        f"adapter.rank_pattern: PEFT overrides it for the experts and routers of {MOE}: gate_up_proj; "
         f"limit it to {UNFUSED}",
     ),
 }
@@ -76,7 +77,7 @@ NAMED = {
     ),
     "a linear layer": (
         {"target_parameters": ["q_proj.weight"], "target_modules": ["v_proj"]},
-        "q_proj.weight: model.layers.0.self_attn.q_proj.weight (4096 x 2048) is no stack of experts' matrices; "
+        "q_proj.weight: model.layers.0.self_attn.q_proj.weight (4096 x 2048) is not a stack of expert matrices; "
         "available: experts.down_proj, experts.gate_up_proj",
     ),
     "twice": (
@@ -132,8 +133,8 @@ STARTS = {
     ),
     "dora": (
         {"init_lora_weights": "olora", "use_dora": True},
-        "olora does not go with use_dora: saved, such an adapter subtracts its initial one, and the norm of DoRA is of "
-        "the sum; unset one of them",
+        "olora is unsupported with use_dora: the saved adapter subtracts its initial values, but DoRA normalizes the "
+        "sum; unset one of them",
     ),
     "rslora of several ranks": (
         {"init_lora_weights": "pissa_niter_16", "use_rslora": True, "rank_pattern": {"q_proj": 4}},
@@ -145,16 +146,16 @@ STARTS = {
     ),
     "corda and dora": (
         {"init_lora_weights": "corda", "use_dora": True},
-        "corda does not go with use_dora: saved, such an adapter subtracts its initial one, and the norm of DoRA is of "
-        "the sum; unset one of them",
+        "corda is unsupported with use_dora: the saved adapter subtracts its initial values, but DoRA normalizes the "
+        "sum; unset one of them",
     ),
     "loftq of a whole base": (
         {"init_lora_weights": "loftq"},
-        "loftq makes up for a base in 4 bits; set adapter.type=qlora, or use pissa",
+        "loftq requires a 4-bit base; set adapter.type=qlora, or use pissa",
     ),
     "loftq and dora": (
         {"type": "qlora", "init_lora_weights": "loftq", "use_dora": True},
-        "loftq does not go with use_dora, whose magnitudes are of the base alone; unset one of them",
+        "loftq is unsupported with use_dora, whose magnitudes are those of the base alone; unset one of them",
     ),
     "a rank too large": (
         {"init_lora_weights": "pissa", "rank": 600},
@@ -174,7 +175,7 @@ def test_a_start_that_peft_or_what_is_saved_cannot_have_is_refused(name):
 def test_oft_of_weights_that_are_stored_transposed_is_refused():
     transposed = LLAMA_1B.model_copy(update={"model_type": "gpt2"})
     problem, hint = next(adapter_faults(OftAdapter(oft_block_size=32), transposed))
-    assert problem == "adapter.type: oft is unsupported by PEFT for gpt2 models, of which weights are stored transposed"
+    assert problem == "adapter.type: oft is unsupported by PEFT for gpt2 models: their weights are stored transposed"
     assert hint == "set adapter.type=lora"
     assert not list(adapter_faults(LoraAdapter(), transposed))
     assert not list(adapter_faults(OftAdapter(oft_block_size=32), LLAMA_1B))
@@ -192,11 +193,14 @@ def test_ranks_that_rows_distribute_are_not_set_by_name_and_have_as_many_inputs(
 def test_rows_that_an_adapter_begins_with_are_tokens_in_a_file(start):
     adapter = {"type": "lora", "init_lora_weights": start}
     pairs = ROWS.model_copy(update={"format": "preference"})
-    with pytest.raises(PlanError, match=f"{start} sees tokens before training, and TRL makes those of orpo during it"):
+    with pytest.raises(
+        PlanError,
+        match=f"{start} needs tokenized rows before training, but TRL tokenizes those of orpo during training",
+    ):
         resolve(recipe(method={"type": "orpo"}, adapter=adapter), H100, LLAMA_1B, pairs)
     stream = {"path": "rows.jsonl", "train": "rows.jsonl", "streaming": True, "max_length": 128}
     del stream["path"]
-    with pytest.raises(PlanError, match=f"{start} draws rows, and a stream has only its next one"):
+    with pytest.raises(PlanError, match=f"{start} samples rows at random, which a stream does not allow"):
         resolve(recipe(data=stream, adapter=adapter, train={"max_steps": 5}), H100, LLAMA_1B, ROWS)
 
 
@@ -204,7 +208,7 @@ def test_rows_that_an_adapter_begins_with_are_tokens_in_a_file(start):
 def test_what_needs_whole_weights_is_refused_where_they_are_sharded(start):
     kind = "qlora" if start == "loftq" else "lora"
     asked = recipe(adapter={"type": kind, "init_lora_weights": start}, parallel={"strategy": "fsdp2"})
-    with pytest.raises(PlanError, match=f"{start} needs whole weights in each process; use ddp, or gaussian"):
+    with pytest.raises(PlanError, match=f"{start} needs unsharded weights in each process; use ddp, or gaussian"):
         resolve(asked, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
 
 
@@ -217,8 +221,8 @@ def test_an_adapter_that_makes_up_for_4_bits_is_not_compared_with_the_model_with
 def test_the_plan_says_what_bounds_ranks_that_rows_distribute():
     (reason,) = [r for r in planned(LLAMA_1B, rank=8, init_lora_weights="eva").reasons if r.topic == "adapter"]
     assert reason.why.startswith("at most ")
-    words = "; rows distribute 896 ranks, at most 16 to a module, counted as if the largest modules got them; before"
-    assert f"{words} training 256 rows pass the model" in reason.why
+    words = "; 896 ranks distributed by the rows, at most 16 per module, estimated as if the largest modules got them"
+    assert f"{words}; one forward pass over 256 rows before training" in reason.why
 
 
 def test_experts_do_not_begin_with_parts_of_their_weights():
@@ -237,7 +241,7 @@ def test_a_model_without_its_adapter_is_no_reference_once_its_weights_lack_a_par
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_parts_are_taken_out_of_whole_weights(strategy):
     asked = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"}, parallel={"strategy": strategy})
-    with pytest.raises(PlanError, match=r"pissa takes parts out of whole weights; use ddp, or gaussian"):
+    with pytest.raises(PlanError, match=r"pissa splits unsharded weights; use ddp, or gaussian"):
         resolve(asked, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
     free = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"})
     plan = resolve(free, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
@@ -251,7 +255,7 @@ def test_the_plan_says_what_is_saved_of_a_start_in_the_base_weights():
     sizes = [(plan.saving.result_bytes, plan.saving.checkpoint_bytes) for plan in (plain, split)]
     more = 4 * plain.num_trainable_params
     assert [size + more for size in sizes[0]] == list(sizes[1])
-    assert reason.why.endswith("; taken out of the base weights, and saved as plain LoRA of rank 16")
+    assert reason.why.endswith("; subtracted from the base weights, and saved as plain LoRA of rank 16")
 
 
 def planned(model, **adapter):

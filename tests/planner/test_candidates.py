@@ -148,7 +148,8 @@ REFUSED = {
     ),
     "qlora with dora and fsdp2": (
         {"adapter": {"type": "qlora", "use_dora": True}, "parallel": {"strategy": "fsdp2"}},
-        "FSDP2, full shard, no reshard: PEFT reads 4-bit weights whole for DoRA; use ddp, or unset adapter.use_dora",
+        "FSDP2, full shard, no reshard: PEFT needs unsharded 4-bit weights for DoRA; use ddp, or unset "
+        "adapter.use_dora",
     ),
     "8-bit optimizer with fsdp2": (
         {"adapter": "full", "train": {"optim": "adamw_8bit"}, "parallel": {"strategy": "fsdp2"}},
@@ -164,12 +165,11 @@ REFUSED = {
     ),
     "weights in bfloat16 with DeepSpeed": (
         {"adapter": "full", "train": {"pure_bf16": True}, "parallel": {"strategy": "zero2"}},
-        "ZeRO-2: DeepSpeed updates float32 copies of the weights in any case; "
-        "use fsdp2 or ddp, or unset train.pure_bf16",
+        "ZeRO-2: DeepSpeed always updates float32 copies of the weights; use fsdp2 or ddp, or unset train.pure_bf16",
     ),
     "our optimizer with DeepSpeed": (
         {"adapter": "full", "train": {"optim": "tunekit_adamw"}, "parallel": {"strategy": "zero3"}},
-        "ZeRO-3: DeepSpeed updates flat float32 copies of the weights, for which tunekit_adamw has no use; "
+        "ZeRO-3: DeepSpeed updates flat float32 copies of the weights, so tunekit_adamw has no effect; "
         "use train.optim=adamw_torch_fused",
     ),
     "8-bit states of bitsandbytes of weights in bfloat16": (
@@ -187,12 +187,12 @@ REFUSED = {
     ),
     "our optimizer on the processor": (
         {"adapter": "full", "train": {"pure_bf16": True}, "parallel": {"offload_param_device": "cpu"}},
-        "FSDP2, full shard, CPU offload: tunekit_adamw is a kernel for accelerators: on the CPU, where offloading puts "
-        "it, its step takes minutes; unset parallel.offload_param_device, or unset train.pure_bf16",
+        "FSDP2, full shard, CPU offload: tunekit_adamw is an accelerator kernel: with offloading it would run on the "
+        "CPU, at minutes per step; unset parallel.offload_param_device, or unset train.pure_bf16",
     ),
     "Muon in flat copies": (
         {"adapter": "full", "train": {"optim": "muon"}, "parallel": {"strategy": "zero2"}},
-        "ZeRO-2: Muon updates whole matrices, and DeepSpeed divides flat copies of all weights; "
+        "ZeRO-2: Muon updates whole matrices, but DeepSpeed shards flat copies of all weights; "
         "use fsdp2, or use train.optim=adamw_torch_fused",
     ),
     "Muon on split layers": (
@@ -206,12 +206,12 @@ REFUSED = {
             "train": {"optim": "muon"},
             "parallel": {"strategy": "fsdp2", "offload_param_device": "cpu"},
         },
-        "FSDP2, full shard, CPU offload: Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, "
-        "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
+        "FSDP2, full shard, CPU offload: Muon multiplies each matrix 15 times: with offloading it would run on the "
+        "CPU, at minutes per step; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
     ),
     "Adam-mini in flat copies": (
         {"adapter": "full", "train": {"optim": "adam_mini"}, "parallel": {"strategy": "zero2"}},
-        "ZeRO-2: adam_mini needs rows and heads, and DeepSpeed divides flat copies of all weights; "
+        "ZeRO-2: adam_mini needs rows and heads, but DeepSpeed shards flat copies of all weights; "
         "use fsdp2, or use train.optim=adamw_torch_fused",
     ),
     "Adam-mini on split layers": (
@@ -221,7 +221,7 @@ REFUSED = {
     ),
     "GaLore in flat copies": (
         {"adapter": "full", "train": {"optim": "galore_adamw"}, "parallel": {"strategy": "zero2"}},
-        "ZeRO-2: galore_adamw projects whole matrices, and DeepSpeed divides flat copies of all weights; "
+        "ZeRO-2: galore_adamw projects whole matrices, but DeepSpeed shards flat copies of all weights; "
         "use fsdp2, or use train.optim=adamw_torch_fused",
     ),
     "APOLLO on split layers": (
@@ -235,8 +235,8 @@ REFUSED = {
             "train": {"optim": "galore_adamw"},
             "parallel": {"strategy": "fsdp2", "offload_param_device": "cpu"},
         },
-        "FSDP2, full shard, CPU offload: galore_adamw projects each matrix: on the CPU, where offloading puts it, "
-        "its step takes minutes; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
+        "FSDP2, full shard, CPU offload: galore_adamw projects each matrix: with offloading it would run on the CPU, "
+        "at minutes per step; unset parallel.offload_param_device, or use train.optim=adamw_torch_fused",
     ),
     "averages of flat copies": (
         {
@@ -244,12 +244,12 @@ REFUSED = {
             "train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
             "parallel": {"strategy": "zero2"},
         },
-        "ZeRO-2: DeepSpeed updates flat float32 copies of the weights, which do not switch to the average of "
+        "ZeRO-2: DeepSpeed updates flat float32 copies of the weights, which cannot switch to the average of "
         "schedule_free_adamw; use ddp, or train.optim=adamw_torch_fused",
     ),
     "a moving average of flat copies": (
         {"adapter": "full", "train": {"ema_decay": 0.999}, "parallel": {"strategy": "zero1"}},
-        "ZeRO-1: DeepSpeed updates flat float32 copies of the weights, which do not switch to the average; use ddp, or "
+        "ZeRO-1: DeepSpeed updates flat float32 copies of the weights, which cannot switch to the average; use ddp, or "
         "unset train.ema_decay",
     ),
     "averages of divided weights": (
@@ -258,7 +258,7 @@ REFUSED = {
             "train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
             "parallel": {"strategy": "fsdp2"},
         },
-        "FSDP2, full shard, no reshard: schedule_free_adamw does not resume exactly from checkpoints of divided "
+        "FSDP2, full shard, no reshard: schedule_free_adamw does not resume exactly from checkpoints of sharded "
         "weights; use ddp, or train.optim=adamw_torch_fused",
     ),
     "adapters with tensor parallel": (
@@ -278,7 +278,7 @@ REFUSED = {
     ),
     "packing with Ulysses": (
         {"data": {"packing": True}, "parallel": {"sp_size": 2}},
-        "ZeRO-3, Ulysses 2: sdpa does not separate packed documents when they are split; "
+        "ZeRO-3, Ulysses 2: sdpa does not separate packed documents in split sequences; "
         "use flash_attention_2, or unset packing",
     ),
     "both ways to divide a sequence": (
@@ -304,11 +304,12 @@ REFUSED = {
     ),
     "more shards than devices": (
         {"parallel": {"dp_shard_size": 16}},
-        "parallel.dp_shard_size=16: no such layout for 8 x H100 SXM 80 GB with a batch of 16; unset some of them",
+        "parallel.dp_shard_size=16: no layout for 8 x H100 SXM 80 GB with a global batch size of 16; unset some of "
+        "them",
     ),
     "ddp with shards": (
         {"parallel": {"strategy": "ddp", "dp_shard_size": 8}},
-        "parallel.strategy=ddp, parallel.dp_shard_size=8: no such layout for 8 x H100 SXM 80 GB with a batch "
+        "parallel.strategy=ddp, parallel.dp_shard_size=8: no layout for 8 x H100 SXM 80 GB with a global batch size "
         "of 16; unset some of them",
     ),
 }
@@ -327,13 +328,13 @@ def test_what_cannot_be_run_correctly_is_refused_by_name(name):
     [
         (
             {"optim_args": {"rank": 4096}},
-            "train.optim_args.rank: 4096 is no less than the sides of all matrices; "
+            "train.optim_args.rank: 4096 is at least the smaller side of all matrices; "
             "set it below 4096, or use train.optim=adamw_torch_fused",
         ),
         (
             {"optim_target_modules": ["self_attn", "fc1"]},
             "train.optim_target_modules[1]: no trained matrix of llama-3.1-8b matches 'fc1'; "
-            "remove it, or train what it names",
+            "remove it, or train the parameters that it matches",
         ),
     ],
 )
@@ -349,7 +350,7 @@ def test_a_low_rank_is_refused_where_no_matrix_is_trained():
     with pytest.raises(PlanError) as caught:
         resolve(asked, find_machine("h100").hardware(), LLAMA_8B, ROWS)
     assert str(caught.value) == (
-        "train.optim: apollo_adamw projects matrices, of which none is trained; use train.optim=adamw_torch_fused"
+        "train.optim: apollo_adamw projects matrices, but none is trained; use train.optim=adamw_torch_fused"
     )
 
 

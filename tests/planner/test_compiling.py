@@ -28,7 +28,7 @@ def reason(plan, topic):
         (H100, {"packing": True}, False, "no gain beyond tunekit's kernels"),
         (H100, {"kernels": "torch"}, False, "every new length would recompile"),
         (H100, {"kernels": "torch", "packing": True, "adapter": "qlora"}, False, "4-bit weights cannot be compiled"),
-        (LAPTOP, {"packing": True}, False, "compilation takes longer than it saves on CPU (test)"),
+        (LAPTOP, {"packing": True}, False, "compilation costs more time than it saves on CPU (test)"),
         (T4, {"packing": True}, False, "pay off from compute capability 8.0"),
         (LAPTOP, {"train": {"torch_compile": True}}, True, "set by the recipe"),
         (H100, {"kernels": "torch", "packing": True, "train": {"torch_compile": False}}, False, "set by the recipe"),

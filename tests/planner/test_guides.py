@@ -171,7 +171,7 @@ def test_gradients_are_summed_in_every_micro_batch_where_they_do_not_fit_undivid
     plan = replace(SIZES["30B to 70B on 8 x 80 GB: FSDP2 with reshard"], batch=128).plan()
     assert plan.gradient_accumulation_steps > 1 and plan.layout.sync_each_batch
     (reason,) = (reason for reason in plan.reasons if reason.topic == "layout")
-    assert "gradients reduced in every micro-batch, since they would not fit unsharded" in reason.why
+    assert "gradients reduced in every micro-batch: they would not fit unsharded" in reason.why
     # Undivided they take two bytes a parameter, which is more than is left.
     left = plan.memory_limit_bytes - plan.memory.total_bytes
     assert 2 * plan.num_params > left

@@ -141,9 +141,9 @@ def test_the_decoder_runs_once_for_each_of_documents_that_would_see_each_other(n
     plan = resolve(asked, LAPTOP, facts, ROWS)
     (reason,) = (reason for reason in plan.reasons if reason.topic == "documents")
     assert plan.decoder_by_document and not plan.by_document
-    assert reason.choice == "the decoder runs once for each"
+    assert reason.choice == "the decoder runs once per document"
     assert reason.why.startswith(f"{why}; no faster than without packing")
-    assert reason.why.endswith("but for flash_attention_2 where it is supported") == (name == "mask")
+    assert reason.why.endswith("except flash_attention_2 if supported") == (name == "mask")
     plain = resolve(recipe(asked.model.attn_implementation), LAPTOP, facts, ROWS)
     assert not plain.decoder_by_document and not plain.padding_free
 
@@ -153,23 +153,23 @@ def test_sharded_weights_are_not_gathered_once_for_each_document(strategy):
     bloom = model("bloom")
     two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
     asked = recipe(packing=True).model_dump() | {"parallel": {"strategy": strategy}}
-    with pytest.raises(PlanError, match=r"in bloom, once for each document, .*; use ddp, or set data\.packing=false$"):
+    with pytest.raises(PlanError, match=r"in bloom, once per document, .*; use ddp, or set data\.packing=false$"):
         resolve(Recipe.model_validate(asked), two, bloom, ROWS)
 
 
 def test_adapters_of_a_layer_at_several_places_are_not_sharded():
     two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
     asked = recipe().model_dump() | {"parallel": {"strategy": "fsdp2"}, "adapter": {"type": "lora"}}
-    with pytest.raises(PlanError, match=r"Accelerate loses adapters of the layer that zamba has .*; use ddp$"):
+    with pytest.raises(PlanError, match=r"Accelerate loses adapters of the layer that zamba reuses .*; use ddp$"):
         resolve(Recipe.model_validate(asked), two, model("zamba"), ROWS)
     resolve(Recipe.model_validate(asked | {"adapter": {"type": "full"}}), two, model("zamba"), ROWS)
 
 
 @pytest.mark.parametrize(
-    ("facts", "repeated"), [(model("bloom"), "the decoder"), (model("lfm2", "conv"), "a layer with a state")]
+    ("facts", "repeated"), [(model("bloom"), "the decoder"), (model("lfm2", "conv"), "a recurrent layer")]
 )
 def test_what_runs_once_for_each_document_is_not_compiled(facts, repeated):
-    words = f"{repeated} runs once for each document, and every new length would recompile"
+    words = f"{repeated} runs once per document, and every new length would recompile"
     asked = recipe(packing=True).model_dump()
     with pytest.raises(PlanError) as caught:
         resolve(Recipe.model_validate(asked | {"train": {"torch_compile": True}}), H100, facts, ROWS)

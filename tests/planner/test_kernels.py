@@ -34,7 +34,7 @@ def why(plan):
             LAPTOP,
             {},
             "tunekit",
-            "torch implementations (Triton needs an accelerator); most of the gain is in the loss head",
+            "torch implementations (Triton needs an accelerator); most of the gain is from the loss head",
         ),
         (H100.model_copy(update={"triton": False}), {}, "tunekit", "torch implementations (Triton is not installed)"),
         (T4, {}, "torch", "need compute capability 8.0 or newer; T4"),

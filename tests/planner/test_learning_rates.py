@@ -26,7 +26,7 @@ def test_lora_plus_on_8b_is_counted_by_hand():
     assert (16 * 32 * inputs, 16 * 32 * outputs) == (19_922_944, 22_020_096)
     ((choice, why),) = rates(planned({"type": "lora", "rank": 16, "loraplus_lr_ratio": 16}))
     assert choice == "19.9 M parameters at 0.0001, 22 M parameters at 0.0016"
-    assert why == "set by the recipe; the schedule scales each, and logs show the first, 0.0001"
+    assert why == "set by the recipe; the schedule scales all of them, and logs show the first, 0.0001"
 
 
 def test_rates_by_layer_are_named_from_the_last_to_the_first():

@@ -41,7 +41,7 @@ CASES = {
     "flash, state": (
         planned(FLASH, model_type="qwen3_next"),
         PADDED,
-        "padding-free rows would go through layers with a state one by one",
+        "recurrent layers would process padding-free rows one by one",
     ),
     "asked for with sdpa": (planned(SDPA, padding_free=True), FREE, f"set by the recipe; {A_MASK}"),
     "asked for with flash": (planned(FLASH, padding_free=True), FREE, "set by the recipe"),

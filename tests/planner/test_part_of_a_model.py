@@ -31,7 +31,7 @@ def test_the_last_layers_of_8b_are_counted_by_hand():
     (adapter,) = (reason for reason in plan.reasons if reason.topic == "adapter")
     assert adapter.choice == "full, of the last 2 layers"
     assert adapter.why.startswith(
-        "436 M of 8.03 B parameters trained, 5.43%; activations of the first 30 layers not kept"
+        "436 M of 8.03 B parameters trained, 5.43%; no activations stored for the first 30 layers"
     )
 
 
@@ -42,8 +42,8 @@ def test_new_layers_of_8b_are_counted_by_hand():
     assert plan.num_params == LLAMA_8B.num_params + 4 * layer
     assert plan.memory.parts["weights"] == 4 * plan.num_params
     (adapter,) = (reason for reason in plan.reasons if reason.topic == "adapter")
-    assert adapter.choice == "full, of 4 new layers, for 36 in all"
-    assert "activations of the first 8 layers not kept" in adapter.why
+    assert adapter.choice == "full, of 4 new layers, 36 in total"
+    assert "no activations stored for the first 8 layers" in adapter.why
 
 
 def test_a_model_whose_states_do_not_fit_on_a_device_fits_in_part():
@@ -61,7 +61,7 @@ def test_a_model_whose_states_do_not_fit_on_a_device_fits_in_part():
         (
             QWEN_MOE,
             {"new_layers": 1},
-            "unknown whether the layers of .* end in products",
+            "unknown if the layers of .* end in products",
             "dense text model",
         ),
     ],
@@ -75,7 +75,7 @@ def test_a_part_that_a_model_does_not_have_is_refused(model, adapter, why, hint)
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_a_part_is_not_trained_in_layouts_in_which_it_is_untested(strategy):
-    with pytest.raises(PlanError, match="training a part of a model is untested there") as refused:
+    with pytest.raises(PlanError, match="training some of the parameters is untested there") as refused:
         planned(parallel={"strategy": strategy}, last_layers=2)
     assert "use ddp" in refused.value.hint
 

@@ -55,13 +55,13 @@ def test_weights_published_in_few_bits_are_made_dense_for_lora(method):
         ("fp8", "qlora", "set adapter.type to lora, or use a 16-bit copy of the model"),
         ("fbgemm_fp8", "qlora", "set adapter.type to lora, or use a 16-bit copy of the model"),
         ("compressed-tensors", "qlora", "set adapter.type to lora, or use a 16-bit copy of the model"),
-        ("hqq", "lora", "use the model that they were made of"),
-        ("torchao", "full", "use the model that they were made of"),
+        ("hqq", "lora", "use the model that they were quantized from"),
+        ("torchao", "full", "use the model that they were quantized from"),
     ],
 )
 def test_weights_that_an_adapter_cannot_be_trained_on_are_refused(method, adapter, hint):
     with pytest.raises(
-        PlanError, match=f"^model.path: the weights of Qwen/Qwen3-0.6B are published in {method}, which is not"
+        PlanError, match=f"^model.path: the weights of Qwen/Qwen3-0.6B are published in {method}, which "
     ) as error:
         planned(published(method), {"type": adapter})
     assert error.value.hint == hint
@@ -106,7 +106,7 @@ def test_a_kept_base_takes_the_bytes_of_its_layout():
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_kept_weights_of_other_packages_are_not_divided(strategy):
-    with pytest.raises(PlanError, match="weights published in AWQ are not divided or sent") as error:
+    with pytest.raises(PlanError, match="weights published in AWQ cannot be sharded or broadcast") as error:
         planned(as_published(**AWQ), "qlora", "8xh100", strategy=strategy)
     assert error.value.hint == "use ddp, or adapter.type=lora"
     assert planned(as_published(**AWQ), "qlora", "8xh100").layout.strategy == "ddp"
@@ -114,7 +114,7 @@ def test_kept_weights_of_other_packages_are_not_divided(strategy):
 
 def test_weights_published_in_4_bits_are_not_read_for_fsdp2():
     stated = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(PlanError, match="transformers does not read weights published in bitsandbytes 4 bits"):
+    with pytest.raises(PlanError, match="transformers cannot load weights published in bitsandbytes 4 bits"):
         planned(as_published(**stated), "qlora", "8xh100", strategy="fsdp2")
 
 
@@ -130,7 +130,7 @@ def test_weights_published_in_4_bits_are_not_read_for_fsdp2():
     ],
 )
 def test_a_data_type_that_the_published_weights_lack_is_refused(adapter, stated):
-    with pytest.raises(PlanError, match="are published in few bits, and kept as they are"):
+    with pytest.raises(PlanError, match="are published quantized and stay so"):
         planned(as_published(**stated), adapter)
 
 
@@ -153,21 +153,21 @@ def compressed(*schemes, layout="pack-quantized", **others):
 @pytest.mark.parametrize(
     ("stated", "why"),
     [
-        ({**GPTQ, "bits": 3}, "in GPTQ with 3 bits; 4 and 8 are read"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "in GPTQ's layout marlin; gptq and gptq_v2 are read"),
-        ({**GPTQ, "is_marlin_format": True}, "in GPTQ's layout marlin; gptq and gptq_v2 are read"),
-        ({**GPTQ, "pack_dtype": "int16"}, "in GPTQ with words of int16; int32 is read"),
-        ({**GPTQ, "dynamic": {"-:.*k_proj": {}}}, "in GPTQ with other settings for some layers (dynamic)"),
-        ({**AWQ, "version": "GEMV"}, "in AWQ's layout gemv; only gemm is read"),
-        (compressed(INT4, INT4), "in compressed-tensors with 2 schemes; one is read"),
-        (compressed(INT4, layout="marlin-24"), "in compressed-tensors' format marlin-24, which is not read"),
+        ({**GPTQ, "bits": 3}, "in GPTQ with 3 bits; 4 and 8 are supported"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "in GPTQ's layout marlin; gptq and gptq_v2 are supported"),
+        ({**GPTQ, "is_marlin_format": True}, "in GPTQ's layout marlin; gptq and gptq_v2 are supported"),
+        ({**GPTQ, "pack_dtype": "int16"}, "in GPTQ with words of int16; int32 is supported"),
+        ({**GPTQ, "dynamic": {"-:.*k_proj": {}}}, "in GPTQ with per-layer settings (dynamic)"),
+        ({**AWQ, "version": "GEMV"}, "in AWQ's layout gemv; only gemm is supported"),
+        (compressed(INT4, INT4), "in compressed-tensors with 2 schemes; one is supported"),
+        (compressed(INT4, layout="marlin-24"), "in compressed-tensors' format marlin-24, which is unsupported"),
         (
             compressed({**INT4, "actorder": "group"}),
-            "in compressed-tensors with inputs in another order (actorder: group), which is not read",
+            "in compressed-tensors with reordered inputs (actorder: group), which is unsupported",
         ),
         (
             compressed(INT4, sparsity_config={"format": "sparse-24-bitmask"}),
-            "in compressed-tensors' sparse format sparse-24-bitmask, which is not read",
+            "in compressed-tensors' sparse format sparse-24-bitmask, which is unsupported",
         ),
     ],
 )
@@ -175,11 +175,11 @@ def test_layouts_that_are_not_read_are_refused_by_name(stated, why):
     with pytest.raises(PlanError) as error:
         planned(as_published(**stated), "lora")
     assert error.value.problem == f"model.path: the weights of Qwen/Qwen3-0.6B are published {why}"
-    assert error.value.hint == "use the model that they were made of"
+    assert error.value.hint == "use the model that they were quantized from"
 
 
 def test_packed_experts_are_refused():
-    with pytest.raises(PlanError, match="published in gptq, of which experts are not read"):
+    with pytest.raises(PlanError, match="published in gptq, which is unsupported for experts"):
         planned(as_published("Qwen/Qwen3-30B-A3B", **GPTQ), ON_ATTENTION)
 
 
@@ -192,7 +192,7 @@ def test_the_published_types_of_known_models():
 def test_experts_in_4_bits_are_not_given_to_deepspeed():
     model = known_model("Qwen/Qwen3-30B-A3B")
     for strategy in ("zero1", "zero2"):
-        with pytest.raises(PlanError, match="DeepSpeed broadcasts every weight, and experts in 4 bits are not sent"):
+        with pytest.raises(PlanError, match="DeepSpeed broadcasts every weight, which fails for 4-bit experts"):
             planned(model, ON_ATTENTION, "8xh100", strategy=strategy)
     assert planned(model, ON_ATTENTION, "8xh100").layout.strategy == "ddp"
 

@@ -158,7 +158,7 @@ REFUSED = {
         recipe(adapter={"type": "lora", "modules_to_save": ["lm_head"]}),
         H100,
         "adapter.modules_to_save: llama-3.2-1b has no weights of lm_head; "
-        "a head tied to the embedding has no weights of its own; set the module that holds them",
+        "a head tied to the embedding has no separate weights; name the embedding",
     ),
     "bf16-without-bf16": (
         recipe(adapter="full", train={"pure_bf16": True}),
@@ -267,7 +267,7 @@ def test_types_that_cannot_be_trained_are_refused_with_the_reason(kind, adapter)
     model = LLAMA_1B.model_copy(update={"model_type": kind})
     words = {
         "cpmant": "model.path: cpmant models are not supported: its code computes wrong logits for rows padded on the",
-        "laguna": "adapter.type: no adapter is trained of laguna models: PEFT renames the modules of an adapter that",
+        "laguna": "adapter.type: adapters are unsupported for laguna models: PEFT renames the modules of an adapter",
     }
     if kind == "laguna" and adapter == "full":
         assert resolve(recipe(adapter={"type": "full"}), H100, model, ROWS)
@@ -337,7 +337,9 @@ def test_the_figures_of_memory_say_on_which_side_they_err():
 def test_types_that_are_not_quantized_are_refused_in_4_bits_alone(kind):
     model = LLAMA_1B.model_copy(update={"model_type": kind})
     resolve(recipe(adapter="lora"), H100, model, ROWS)
-    with pytest.raises(PlanError, match=f"{kind} models are not trained in 4 bits: .*; set adapter.type=lora or full"):
+    with pytest.raises(
+        PlanError, match=f"4-bit training is unsupported for {kind} models: .*; set adapter.type=lora or full"
+    ):
         resolve(recipe(adapter="qlora"), H100, model, ROWS)
 
 

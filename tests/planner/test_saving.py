@@ -112,7 +112,7 @@ def test_a_plan_tells_what_stops_it_early():
     asked = {"eval_steps": 10, "early_stopping_patience": 3, "early_stopping_threshold": 0.01}
     steps = reason(planned(num_eval=8, train=asked), "steps")
     assert steps.choice == "at most 100, 3 of warmup"
-    assert steps.why.endswith("; stops early once 3 evaluations in a row do not improve eval_loss by more than 0.01")
+    assert steps.why.endswith("; stops early once 3 consecutive evaluations do not improve eval_loss by more than 0.01")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_patience_that_no_evaluations_can_exhaust_is_refused_with_a_remedy(tra
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 3}, {"max_steps": 1}], ids=["all steps", "the only step"])
 def test_a_polynomial_decay_without_steps_is_refused_with_a_remedy(warmup):
     train = {"lr_scheduler_type": "polynomial", "max_steps": 3}
-    with pytest.raises(PlanError, match="leaves no step of") as refused:
+    with pytest.raises(PlanError, match="leaves none of") as refused:
         planned(train={**train, **warmup})
     assert "set train.lr_scheduler_type=linear" in refused.value.hint
     assert planned(train={**train, "warmup_steps": 2}).schedule.warmup_steps == 2

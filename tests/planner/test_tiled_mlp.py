@@ -26,7 +26,7 @@ def test_mlps_are_tiled_where_recomputing_and_offloading_are_not_enough():
     assert plan.mlp_tile_tokens == 4096
     ((choice, why),) = reasons(plan, "MLP")
     assert choice == "tiles of 4,096 tokens"
-    assert why == "all tokens at once would not fit; each tile is computed again in the backward pass"
+    assert why == "all tokens at once would not fit; each tile is recomputed in the backward pass"
 
 
 def test_what_fits_without_is_not_tiled():
@@ -73,7 +73,7 @@ def test_a_recipe_can_ask_for_it_and_forbid_it():
 
 
 REFUSED = {
-    "devices": ({}, "2xh100", "tiled MLPs are untested over several devices"),
+    "devices": ({}, "2xh100", "tiled MLPs are untested on several devices"),
     "method": ({"method": "dpo"}, "h100", "tiled MLPs are untested with dpo"),
     "dropout": ({"adapter": {"type": "lora", "dropout": 0.1}}, "h100", "untested with adapter.dropout"),
     "dora": ({"adapter": {"type": "lora", "use_dora": True}}, "h100", "untested with adapter.use_dora"),
@@ -97,7 +97,7 @@ def test_where_it_is_not_proved_it_is_refused_with_the_remedy(name):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("Qwen/Qwen3-30B-A3B", "the experts of qwen3_moe do not compute each token alone"),
+        ("Qwen/Qwen3-30B-A3B", "the experts of qwen3_moe are not computed per token"),
         ("Qwen/Qwen3.5-9B", "untested"),
     ],
 )

@@ -68,7 +68,7 @@ def test_many_answers_get_no_more_than_trls_default_share():
 
 def test_it_is_left_out_where_it_is_not_known_to_be_or_does_not_fit():
     unknown = planned(H100.model_copy(update={"vllm": None}))
-    assert unknown.vllm is None and "unknown whether vLLM is installed there" in why(unknown)
+    assert unknown.vllm is None and "unknown if vLLM is installed there" in why(unknown)
     missing = planned(H100.model_copy(update={"vllm": False}))
     assert missing.vllm is None and "vLLM is not installed" in why(missing)
     assert "kv cache" in missing.memory.parts or "generation" in missing.memory.phases
@@ -90,8 +90,12 @@ def test_a_server_takes_nothing_of_the_devices():
         (H100.model_copy(update={"vllm": False}), {}, r"vLLM is not installed.*pip install 'tunekit\[vllm\]'"),
         (ON_ROCM, {}, "vLLM is supported on CUDA devices only"),
         (H100, {"adapter": "qlora"}, "TRL merges the adapter into the 4-bit weights"),
-        (H100, {"train": {"ema_decay": 0.9}, "data": {"eval_size": 0.1}}, "TRL would leave vLLM the averaged weights"),
-        (H100, {"loss_type": "vespo"}, "vespo needs another importance-sampling correction"),
+        (
+            H100,
+            {"train": {"ema_decay": 0.9}, "data": {"eval_size": 0.1}},
+            "after an evaluation, vLLM would keep generating with the averaged weights",
+        ),
+        (H100, {"loss_type": "vespo"}, "vespo needs a different importance-sampling correction"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_with_the_reason(hardware, changes, problem):

@@ -169,7 +169,7 @@ def test_the_random_matrices_of_vera_are_planned_once(folder):
         (
             {"type": "lora", "trainable_token_indices": [7]},
             {"parallel": {"strategy": "fsdp2", "num_processes": 2}},
-            "PEFT reads the rows of tokens out of whole tables, which fsdp2 does not keep; use ddp",
+            "PEFT reads token rows from the unsharded embedding, which fsdp2 does not keep; use ddp",
         ),
         ("vera", {"train": {"tiled_mlp": True}}, "tiled MLPs are untested with adapter.type=vera"),
     ],

@@ -96,7 +96,7 @@ def test_two_processes_take_the_rows_of_one(folder, by_length):
 def test_the_plan_tells_the_order(folder):
     run = Run(made(recipe_for(folder, "rows.jsonl", {"curriculum": "length"})))
     (data,) = (reason for reason in run.plan.reasons if reason.topic == "data")
-    assert "from the shortest to the longest in every epoch" in data.why
+    assert "shortest first in every epoch" in data.why
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_layers_that_are_no_identities_are_found():
     check_new_layers(Trainer, adapter, vocabulary=100)
     with torch.no_grad():
         Trainer.model.model.layers[2].mlp.down_proj.weight[0, 0] = 1e-3
-    with pytest.raises(RunError, match="new layers of LlamaForCausalLM are no identities"):
+    with pytest.raises(RunError, match="new layers of LlamaForCausalLM are not identities"):
         check_new_layers(Trainer, adapter, vocabulary=100)
 
 
@@ -191,8 +191,8 @@ def test_a_run_holds_what_is_planned(run):
     assert held["gradients"] == 4 * size
     assert held["optimizer"] == run.plan.memory.parts["optimizer"] == states_bytes(part, "adamw_torch_fused")
     (adapter,) = (reason for reason in run.plan.reasons if reason.topic == "adapter")
-    assert adapter.choice == "full, of 2 new layers, for 6 in all"
-    assert "activations of the first 2 layers not kept" in adapter.why
+    assert adapter.choice == "full, of 2 new layers, 6 in total"
+    assert "no activations stored for the first 2 layers" in adapter.why
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_weights_that_were_made_dense_are_trained_as_those_of_a_dense_model(
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "zero2"])
 def test_layouts_that_divide_kept_weights_are_refused(strategy, folder, published):
     published("gptq")
-    with pytest.raises(PlanError, match="weights published in GPTQ are not divided or sent"):
+    with pytest.raises(PlanError, match="weights published in GPTQ cannot be sharded or broadcast"):
         made(recipe_on(folder, "gptq", QLORA, num_processes=2, strategy=strategy))
 
 

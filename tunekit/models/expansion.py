@@ -93,7 +93,7 @@ def _identity(layer: nn.Module, config: "PretrainedConfig") -> nn.Module:
         linears = [module for module in part.modules() if isinstance(module, nn.Linear | Conv1D)]
         ends = [linear for linear in linears if _num_outputs(linear) == config.hidden_size]
         if linears and not ends:
-            raise _unknown(layer, f"has no product in {name} that adds to what passes through")
+            raise _unknown(layer, f"has no projection in {name} that adds to the residual stream")
         if ends:
             for parameter in ends[-1].parameters():
                 nn.init.zeros_(parameter)

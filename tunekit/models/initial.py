@@ -159,8 +159,8 @@ def begin_by_inputs(model: "PeftModel", adapter: LoraAdapter, documents: list[Do
         num_passes += 1
         if num_passes > MAX_PASSES * len(batches):
             raise DataError(
-                f"adapter.init_lora_weights: the inputs of modules on {len(documents)} documents have no "
-                f"{least} directions that settle",
+                f"adapter.init_lora_weights: the inputs of modules on {len(documents)} documents have fewer than "
+                f"{least} stable directions",
                 hint="raise adapter.num_init_rows, or lower adapter.rank or adapter.rho",
             )
         decoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
@@ -195,8 +195,8 @@ def _batches(documents: list[Document], least: int) -> Iterator[dict[str, Tensor
     if not num_batches:
         num_counted = sum(document.num_counted for document in group)
         raise DataError(
-            f"adapter.num_init_rows: {num_counted} tokens of {len(documents)} documents count in the loss; eva needs "
-            f"{least}, the largest rank that it gives",
+            f"adapter.num_init_rows: {num_counted} tokens of {len(documents)} documents are in the loss; eva needs "
+            f"{least}, its largest rank",
             hint="raise adapter.num_init_rows, or lower adapter.rank or adapter.rho",
         )
 
@@ -233,7 +233,9 @@ def begin_by_loss(model: "PeftModel", dense: "PreTrainedModel") -> None:
         layer, below = cast(Any, module), name.removeprefix("base_model.model.")
         base = layer.get_base_layer()
         if not isinstance(base, Linear4bit):
-            raise ModelError(f"{below} is not in 4 bits, and loses nothing", hint="leave it out of the adapter")
+            raise ModelError(
+                f"{below} is not in 4 bits, so it has no quantization error", hint="exclude it from the adapter"
+            )
         packed = cast(Any, base.weight)
         weight = cast(Tensor, dense.get_submodule(below).weight).to(packed.device)
         lost = weight.float() - dequantize_4bit(packed.data, packed.quant_state).float()

@@ -142,7 +142,7 @@ def load_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase") 
         ) from error
     if not isinstance(processor, ProcessorMixin) or "image_processor" not in vars(processor):
         raise ModelError(
-            f"model.path: rows have pictures, but {section.path!r} reads text alone: it has no image processor",
+            f"model.path: rows have pictures, but {section.path!r} is a text-only model: it has no image processor",
             hint="choose a vision-language model, or remove the pictures",
         )
     if section.image_processor is not None:
@@ -595,7 +595,7 @@ def to_float8(model: "Module") -> int:
     from torchao.float8.float8_linear import Float8Linear
     from transformers import PreTrainedModel
 
-    assert isinstance(model, PreTrainedModel), "float8 is for models that are trained whole"
+    assert isinstance(model, PreTrainedModel), "float8 requires full fine-tuning"
     head = model.get_output_embeddings()
 
     def fits(module: nn.Module, _: str) -> bool:
@@ -726,7 +726,7 @@ def _check_readable(model: "PeftModel") -> None:
     if lost:
         kind = model.config.model_type
         raise ModelError(
-            f"adapter: PEFT does not read adapters of {kind} models again: it renames {lost[0]}",
+            f"adapter: PEFT cannot load saved adapters of {kind} models: it renames {lost[0]}",
             hint="set adapter.type=full",
         )
 
@@ -953,7 +953,7 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
     raise ModelError(
         f"the adapter in {folder} does not match this model: {different[0]} is only in {where}"
         f"{f', and {len(different) - 1} more' if len(different) > 1 else ''}",
-        hint="set the base model and the settings that the adapter was trained with in the recipe",
+        hint="set the adapter's base model and training settings in the recipe",
     )
 
 

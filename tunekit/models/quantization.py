@@ -205,7 +205,7 @@ class Stack(Tensor):
             return first
         if func._schema.is_mutable and isinstance(first, Stack):
             if func is not aten.add_.Tensor:
-                raise TypeError(f"{func} would change weights in few bits in place")
+                raise TypeError(f"{func} would change quantized weights in place")
             values = first.dense().add_(*map(_values, args[1:]), **kwargs)
             first.matrices = first.matrices.requantized(values.transpose(-2, -1) if first.is_transposed else values)
             return first

@@ -265,7 +265,7 @@ class _Chosen:
                 why += "; host memory of this machine unknown"
             why += "".join(f"; {instead}" for instead in _without_offload(setting))
         if self.fit.layout.sync_each_batch:
-            why += "; gradients reduced in every micro-batch, since they would not fit unsharded"
+            why += "; gradients reduced in every micro-batch: they would not fit unsharded"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
 
 
@@ -291,7 +291,7 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     if setting.reads_pictures:
         return setting, chosen, "prompts have pictures"
     if hardware.vllm is None:
-        return setting, chosen, "unknown whether vLLM is installed there"
+        return setting, chosen, "unknown if vLLM is installed there"
     refused = backends.why_no_vllm(recipe, hardware, setting.model)
     why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:
@@ -420,7 +420,7 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     num = parallel.num_processes
     multiple = f", or set train.global_batch_size to a multiple of {num}" if num and batch % num else ""
     return PlanError(
-        f"{', '.join(settings)}: no such layout for {_machine(setting)} with a batch of {batch}",
+        f"{', '.join(settings)}: no layout for {_machine(setting)} with a global batch size of {batch}",
         hint=f"unset some of them{multiple}",
     )
 

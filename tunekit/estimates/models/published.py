@@ -132,20 +132,22 @@ def why_unread(config: Mapping[str, Any]) -> str | None:
     if method == "awq":
         version, bits = str(stated.get("version") or "gemm").lower(), stated.get("bits", 4)
         if version != "gemm":
-            return f"in AWQ's layout {version}; only gemm is read"
-        return None if bits == 4 else f"in AWQ with {bits} bits; only 4 are read"
+            return f"in AWQ's layout {version}; only gemm is supported"
+        return None if bits == 4 else f"in AWQ with {bits} bits; only 4 are supported"
     return _why_not_compressed(stated) if method == "compressed-tensors" else None
 
 
 def _why_not_gptq(stated: Mapping[str, Any]) -> str | None:
     bits, layout = stated.get("bits"), stated.get("checkpoint_format") or "gptq"
     if bits not in (4, 8):
-        return f"in GPTQ with {bits} bits; 4 and 8 are read"
+        return f"in GPTQ with {bits} bits; 4 and 8 are supported"
     if layout not in ("gptq", "gptq_v2") or stated.get("is_marlin_format"):
-        return f"in GPTQ's layout {'marlin' if stated.get('is_marlin_format') else layout}; gptq and gptq_v2 are read"
+        return (
+            f"in GPTQ's layout {'marlin' if stated.get('is_marlin_format') else layout}; gptq and gptq_v2 are supported"
+        )
     if stated.get("pack_dtype") not in (None, "int32"):
-        return f"in GPTQ with words of {stated['pack_dtype']}; int32 is read"
-    return "in GPTQ with other settings for some layers (dynamic)" if stated.get("dynamic") else None
+        return f"in GPTQ with words of {stated['pack_dtype']}; int32 is supported"
+    return "in GPTQ with per-layer settings (dynamic)" if stated.get("dynamic") else None
 
 
 def _why_not_compressed(stated: Mapping[str, Any]) -> str | None:
@@ -156,15 +158,17 @@ def _why_not_compressed(stated: Mapping[str, Any]) -> str | None:
     groups = list((stated.get("config_groups") or {}).values())
     schemes = [group.get("weights") or {} for group in groups]
     if len(groups) != 1:
-        return f"in compressed-tensors with {len(groups)} schemes; one is read"
+        return f"in compressed-tensors with {len(groups)} schemes; one is supported"
     layout = groups[0].get("format") or stated.get("format")
     if layout not in CT_FORMATS:
-        return f"in compressed-tensors' format {layout}, which is not read"
+        return f"in compressed-tensors' format {layout}, which is unsupported"
     if schemes[0].get("actorder") in ("group", "dynamic", True):
-        return "in compressed-tensors with inputs in another order (actorder: group), which is not read"
+        return "in compressed-tensors with reordered inputs (actorder: group), which is unsupported"
     if stated.get("transform_config"):
-        return "in compressed-tensors with transformed weights (transform_config), which are not read"
+        return "in compressed-tensors with transformed weights (transform_config), which are unsupported"
     sparsity = (stated.get("sparsity_config") or {}).get("format")
     return (
-        None if sparsity in (None, "dense") else f"in compressed-tensors' sparse format {sparsity}, which is not read"
+        None
+        if sparsity in (None, "dense")
+        else f"in compressed-tensors' sparse format {sparsity}, which is unsupported"
     )

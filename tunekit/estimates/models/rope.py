@@ -171,7 +171,7 @@ def faults(rope: Rope, section: RopeScaling, model_type: str) -> Iterator[tuple[
     kind = kind_of(rope, section)
     only = model_types().rope_types.get(model_type, kind)
     if kind != only:
-        yield "rope_type", f"{kind} is not taken by the code of {model_type} models", f"set it to {only}"
+        yield "rope_type", f"{kind} is unsupported by the code of {model_type} models", f"set it to {only}"
     own = stated(section)
     unused = sorted(set(own) - PARAMETERS[kind] - {_ORIGINAL})
     if unused:
@@ -182,10 +182,10 @@ def faults(rope: Rope, section: RopeScaling, model_type: str) -> Iterator[tuple[
     if kind == rope.kind == "llama3":
         missing = [name for name in missing if name not in rope.parameters]
     if missing:
-        why = "those of the model are for its own length" if kind == rope.kind else "they have no default"
+        why = "the model's factors are for its own length" if kind == rope.kind else "they have no default"
         yield "rope_type", f"{kind} needs {' and '.join(missing)}: {why}", "set them, or rope_type=yarn"
     if rope.kind in PARAMETERS and kind == rope.kind and section.factor < rope.own_factor:
-        what = f"{section.factor:g} would shorten the context: the model's own is {rope.own_factor:g}"
+        what = f"{section.factor:g} would shorten the context: the model's factor is {rope.own_factor:g}"
         yield "factor", what, "set a larger one"
 
 

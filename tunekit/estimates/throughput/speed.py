@@ -568,7 +568,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     if seconds is None or generation is None:
         link = steps.unknown_link(step, figures)
         what = link or f"of the memory of {device.name}"
-        return f"bandwidth {what} unknown; throughput unknown until a run has finished in this layout"
+        return f"bandwidth {what} unknown; throughput unknown until a run has finished with this layout"
     return _Timed(seconds, generation, rate, basis)
 
 

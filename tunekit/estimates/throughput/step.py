@@ -695,7 +695,7 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
         return None
     unknown = unknown_link(step, figures)
     if unknown is not None:
-        return f"bandwidth {unknown} unknown, and so is the time spent waiting"
+        return f"bandwidth {unknown} unknown, so the time spent waiting is unknown too"
     words = (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
     return "; ".join(filter(None, words))
 

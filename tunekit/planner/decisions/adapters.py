@@ -32,9 +32,9 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
         yield from _part_faults(model, adapter)
         return
     if reason := model_types().without_adapters.get(model.model_type):
-        yield f"adapter.type: no adapter is trained of {model.model_type} models: {reason}", "set adapter.type=full"
+        yield f"adapter.type: adapters are unsupported for {model.model_type} models: {reason}", "set adapter.type=full"
     if isinstance(adapter, QloraAdapter) and (reason := model_types().not_quantized.get(model.model_type)):
-        problem = f"adapter.type: {model.model_type} models are not trained in 4 bits: {reason}"
+        problem = f"adapter.type: 4-bit training is unsupported for {model.model_type} models: {reason}"
         yield problem, "set adapter.type=lora or full"
     if isinstance(adapter, LoraAdapter):
         yield from expert_faults(model, adapter)
@@ -50,7 +50,7 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
             yield problem, f"ids are 0 to {model.vocab_size - 1}"
     if isinstance(adapter, OftAdapter):
         if model.model_type in model_types().stored_transposed:
-            problem = f"adapter.type: oft is unsupported by PEFT for {model.model_type} models, of which weights are "
+            problem = f"adapter.type: oft is unsupported by PEFT for {model.model_type} models: their weights are "
             yield f"{problem}stored transposed", "set adapter.type=lora"
         yield from _block_faults(model, adapter)
     if model.new_tokens and not isinstance(adapter, LoraAdapter):
@@ -58,7 +58,7 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
         yield problem, "set adapter.type=lora or full"
     unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
     if unknown:
-        hint = "a head tied to the embedding has no weights of its own; set the module that holds them"
+        hint = "a head tied to the embedding has no separate weights; name the embedding"
         yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
 
 
@@ -75,7 +75,7 @@ def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
             endings = sorted({".".join(name.split(".")[-2:]) for name in names})
             hint = f"names end in: {', '.join(endings)}"
             if model.has_tied_head and "head" in pattern:
-                hint = "a head tied to the embedding has no weights of its own; name the embedding"
+                hint = "a head tied to the embedding has no separate weights; name the embedding"
             yield f"adapter.unfrozen_parameters: {model.path} has no parameter that matches {pattern!r}", hint
 
 
@@ -83,7 +83,7 @@ def _expansion_faults(model: ModelFacts, num_new: int) -> Faults:
     """Yield why a model cannot be given so many new layers."""
     is_dense = not model.num_experts and not model.is_multimodal and model.published_as is None
     if model.model_type not in model_types().defaults or not is_dense:
-        problem = f"adapter.new_layers: unknown whether the layers of {model.path} ({model.model_type}) end in products"
+        problem = f"adapter.new_layers: unknown if the layers of {model.path} ({model.model_type}) end in products"
         yield f"{problem} that can begin at zero", "use a dense text model, of a type such as llama, mistral or qwen3"
     elif not model.num_new_layers:
         divisors = [str(number) for number in range(1, model.num_layers + 1) if model.num_layers % number == 0]
@@ -98,14 +98,14 @@ def _target_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
     if regex is not None and not model.adapter_linears(regex):
         problem = f"adapter.target_modules: no linear layer of {model.path} matches the regular expression {regex!r}"
         example = model.module_name(next(iter(model.adapter_linears(ALL_LINEAR)), ""))
-        hint = f"it must match whole names such as {example}; for name endings write a list of: {endings}"
+        hint = f"it must match full names such as {example}; for name suffixes write a list of: {endings}"
         yield problem, hint
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     refused = [target for target in targets if last_part(target) in read_past_of(model.model_type)]
     if refused:
         problem = f"adapter.target_modules: the code of {model.model_type} models reads the weights of "
-        problem += f"{', '.join(refused)} past the modules, where an adapter would have no effect"
-        yield problem, "remove them, or set adapter.target_modules=all-linear, which leaves them out"
+        problem += f"{', '.join(refused)} directly, so an adapter on these modules would have no effect"
+        yield problem, "remove them, or set adapter.target_modules=all-linear, which excludes them"
     missing = [target for target in targets if target not in refused and not model.adapter_linears([target])]
     adapts_others = isinstance(adapter, LoraAdapter) and targets == [] and adapter.target_parameters
     if missing or not (refused or regex or adapts_others or model.adapter_linears(adapter.target_modules)):
@@ -143,7 +143,7 @@ def _choice_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
             pattern for pattern in dict(adapter).get(field) or {} if not any(pattern_of([pattern], n) for n in adapted)
         ]
         if unused and adapted:
-            problem = f"adapter.{field}: no adapted module has a name that ends in {', '.join(unused)}"
+            problem = f"adapter.{field}: no adapted module has the name suffix {', '.join(unused)}"
             yield problem, f"available: {', '.join(sorted({last_part(name) for name in adapted}))}"
 
 
@@ -173,8 +173,8 @@ def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     if largest < 1:
         yield f"{problem}: a rank exceeds the smaller size of its weight", "lower adapter.rank or rank_pattern"
     if adapter.use_dora:
-        why = "saved, such an adapter subtracts its initial one, and the norm of DoRA is of the sum"
-        yield f"{problem} does not go with use_dora: {why}", "unset one of them"
+        why = "the saved adapter subtracts its initial values, but DoRA normalizes the sum"
+        yield f"{problem} is unsupported with use_dora: {why}", "unset one of them"
     if adapter.use_rslora and (adapter.rank_pattern or adapter.alpha_pattern):
         yield f"{problem} with use_rslora needs one rank and alpha", "unset rank_pattern and alpha_pattern"
 
@@ -195,11 +195,11 @@ def _parameter_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         elif len(stacked) < len(named):
             odd = next(name for name in named if name not in stacked)
             shape = " x ".join(map(str, model.tensors[odd]))
-            yield f"{problem}: {odd} ({shape}) is no stack of experts' matrices", hint
+            yield f"{problem}: {odd} ({shape}) is not a stack of expert matrices", hint
         elif any(name in by_module for name in stacked):
             yield f"{problem} is adapted by adapter.target_modules already", "remove it from one of them"
     if adapter.target_parameters and isinstance(adapter, QloraAdapter) and model.published_as == "mxfp4":
-        yield "adapter.target_parameters: experts in MXFP4 stay as they are", "set adapter.type=lora, or unset it"
+        yield "adapter.target_parameters: experts in MXFP4 are frozen", "set adapter.type=lora, or unset it"
 
 
 def _eva_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
@@ -217,11 +217,14 @@ def _loftq_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     """Yield why an adapter cannot begin with what 4 bits lose."""
     problem = "adapter.init_lora_weights: loftq"
     if not isinstance(adapter, QloraAdapter):
-        yield f"{problem} makes up for a base in 4 bits", "set adapter.type=qlora, or use pissa"
+        yield f"{problem} requires a 4-bit base", "set adapter.type=qlora, or use pissa"
     elif model.published_as is not None:
         yield f"{problem} needs weights before quantization, and {model.path} has none", "use gaussian, or unset it"
     if adapter.use_dora:
-        yield f"{problem} does not go with use_dora, whose magnitudes are of the base alone", "unset one of them"
+        yield (
+            f"{problem} is unsupported with use_dora, whose magnitudes are those of the base alone",
+            "unset one of them",
+        )
 
 
 def _block_faults(model: ModelFacts, adapter: OftAdapter) -> Faults:
@@ -245,23 +248,29 @@ def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterato
     adapter, method = recipe.adapter, recipe.method
     if isinstance(adapter, AdaloraAdapter):
         if layout.strategy not in ("single", "ddp"):
-            yield "adapter.type=adalora distributes ranks by whole gradients", "use ddp, or adapter.type=lora"
+            yield "adapter.type=adalora needs unsharded gradients to reallocate ranks", "use ddp, or adapter.type=lora"
         if recipe.train.optimizer == "schedule_free_adamw":
-            why = "adapter.type=adalora sets values to 0, which an average of weights has not"
+            why = "adapter.type=adalora sets values to 0, which an average of weights does not keep"
             yield why, "use another train.optim"
         if continues:
-            yield "an adapter of AdaLoRA has lost ranks that training further would distribute", "use adapter.type=full"
+            yield (
+                "a trained AdaLoRA adapter has lost the ranks that further training would reallocate",
+                "use adapter.type=full",
+            )
     if not isinstance(adapter, LoraAdapter) or not (adapter.splits_base or adapter.needs_sources):
         return
     name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"
     if method.reference_use != "none" and (adapter.splits_base or adapter.is_of_4bit_base):
         yield f"with {name} the model without its adapter is not the reference of {method.type}", hint
     if adapter.sees_rows and method.spec.trains_on != "tokens":
-        yield f"{name} sees tokens before training, and TRL makes those of {method.type} during it", hint
+        yield (
+            f"{name} needs tokenized rows before training, but TRL tokenizes those of {method.type} during training",
+            hint,
+        )
     if adapter.sees_rows and recipe.data.streaming:
-        yield f"{name} draws rows, and a stream has only its next one", "unset data.streaming, or use gaussian"
+        yield f"{name} samples rows at random, which a stream does not allow", "unset data.streaming, or use gaussian"
     if layout.strategy not in ("single", "ddp"):
-        what = "takes parts out of whole weights" if adapter.splits_base else "needs whole weights in each process"
+        what = "splits unsharded weights" if adapter.splits_base else "needs unsharded weights in each process"
         yield f"{name} {what}", "use ddp, or gaussian"
 
 
@@ -276,7 +285,10 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         return
     if adapter.target_regex is not None:
         if any(adapter.targets(name) for name in _former_names(model)):
-            problem = "adapter.target_modules: PEFT takes only the last names of what a regular expression matches in "
+            problem = (
+                "adapter.target_modules: PEFT keeps only the last part of the names that a regular expression "
+                "matches in "
+            )
             yield f"{problem}{model.path}", "list the modules, such as [q_proj, v_proj]"
         return
     targets = set(map(last_part, adapter.target_modules)) if isinstance(adapter.target_modules, list) else set()
@@ -303,12 +315,12 @@ def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
     names = [*_former_names(model), *experts]
     excluded = [ending for ending in adapter.exclude_modules or [] if any(is_any_of(name, [ending]) for name in names)]
     if excluded:
-        problem = f"adapter.exclude_modules: PEFT adapts the experts and routers of {model.path} nevertheless: "
-        yield f"{problem}{', '.join(excluded)}", "leave them out of a list in adapter.target_modules"
+        problem = f"adapter.exclude_modules: PEFT ignores it for the experts and routers of {model.path}: "
+        yield f"{problem}{', '.join(excluded)}", "list other modules in adapter.target_modules"
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = [pattern for pattern in dict(adapter)[field] or {} if any(pattern_of([pattern], n) for n in names)]
         if patterns:
-            problem = f"adapter.{field}: PEFT sets that of the experts and routers of {model.path} itself: "
+            problem = f"adapter.{field}: PEFT overrides it for the experts and routers of {model.path}: "
             yield f"{problem}{', '.join(patterns)}", f"limit it to {unfused}"
 
 

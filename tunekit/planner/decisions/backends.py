@@ -91,7 +91,7 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     if model.model_type in model_types().carry_state and not model.layer_types and not runs_by_document(model):
         return f"{model.model_type} layers carry state from one document to the next"
     if _is_among("own_positions", model):
-        return f"the positions of {model.model_type} do not begin at 0"
+        return f"the positions of {model.model_type} do not start at 0"
     if _is_among("never_isolates", model):
         return f"the code of {model.model_type} does not separate documents"
     if attn_implementation == VARLEN:
@@ -120,7 +120,7 @@ def repeats(data: DataSection, model: ModelFacts, attn_implementation: str) -> s
         return None
     if runs_decoder_by_document(model, attn_implementation):
         return "the decoder"
-    return "a layer with a state" if runs_by_document(model) else None
+    return "a recurrent layer" if runs_by_document(model) else None
 
 
 def documents_reasons(
@@ -129,12 +129,12 @@ def documents_reasons(
     """Yield the reason for running layers or the decoder once for each document."""
     if by_document:
         why = f"the state of {model.model_type} layers would pass from one document to the next"
-        yield Reason(topic="documents", choice="layers with a state run once for each", why=why)
+        yield Reason(topic="documents", choice="recurrent layers run once per document", why=why)
     if decoder_by_document:
         why = f"{why_not_isolated(model, attn_implementation)}; no faster than without packing"
         if why_not_isolated(model, "flash_attention_2") is None:
-            why += ", but for flash_attention_2 where it is supported"
-        yield Reason(topic="documents", choice="the decoder runs once for each", why=why)
+            why += ", except flash_attention_2 if supported"
+        yield Reason(topic="documents", choice="the decoder runs once per document", why=why)
 
 
 def choose_attention(
@@ -317,7 +317,7 @@ def padding_of(
     if masks:
         return Padding(False, padded, f"padding-free with {attn_implementation} would need a quadratic mask")
     if runs_by_document(model):
-        return Padding(False, padded, "padding-free rows would go through layers with a state one by one")
+        return Padding(False, padded, "recurrent layers would process padding-free rows one by one")
     why_not = why_not_isolated(model, attn_implementation)
     if why_not is not None:
         return Padding(False, padded, f"padding-free rows would attend to each other: {why_not}")
@@ -359,9 +359,9 @@ def compile_faults(
 def why_not_offloaded(recipe: Recipe, device: Device, layout: Layout) -> str | None:
     """Return why activations are not offloaded on a device in a layout; None where they can be."""
     if device.kind == "cpu":
-        return "activations of a CPU are in host memory"
+        return "on a CPU, activations are in host memory already"
     if layout.strategy != "single":
-        return "activation offloading is untested over several devices, which can divide long rows"
+        return "activation offloading is untested on several devices, which can split long rows instead"
     if recipe.train.fp8 or recipe.train.torch_compile is True:
         return f"activation offloading is untested with train.{'fp8' if recipe.train.fp8 else 'torch_compile'}"
     if "activation_offloading" not in config_fields(recipe.method.type):
@@ -373,17 +373,17 @@ def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | No
     """Return why MLPs are not computed in tiles in a layout; None where they can be."""
     train, adapter = recipe.train, recipe.adapter
     if layout.strategy != "single":
-        return "tiled MLPs are untested over several devices, which can divide long rows"
+        return "tiled MLPs are untested on several devices, which can split long rows instead"
     if recipe.method.spec.trains_on != "tokens":
         return f"tiled MLPs are untested with {recipe.method.type}"
     if model.num_experts:
-        return f"the experts of {model.model_type} do not compute each token alone: their loss balances all together"
+        return f"the experts of {model.model_type} are not computed per token: their router loss balances all tokens"
     if not is_traced(model):
         return f"tiled MLPs are untested with {model.model_type}"
     if not isinstance(adapter, FullAdapter | LoraAdapter):
         return f"tiled MLPs are untested with adapter.type={adapter.type}"
     if isinstance(adapter, QloraAdapter) and model.keeps_packed:
-        return f"tiled MLPs are untested with weights kept in {model.published_as}"
+        return f"tiled MLPs are untested with {model.published_as} weights"
     if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora):
         return f"tiled MLPs are untested with adapter.{'dropout' if adapter.dropout else 'use_dora'}"
     if train.pure_bf16:
@@ -419,13 +419,13 @@ def choose_compile(
         return requested, "set by the recipe"
     device = hardware.device
     if device.kind != "cuda":
-        return False, f"compilation takes longer than it saves on {device.name}"
+        return False, f"compilation costs more time than it saves on {device.name}"
     if (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
         return False, f"only known to pay off from compute capability 8.0; this is {device.name}"
     if isinstance(recipe.adapter, QloraAdapter):
         return False, "4-bit weights cannot be compiled"
     if saves_activations:
-        return False, "untested where activations are offloaded or MLPs tiled"
+        return False, "untested with activation offloading or tiled MLPs"
     why_not = why_not_compiled_in(layout)
     if why_not is not None:
         return False, why_not
@@ -441,7 +441,7 @@ def choose_compile(
 
 
 def _why_recompiled(repeated: str) -> str:
-    return f"{repeated} runs once for each document, and every new length would recompile"
+    return f"{repeated} runs once per document, and every new length would recompile"
 
 
 def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Iterator[tuple[str, str]]:
@@ -555,9 +555,9 @@ def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: L
 def _forms(hardware: Hardware) -> str:
     """In which of their forms tunekit's kernels run."""
     if hardware.device.kind != "cuda":
-        return "torch implementations (Triton needs an accelerator); most of the gain is in the loss head"
+        return "torch implementations (Triton needs an accelerator); most of the gain is from the loss head"
     if hardware.triton is False:
-        return "torch implementations (Triton is not installed); most of the gain is in the loss head"
+        return "torch implementations (Triton is not installed); most of the gain is from the loss head"
     return "Triton, for every module they match; the log lists the others"
 
 
@@ -583,12 +583,12 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[
         why = "TRL merges the adapter into the 4-bit weights for vLLM and unmerges it, which rounds them each "
         return f"{why}time", "use adapter.type=lora, or unset use_vllm"
     if model.loaded_for(recipe.model).rope_scaling is not None:
-        return "vLLM loads the model itself, without model.rope_scaling", "unset use_vllm"
+        return "vLLM loads the model without model.rope_scaling", "unset use_vllm"
     if model.new_tokens:
-        return "vLLM loads the model itself, without the tokens that the recipe adds", "unset use_vllm"
+        return "vLLM loads the model without the tokens that the recipe adds", "unset use_vllm"
     if recipe.train.averages and (recipe.data.eval is not None or recipe.data.eval_size is not None):
         # It notes the step of the weights (trl 1.16, `_last_loaded_step`), of which there are two then.
-        return "TRL would leave vLLM the averaged weights of an evaluation to train on", "unset use_vllm"
+        return "after an evaluation, vLLM would keep generating with the averaged weights", "unset use_vllm"
     return method.why_no_vllm()
 
 

@@ -308,14 +308,14 @@ def _recomputations(setting: Setting, layout: Layout) -> list[tuple[bool, bool, 
 def _why_tiled(setting: Setting) -> str:
     """Return the reason to compute MLPs in tiles."""
     why = "set by the recipe" if setting.recipe.train.tiled_mlp is True else "all tokens at once would not fit"
-    return f"{why}; each tile is computed again in the backward pass"
+    return f"{why}; each tile is recomputed in the backward pass"
 
 
 def _why_offloading(setting: Setting) -> str:
     """Return the reason to offload activations."""
     is_set = setting.recipe.train.activation_offloading is True
     why = "set by the recipe" if is_set else "recomputation alone would not be enough"
-    why += "; copied on a stream of its own while other layers compute (predicted, not measured)"
+    why += "; copied on a separate stream while other layers compute (predicted, not measured)"
     return why if setting.host_limit_bytes is not None else f"{why}; host memory of this machine unknown"
 
 

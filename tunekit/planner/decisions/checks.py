@@ -124,7 +124,7 @@ def _faults(
     yield from _merge_faults(recipe, model)
     for pattern in unmatched(recipe, trained_tensors(model, recipe.adapter)) if train.learning_rates else ():
         problem = f"train.learning_rates: no trained parameter of {model.path} matches {pattern!r}"
-        yield problem, "remove it, or train what it names"
+        yield problem, "remove it, or train the parameters that it matches"
     yield from _bitsandbytes_faults(train.optimizer, device)
     if train.optimizer == "schedule_free_adamw" and hardware.schedulefree is False:
         yield "train.optim: schedulefree is not installed", "pip install 'tunekit[optim]'"
@@ -135,7 +135,7 @@ def _faults(
         yield problem, f"use one of {', '.join(map(str, divisors(batch)))}"
     names, example = LR_SCHEDULER_KWARGS.get(train.lr_scheduler_type, ((), ""))
     if names and not set(names) & set(recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}):
-        hint = f"add to method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`"
+        hint = f"set in method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`"
         yield f"train.lr_scheduler_type: {train.lr_scheduler_type} needs {' or '.join(names)}", hint
     yield from _parallel_faults(recipe, hardware, model)
     if teacher is not None and teacher.vocab_size != model.vocab_size:
@@ -175,14 +175,14 @@ def _low_rank_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
         matches = [shape for name, shape in trained.items() if re.search(pattern, name) and len(shape) == 2]
         if not matches:
             problem = f"train.optim_target_modules[{at}]: no trained matrix of {model.path} matches {pattern!r}"
-            yield problem, "remove it, or train what it names"
+            yield problem, "remove it, or train the parameters that it matches"
     if not any(has_low_rank(name, shape, low_rank) for name, shape in trained.items()):
         most = max((min(shape) for shape in trained.values() if len(shape) == 2), default=0)
         other = f"use train.optim={CLOSEST_OPTIM}"
         if most < 2:
-            yield f"train.optim: {low_rank.optim} projects matrices, of which none is trained", other
+            yield f"train.optim: {low_rank.optim} projects matrices, but none is trained", other
         else:
-            problem = f"train.optim_args.rank: {low_rank.rank} is no less than the sides of all matrices"
+            problem = f"train.optim_args.rank: {low_rank.rank} is at least the smaller side of all matrices"
             yield problem, f"set it below {most}, or {other}"
 
 
@@ -191,7 +191,7 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
     section, rope = model.loaded_for(recipe.model).rope_scaling, model.rotary
     if section is not None and rope is None:
         # Those of other layers (Beam's, with sliding windows) do not depend on the length of a row.
-        yield f"model.rope_scaling: {model.path} has no rotary embeddings where a layer sees all tokens", "unset it"
+        yield f"model.rope_scaling: {model.path} has no rotary embeddings in its full-attention layers", "unset it"
         return
     if section is not None and rope is not None:
         for name, what, hint in rope_faults(rope, section, model.model_type):
@@ -200,7 +200,7 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
             num = int(model.head_dim * float(rope.parameters.get("partial_rotary_factor") or 1)) // 2
             if factors is not None and len(factors) != num and not model.latent_widths:
                 problem = f"model.rope_scaling.{name}: {len(factors)} numbers, but {model.path} has {num} frequencies"
-                yield problem, "give one for each"
+                yield problem, "set one per frequency"
     limit = model.positions_for(recipe.model)
     if limit is not None and recipe.data.max_length > limit:
         factor = None if rope is None else factor_for(rope, section, recipe.data.max_length, model.model_type)
@@ -222,8 +222,8 @@ def _changed_faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, section in sections.items():
         for name in CHANGES:
             if name in section.model_fields_set and dict(section)[name]:
-                problem = f"{key}.{name}: only the model that is trained can be changed"
-                yield problem, "save the changed model, and set its folder"
+                problem = f"{key}.{name}: only the trained model can be changed"
+                yield problem, "save the changed model and set its folder"
 
 
 def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -234,12 +234,15 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
     origin = model.origin
     if origin is not None and origin.adapter is not None and recipe.model.all_tokens:
         problem = f"model: {recipe.model.all_tokens[0]} cannot be added to {origin.name}, which is an adapter"
-        yield problem, "add it in the run of the adapter, or start from its export, merged"
+        yield problem, "add it in the run that trained the adapter, or start from its merged export"
     if model.new_tokens and any("per_layer" in name for name in model.tensors if is_embedding(name)):
-        yield f"model.add_tokens: {model.path} has an embedding for each layer, which do not grow", "remove the tokens"
+        yield (
+            f"model.add_tokens: {model.path} has one embedding per layer, which cannot be resized",
+            "remove the tokens",
+        )
     if token_rows(model, recipe.adapter) and any(f"{head}.bias" in model.tensors for head in model_types().heads):
         name = "model.add_tokens" if model.new_tokens else "adapter.trainable_token_indices"
-        problem = f"{name}: the head of {model.path} has a bias, which PEFT leaves out beside trained rows"
+        problem = f"{name}: the head of {model.path} has a bias, which PEFT ignores with trained token rows"
         yield problem, "set adapter.type=full"
 
 
@@ -255,7 +258,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
         return
     data, parallel = recipe.data, recipe.parallel
     if not model.is_multimodal:
-        problem = f"model.path: rows have pictures, but {model.path} reads text alone"
+        problem = f"model.path: rows have pictures, but {model.path} is a text-only model"
         raise PlanError(problem, hint="choose a vision-language model, or remove the pictures from the rows")
     settings = {
         "data.packing": data.packing,
@@ -303,11 +306,11 @@ def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
             problem = (
                 f"adapter.type: the adapter of {origin.name} has biases, and {without[0]} has none to merge them into"
             )
-            yield problem, "use adapter.type=lora, which trains that adapter further"
+            yield problem, "use adapter.type=lora, which continues training that adapter"
     if unties_head(model, origin.adapter):
         problem = f"adapter.type: the adapter of {origin.name} trained an embedding that the head of "
         problem += f"{origin.base.path} shares, so merging it would change the head"
-        yield problem, "use adapter.type=lora, which trains that adapter further"
+        yield problem, "use adapter.type=lora, which continues training that adapter"
 
 
 def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
@@ -320,7 +323,7 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
         if not num and hardware.num_nodes > 1:
             those = f"there are {hardware.num_nodes} nodes"
         problem = f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, evenly "
-        yield f"{problem}over the nodes; {those}", "each process needs an accelerator of its own"
+        yield f"{problem}over the nodes; {those}", "each process needs its own accelerator"
     several = [
         name for name in ("dp_shard_size", "tp_size", "ep_size", "cp_size", "sp_size") if (values[name] or 1) > 1
     ]
@@ -376,9 +379,9 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     )
     if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
         if layout.strategy not in ("single", "ddp"):
-            yield "training a part of a model is untested there", "use ddp, or train all parameters"
+            yield "training some of the parameters is untested there", "use ddp, or train all parameters"
         if recipe.train.fp8:
-            yield "training a part of a model is untested in float8", "unset train.fp8"
+            yield "training some of the parameters is untested in float8", "unset train.fp8"
     if has_groups(recipe) and (layout.strategy == "zero3" or layout.offloads or layout.is_divided_at_load):
         yield "several learning rates are untested there", "use ddp, fsdp2, zero1 or zero2 without offloading"
     if is_zero and setting.hardware.deepspeed is False:
@@ -389,22 +392,20 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))
     if repeated is not None and (layout.strategy == "zero3" or (is_fsdp2 and repeated == "the decoder")):
         name, key = "FSDP2" if is_fsdp2 else "ZeRO-3", "data.packing" if recipe.data.packing else "data.padding_free"
-        why = (
-            f"{name} gathers weights each time that a layer runs: in {setting.model.model_type}, once for each document"
-        )
+        why = f"{name} gathers weights each time a layer runs: in {setting.model.model_type}, once per document"
         other = "ddp" if repeated == "the decoder" else "fsdp2"
-        yield f"{why}, of which processes have different numbers", f"use {other}, or set {key}=false"
+        yield f"{why}, and processes have different numbers of documents", f"use {other}, or set {key}=false"
     if is_fsdp2 and not is_full and setting.model.model_type in model_types().shares_layers:
-        why = f"Accelerate loses adapters of the layer that {setting.model.model_type} has at several places"
+        why = f"Accelerate loses adapters of the layer that {setting.model.model_type} reuses in several places"
         yield why, "use ddp"
     if recipe.train.averages and is_zero:
         of, other = f" of {optim}", f"train.optim={CLOSEST_OPTIM}"
         if recipe.train.ema_decay is not None:
             of, other = "", "unset train.ema_decay"
-        why = f"DeepSpeed updates flat float32 copies of the weights, which do not switch to the average{of}"
+        why = f"DeepSpeed updates flat float32 copies of the weights, which cannot switch to the average{of}"
         yield why, f"use ddp, or {other}"
     elif optim == "schedule_free_adamw" and is_fsdp2:
-        why = f"{optim} does not resume exactly from checkpoints of divided weights"
+        why = f"{optim} does not resume exactly from checkpoints of sharded weights"
         yield why, f"use ddp, or train.optim={CLOSEST_OPTIM}"
     if is_fsdp2 and optim not in SHARDED_OPTIMS:
         closest = CLOSEST_OF_OURS if recipe.train.pure_bf16 else CLOSEST_OPTIM
@@ -443,7 +444,10 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         if not is_full:
             yield f"PEFT adapters do not support {what}", without
         if trains_on != "tokens":
-            why = f"transformers divides only the trained model into {what}, not all that {recipe.method.type} computes"
+            why = (
+                f"transformers splits only the trained model into {what}, not the other computations of "
+                f"{recipe.method.type}"
+            )
             yield why, without
     if layout.ep_size > 1:
         yield from _expert_refusals(recipe, setting.model)
@@ -474,11 +478,11 @@ def _qlora_refusals(adapter: QloraAdapter, setting: Setting, layout: Layout) -> 
     if layout.strategy == "zero3":
         yield "ZeRO-3 does not shard bitsandbytes 4-bit weights", "use fsdp2, ddp, or adapter.type=lora"
     elif layout.strategy.startswith("zero") and model.expert_stacks:
-        yield "DeepSpeed broadcasts every weight, and experts in 4 bits are not sent", other
+        yield "DeepSpeed broadcasts every weight, which fails for 4-bit experts", other
     elif layout.strategy == "fsdp2" and model.expert_stacks and any(".experts" in one for one in adapted):
-        yield "PEFT adapts experts in 4 bits whole", "use ddp, or leave experts out of adapter.target_modules"
+        yield "PEFT adapts only unsharded 4-bit experts", "use ddp, or exclude experts from adapter.target_modules"
     elif layout.strategy == "fsdp2" and adapter.use_dora:
-        yield "PEFT reads 4-bit weights whole for DoRA", "use ddp, or unset adapter.use_dora"
+        yield "PEFT needs unsharded 4-bit weights for DoRA", "use ddp, or unset adapter.use_dora"
 
 
 def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
@@ -487,17 +491,17 @@ def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]
     section = setting.model.loaded_for(recipe.model).rope_scaling
     kind = "default" if rope is None else rope.kind if section is None else kind_of(rope, section)
     if kind in BY_LENGTH and layout.cp_size * layout.sp_size > 1:
-        why = f"{kind} rotary embeddings depend on the length of a row, of which each device sees a part"
-        yield why, "use a layout without cp_size and sp_size, or yarn"
+        why = f"{kind} rotary embeddings depend on the row length, but each device has only part of a row"
+        yield why, "use yarn, or a layout without cp_size and sp_size"
     changed = "model.rope_scaling" if section is not None else "the tokens that the recipe adds"
     if section is None and not setting.model.new_tokens:
         return
     reference = reference_of(recipe.method, recipe.adapter, setting.model.origin)
     if isinstance(recipe.adapter, FullAdapter) and reference == "second model" and is_rewarded(recipe.method):
-        why = f"TRL loads the reference of {recipe.method.type} itself, without {changed}"
+        why = f"TRL loads the reference of {recipe.method.type} without {changed}"
         yield why, "use adapter.type=lora, or method.beta=0"
     if isinstance(recipe.adapter, FullAdapter) and reference == "beforehand":
-        why = f"TRL loads the model itself to precompute log-probabilities, without {changed}"
+        why = f"TRL loads the model to precompute log-probabilities without {changed}"
         yield why, "unset method.precompute_ref_log_probs"
 
 
@@ -522,15 +526,18 @@ def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]
     """Yield why rows of tokens cannot be made, or trained beside an adapter, in a layout."""
     model, recipe = setting.model, setting.recipe
     if model.num_new_rows and (layout.strategy == "zero3" or layout.is_divided_at_load):
-        yield "rows for new tokens cannot be made in tables that are divided as they are read", "use ddp or fsdp2"
+        yield (
+            "embedding and head cannot be resized for new tokens while they are sharded on loading",
+            "use ddp or fsdp2",
+        )
     if not token_rows(model, recipe.adapter):
         return
     if layout.strategy not in ("single", "ddp"):
-        why = f"PEFT reads the rows of tokens out of whole tables, which {layout.strategy} does not keep"
+        why = f"PEFT reads token rows from the unsharded embedding, which {layout.strategy} does not keep"
         yield why, "use ddp, or adapter.type=full"
     if reference_of(recipe.method, recipe.adapter, model.origin) == "copied adapter":
-        why = "PEFT does not hold two adapters that train the rows of the same tokens"
-        yield why, "use adapter.type=full, or start from the adapter's export, merged"
+        why = "PEFT cannot hold two adapters that train rows of the same tokens"
+        yield why, "use adapter.type=full, or start from the adapter's merged export"
 
 
 def _bf16_refusals(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
@@ -539,15 +546,15 @@ def _bf16_refusals(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
     other = "unset train.pure_bf16" if is_pure else f"use train.optim={CLOSEST_OPTIM}"
     if layout.strategy.startswith("zero"):
         if is_pure:
-            yield "DeepSpeed updates float32 copies of the weights in any case", f"use fsdp2 or ddp, or {other}"
+            yield "DeepSpeed always updates float32 copies of the weights", f"use fsdp2 or ddp, or {other}"
         elif optim in STOCHASTIC_OPTIMS:
-            why = f"DeepSpeed updates flat float32 copies of the weights, for which {optim} has no use"
+            why = f"DeepSpeed updates flat float32 copies of the weights, so {optim} has no effect"
             yield why, other
     if layout.is_divided_at_load and (is_pure or optim in STOCHASTIC_OPTIMS):
         what, without = _divided_at_load(layout)
         yield f"{'weights in bfloat16' if is_pure else optim} in {what}: unsupported", f"{without}, or {other}"
     if layout.offload_param_device != "none" and optim in STOCHASTIC_OPTIMS:
-        why = f"{optim} is a kernel for accelerators: on the CPU, where offloading puts it, its step takes minutes"
+        why = f"{optim} is an accelerator kernel: with offloading it would run on the CPU, at minutes per step"
         yield why, f"unset parallel.offload_param_device, or {other}"
 
 
@@ -555,12 +562,12 @@ def _muon_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield layouts in which no process has whole matrices, or not where they can be multiplied in time."""
     other = f"use train.optim={CLOSEST_OPTIM}"
     if layout.strategy.startswith("zero"):
-        yield "Muon updates whole matrices, and DeepSpeed divides flat copies of all weights", f"use fsdp2, or {other}"
+        yield "Muon updates whole matrices, but DeepSpeed shards flat copies of all weights", f"use fsdp2, or {other}"
     if layout.is_divided_at_load:
         what, without = _divided_at_load(layout)
         yield f"Muon on {what}: unsupported", f"{without}, or {other}"
     if layout.offload_param_device != "none":
-        why = "Muon multiplies each matrix 15 times: on the CPU, where offloading puts it, its step takes minutes"
+        why = "Muon multiplies each matrix 15 times: with offloading it would run on the CPU, at minutes per step"
         yield why, f"unset parallel.offload_param_device, or {other}"
 
 
@@ -568,13 +575,13 @@ def _low_rank_refusals(optim: Optim, layout: Layout) -> Iterator[tuple[str, str]
     """Yield layouts in which no process gets the gradient of a whole matrix, or not where it is decomposed in time."""
     other = f"use train.optim={CLOSEST_OPTIM}"
     if layout.strategy.startswith("zero"):
-        why = f"{optim} projects whole matrices, and DeepSpeed divides flat copies of all weights"
+        why = f"{optim} projects whole matrices, but DeepSpeed shards flat copies of all weights"
         yield why, f"use fsdp2, or {other}"
     if layout.is_divided_at_load:
         what, without = _divided_at_load(layout)
         yield f"{optim} on {what}: unsupported", f"{without}, or {other}"
     if layout.offload_param_device != "none":
-        why = f"{optim} projects each matrix: on the CPU, where offloading puts it, its step takes minutes"
+        why = f"{optim} projects each matrix: with offloading it would run on the CPU, at minutes per step"
         yield why, f"unset parallel.offload_param_device, or {other}"
 
 
@@ -583,7 +590,7 @@ def _mini_refusals(layout: Layout) -> Iterator[tuple[str, str]]:
     other = f"use train.optim={CLOSEST_OPTIM}"
     if layout.strategy.startswith("zero"):
         yield (
-            "adam_mini needs rows and heads, and DeepSpeed divides flat copies of all weights",
+            "adam_mini needs rows and heads, but DeepSpeed shards flat copies of all weights",
             f"use fsdp2, or {other}",
         )
     if layout.is_divided_at_load:
@@ -599,10 +606,10 @@ def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator
         yield f"the adapter of {origin.name} cannot be merged into {what}, which are divided while loading", without
     reference = reference_of(recipe.method, recipe.adapter, origin)
     if is_rewarded(recipe.method) and reference == "second model" and is_merged:
-        why = f"TRL loads and shards the reference of {recipe.method.type} itself, without merging the adapter"
+        why = f"TRL loads and shards the reference of {recipe.method.type} without merging the adapter"
         yield why, "use adapter.type=lora, method.beta=0, or ddp"
     if layout.strategy == "fsdp2" and reference == "beforehand" and is_merged:
-        why = "TRL loads the model itself to precompute log-probabilities, without merging the adapter"
+        why = "TRL loads the model to precompute log-probabilities without merging the adapter"
         yield why, "unset method.precompute_ref_log_probs"
     whole = origin.adapter is not None and origin.adapter.modules_to_save
     if layout.strategy == "zero3" and whole:
@@ -626,10 +633,10 @@ def _ulysses_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, s
     if setting.attention.startswith("flash_attention"):
         return
     if backends.lies_in_one_row(recipe.data):
-        why = f"{setting.attention} does not separate packed documents when they are split"
+        why = f"{setting.attention} does not separate packed documents in split sequences"
         yield why, "use flash_attention_2, or unset packing"
     if window is not None and recipe.data.max_length > window:
-        yield "Ulysses drops the mask that a sliding window needs", "use flash_attention_2"
+        yield "Ulysses drops the mask of sliding-window attention", "use flash_attention_2"
 
 
 def _ring_refusals(setting: Setting) -> Iterator[tuple[str, str]]:

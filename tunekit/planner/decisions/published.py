@@ -21,7 +21,7 @@ NAMES = {
 }
 """Quantizations that can be kept, as messages name them."""
 
-ORIGINAL = "use the model that they were made of"
+ORIGINAL = "use the model that they were quantized from"
 
 
 def published_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -31,18 +31,18 @@ def published_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
         return
     problem = f"model.path: the weights of {model.path} are published"
     if method not in READ:
-        yield f"{problem} in {method}, which is not read", ORIGINAL
+        yield f"{problem} in {method}, which is unsupported", ORIGINAL
     elif model.why_unread is not None:
         yield f"{problem} {model.why_unread}", ORIGINAL
     elif isinstance(adapter, QloraAdapter) and method not in KEPT:
         yield (
-            f"{problem} in {method}, which is not quantized again",
+            f"{problem} in {method}, which cannot be quantized again",
             "set adapter.type to lora, or use a 16-bit copy of the model",
         )
     elif method not in ("fp8", "mxfp4", "bitsandbytes", "compressed-tensors") and model.num_experts:
-        yield f"{problem} in {method}, of which experts are not read", ORIGINAL
+        yield f"{problem} in {method}, which is unsupported for experts", ORIGINAL
     elif method in KEPT_PACKED and model.packed is None:
-        yield f"{problem} in {method}, and packed ones are no linear layers of {model.model_type}", ORIGINAL
+        yield f"{problem} in {method}, and packed weights are not linear layers in {model.model_type}", ORIGINAL
     if method == "compressed-tensors" and hardware.compressed_tensors is False:
         yield (
             f"{problem} in compressed-tensors, which is not installed",
@@ -59,7 +59,7 @@ def _type_faults(adapter: QloraAdapter, model: ModelFacts) -> Iterator[tuple[str
         stated = None if published is None else dict(published)[name]
         value = fields[name].default if stated is None else stated
         if name in adapter.model_fields_set and dict(adapter)[name] != value:
-            problem = f"adapter.{name}: the weights of {model.path} are published in few bits, and kept as they are"
+            problem = f"adapter.{name}: the weights of {model.path} are published quantized and stay so"
             yield problem, "unset it"
 
 
@@ -70,9 +70,9 @@ def published_refusals(recipe: Recipe, model: ModelFacts, layout: Layout) -> Ite
         return
     other = "use ddp, or adapter.type=lora"
     if is_kept and model.keeps_packed and layout.strategy not in ("single", "ddp"):
-        yield f"weights published in {NAMES[method]} are not divided or sent", other
+        yield f"weights published in {NAMES[method]} cannot be sharded or broadcast", other
     if is_kept and method == "bitsandbytes" and layout.strategy == "fsdp2":
-        yield "transformers does not read weights published in bitsandbytes 4 bits in one process for all", other
+        yield "transformers cannot load weights published in bitsandbytes 4 bits in one process for all", other
     if not is_kept and layout.is_divided_at_load and (method not in ("fp8", "mxfp4") or layout.ep_size > 1):
         way = "tensor" if layout.tp_size > 1 else "expert"
         yield f"{way} parallelism is untested with weights dequantized from {method}", "use another layout"

@@ -141,7 +141,7 @@ def head_reason(
         choice = "tunekit's chunked loss head"
         why = f"{full}; {rows:,} tokens at a time {by}, masked tokens skipped"
     elif passes.head == "whole":
-        choice, why = f"full logits, {size}", "TRL's experimental trainers lack its tiled loss head"
+        choice, why = f"full logits, {size}", "TRL's experimental trainers do not have its tiled loss head"
     elif passes.head == "tiles":
         by = "Triton" if hardware.device.kind == "cuda" else "torch (Triton needs an accelerator)"
         note = "" if why_trl is None else f"; {why_trl}"
@@ -174,11 +174,11 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
     if isinstance(adapter, FullAdapter):
         parts = [] if adapter.last_layers is None else [f"the last {adapter.last_layers} layers"]
         if adapter.new_layers is not None:
-            parts = [f"{adapter.new_layers} new layers, for {model.num_layers} in all"]
+            parts = [f"{adapter.new_layers} new layers, {model.num_layers} in total"]
         share = f"{count(trained)} of {count(model.num_params)} parameters trained, {trained / model.num_params:.2%}; "
         num_frozen = model.num_layers - num_live_layers(model, adapter)
-        share += f"activations of the first {num_frozen} layers not kept, " if num_frozen else ""
-        share += "those of other frozen parameters counted as if trained, an upper bound"
+        share += f"no activations stored for the first {num_frozen} layers, " if num_frozen else ""
+        share += "other frozen parameters counted as trained (upper bound)"
         return Reason(
             topic="adapter", choice=f"full, of {', '.join([*parts, *(adapter.unfrozen_parameters or ())])}", why=share
         )
@@ -194,19 +194,19 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 def _start_words(adapter: LoraAdapter, model: ModelFacts) -> Iterator[str]:
     """Yield where the initial matrices of an adapter are from, and what that costs."""
     if adapter.splits_base:
-        yield f"; taken out of the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
+        yield f"; subtracted from the base weights, and saved as plain LoRA of rank {adapter.as_saved.rank}"
     if adapter.distributes_ranks:
         num, most = len(model.adapted(adapter).ranks), round(adapter.rank * adapter.rho)
-        yield f"; rows distribute {adapter.rank * num:,} ranks, at most {most} to a module, counted as if the largest "
-        yield "modules got them"
+        yield f"; {adapter.rank * num:,} ranks distributed by the rows, at most {most} per module, estimated as if the "
+        yield "largest modules got them"
     if adapter.sees_rows:
-        yield f"; before training {adapter.num_init_rows:,} rows pass the model"
+        yield f"; one forward pass over {adapter.num_init_rows:,} rows before training"
     if initial_bytes(model, adapter):
-        what = "the covariances of their inputs take" if adapter.sees_rows else "what 4 bits lose of a weight takes"
+        what = "covariances of the inputs take" if adapter.sees_rows else "quantization errors take"
         yield f"; {what} {gib(initial_bytes(model, adapter))}"
     if adapter.is_of_4bit_base:
-        yield "; before training the base is read unquantized too, into host memory; the adapter is for the base in "
-        yield "4 bits alone"
+        yield "; before training, the unquantized base is loaded into host memory as well; the adapter fits only the "
+        yield "4-bit base"
 
 
 def _targets_words(adapter: PeftAdapter) -> str:
@@ -249,12 +249,12 @@ def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     train = recipe.train
     if train.optimizer == "schedule_free_adamw":
         _, num_bytes = trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype)
-        why = "the average of the weights in place of a schedule: evaluations, checkpoints and the result are of it"
-        yield Reason(topic="optimizer states", choice=gib(num_bytes), why=f"{why}; the optimizer warms up itself")
+        why = "weight average instead of a schedule: evaluations, checkpoints and the result use it"
+        yield Reason(topic="optimizer states", choice=gib(num_bytes), why=f"{why}; the optimizer has its own warm-up")
     if train.ema_decay is not None:
         num_bytes = BYTES[train.trained_dtype] * num_trainable_params(model, recipe.adapter)
         steps = f"over about {1 / (1 - train.ema_decay):,.0f} steps"
-        why = f"decay {train.ema_decay:g}, {steps}: evaluations, checkpoints and the result are of it"
+        why = f"decay {train.ema_decay:g}, {steps}: evaluations, checkpoints and the result use the average"
         yield Reason(topic="average of weights", choice=gib(num_bytes), why=why)
     cost = matrix_cost_of(model, recipe.adapter, train.optimizer, train.trained_dtype, train.low_rank)
     if cost is None:
@@ -264,15 +264,15 @@ def states_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     others = f", AdamW for the other {count(num - cost.num_params)}" if num > cost.num_params else ""
     choice = f"{gib(cost.states_bytes)} instead of {gib(adamw_bytes)}"
     if train.optimizer == "adam_mini":
-        why = "one second moment for each head of queries and keys, each row of other matrices, and each vector"
+        why = "one second moment per query or key head, per row of other matrices, and per vector"
         yield Reason(topic="optimizer states", choice=choice, why=why)
         return
     if train.low_rank is None:
         why = f"Muon for {count(cost.num_params)} parameters in matrices{others}; updates as large as AdamW's, "
     else:
         what = f"rank {train.low_rank.rank} for {count(cost.num_params)} parameters in matrices"
-        why = f"{what}{others}; projections last {train.low_rank.update_proj_gap} steps, "
-    why += f"at {cost.flops / 1e12:,.3g} TFLOP a step"
+        why = f"{what}{others}; projections updated every {train.low_rank.update_proj_gap} steps, "
+    why += f"at {cost.flops / 1e12:,.3g} TFLOP per step"
     yield Reason(topic="optimizer states", choice=choice, why=why)
 
 
@@ -283,7 +283,7 @@ def learning_rates_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason
     rates = rates_of(recipe, model)
     groups = [f"{count(size)} parameters at {rate:.3g}" for rate, size in rates.items()]
     shown = groups if len(groups) <= MAX_RATES else [*groups[: MAX_RATES - 1], "...", groups[-1]]
-    why = f"set by the recipe; the schedule scales each, and logs show the first, {next(iter(rates)):.3g}"
+    why = f"set by the recipe; the schedule scales all of them, and logs show the first, {next(iter(rates)):.3g}"
     yield Reason(topic="learning rates", choice=", ".join(shown), why=why)
 
 
@@ -292,7 +292,7 @@ def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
     if not layout.strategy.startswith("zero"):
         return
     if layout.offload_optimizer_device != "none":
-        why = "set by the recipe; DeepSpeed's own AdamW needs compiling and is hardly faster than torch's"
+        why = "set by the recipe; DeepSpeed's own AdamW needs compilation and is hardly faster than torch's"
         yield Reason(topic="offloaded states", choice=f"updated by {optim} on the CPU", why=why)
     if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
         why = "DeepSpeed compiles its disk I/O on first use, which takes minutes"
@@ -306,7 +306,7 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
     if model.num_tower_params:
-        why = "no gradients and no adapters: text does not pass through them; saved unchanged with full fine-tuning"
+        why = "no gradients and no adapters: not used for text; saved unchanged with full fine-tuning"
         yield Reason(topic="towers", choice=f"frozen, {count(model.num_tower_params)} parameters", why=why)
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
@@ -315,7 +315,11 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     yield from _token_reasons(recipe, model)
     yield from _template_reasons(recipe, model)
     if recipe.model.trust_remote_code:
-        at = f"at commit {recipe.model.revision}" if recipe.model.revision else "the latest when the run is created"
+        at = (
+            f"at commit {recipe.model.revision}"
+            if recipe.model.revision
+            else "the latest commit when the run is created"
+        )
         yield Reason(topic="code", choice=f"remote code of the model, {at}", why="model.trust_remote_code is true")
 
 
@@ -327,11 +331,11 @@ def _rope_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     new = scaled(rope, section)
     why = f"rotary embeddings scaled by {new.kind}, factor {section.factor:g}"
     if rope.kind != "default":
-        why += f", in place of the model's own {rope.kind}" + f", factor {rope.own_factor:g}" * (rope.own_factor > 1)
+        why += f", instead of the model's {rope.kind}" + f", factor {rope.own_factor:g}" * (rope.own_factor > 1)
     if new.kind in BY_LENGTH:
-        why += "; the longest row of a micro-batch decides for all of it which factors apply"
+        why += "; the longest row of a micro-batch determines the factors of all its rows"
     if not isinstance(recipe.adapter, FullAdapter):
-        why += "; the adapter is for the model with this scaling, which its config.json has"
+        why += "; the adapter requires this scaling, which its config.json contains"
     yield Reason(topic="context", choice=f"{new.positions:,} positions instead of {rope.positions:,}", why=why)
 
 
@@ -340,16 +344,18 @@ def _token_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     rows = token_rows(model, recipe.adapter)
     alone = len(trained_tokens(model, recipe.adapter))
     tables, size = len(model.vocabulary_tables), 4 * model.vocab_size * model.hidden_size
-    trained = f"PEFT trains them alone beside the adapter (trainable_token_indices, {4 * alone * model.hidden_size:,} "
-    trained += f"bytes a table): {tables} whole {'tables' if tables > 1 else 'table'} would take {gib(tables * size)}"
+    trained = f"PEFT trains only these rows (trainable_token_indices, {4 * alone * model.hidden_size:,} "
+    trained += (
+        f"bytes per matrix): {tables} full {'matrices' if tables > 1 else 'matrix'} would take {gib(tables * size)}"
+    )
     num = len(model.new_tokens)
     if rows and alone > num:
         yield Reason(topic="trained tokens", choice=f"rows of {alone}", why=trained)
     if not num:
         return
     spare = num - model.num_new_rows
-    where = [f"{model.num_new_rows} new rows near the mean of the others"] * bool(model.num_new_rows)
-    where += [f"{spare} rows that the tokenizer had left unused"] * (spare > 0)
+    where = [f"{model.num_new_rows} new rows initialized near the mean of the others"] * bool(model.num_new_rows)
+    where += [f"{spare} rows that the tokenizer did not use"] * (spare > 0)
     why = f"in {' and '.join(where)}"
     why += f"; {trained}" if rows and alone == num else ""
     yield Reason(topic="tokens", choice=f"{num} added, vocabulary {model.vocab_size:,}", why=why)
@@ -385,7 +391,7 @@ def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         why = (
             f"coefficient {'set by the recipe' if is_set else 'from the model config'}; TRL adds the router loss as a "
         )
-        why += "mean over micro-batches, so it depends slightly on their size"
+        why += "mean over micro-batches, so it depends slightly on the micro-batch size"
         why += "" if is_set else f"; {ROUTER_ARG}=0.0 disables it"
         yield Reason(topic="experts", choice=f"load balancing, router_aux_loss_coef {coefficient:g}", why=why)
 
@@ -492,13 +498,13 @@ def check_allocation(adapter: Adapter, schedule: Schedule | None, dtype: Dtype) 
     if not isinstance(adapter, AdaloraAdapter):
         return
     if dtype == "float16":
-        problem = "adapter.type: adalora adds gradients of weights to those that float16 scales"
+        problem = "adapter.type: adalora adds unscaled gradients to those scaled for float16"
         raise PlanError(problem, hint="set model.dtype=float32, or adapter.type=lora")
     if schedule is None:
         return
     fixed, num_steps = adapter.tinit + adapter.tfinal, schedule.num_steps
     if fixed >= num_steps:
-        problem = f"adapter.tinit, adapter.tfinal: {fixed} steps together, and the run has {num_steps}"
+        problem = f"adapter.tinit, adapter.tfinal: {fixed} steps together, but the run has {num_steps}"
         raise PlanError(problem, hint="lower them, or train longer")
 
 
@@ -511,7 +517,10 @@ def check_warmup(recipe: Recipe, schedule: Schedule | None) -> None:
     if schedule is None or recipe.train.lr_scheduler_type != "polynomial":
         return
     if schedule.warmup_steps == schedule.num_steps:
-        problem = f"train.warmup_steps: {schedule.warmup_steps} leaves no step of {schedule.num_steps} to polynomial"
+        problem = (
+            f"train.warmup_steps: {schedule.warmup_steps} leaves none of {schedule.num_steps} steps for polynomial "
+            "decay"
+        )
         raise PlanError(problem, hint="lower it, train longer, or set train.lr_scheduler_type=linear")
 
 
@@ -569,7 +578,7 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         why += f": {data.truncated_share:.0%} of all rows are truncated; raise data.max_length or shorten them"
     rows = "rows"
     if recipe.data.curriculum is not None:
-        why += "; from the shortest to the longest in every epoch"
+        why += "; shortest first in every epoch"
     if recipe.data.curriculum_column is not None:
         why += f"; by {recipe.data.curriculum_column}, ascending, in every epoch"
     if recipe.data.packing:
@@ -581,11 +590,11 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
 def _picture_reason(data: DataFacts, tower: Tower | None) -> Reason:
     why = "encoded by the frozen tower in each micro-batch"
     if tower is None:
-        why += "; its memory is unknown for this type of model, and not in the estimate"
+        why += "; its memory is unknown for this model type and not in the estimate"
     elif data.most_pixel_values is not None:
-        why += f", {data.most_pixel_values / tower.values_per_patch:,.0f} patches of a row at the most"
+        why += f", {data.most_pixel_values / tower.values_per_patch:,.0f} patches per row at most"
     elif not data.tokenized:
-        why += "; until rows are tokenized, as many count as fit a row"
+        why += "; until rows are tokenized, estimated as many as fit in a row"
     if not data.num_pictures:
         return Reason(topic="pictures", choice="in the rows", why=why)
     mean = (data.num_picture_tokens or 0) / data.num_pictures
@@ -620,9 +629,7 @@ def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
         order = "interleaved" if section.mixing == "interleave" else "concatenated"
         return Reason(topic="mixture", choice=", ".join(names), why=f"{order}; sizes unknown")
     shares = (f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
-    return Reason(
-        topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until the next stream drawn is exhausted"
-    )
+    return Reason(topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until a sampled stream is exhausted")
 
 
 def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
@@ -640,7 +647,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
         why = f"set by the recipe; {train.max_steps / schedule.steps_per_epoch:.3g} epochs"
     missing = -data.num_train % batch
     if trains_on in ("pairs", "answers") and missing:
-        why += f"; {missing} {trains_on} from the start fill the last step of an epoch"
+        why += f"; {missing} {trains_on} from the start complete the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps} steps"
     choice = f"{schedule.num_steps}, {schedule.warmup_steps} of warmup"
@@ -649,7 +656,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
     metric, _ = metric_of(recipe, data)
     least = f" by more than {train.early_stopping_threshold:g}" if train.early_stopping_threshold else ""
     num = train.early_stopping_patience
-    evaluations = "an evaluation does" if num == 1 else f"{num} evaluations in a row do"
+    evaluations = "an evaluation does" if num == 1 else f"{num} consecutive evaluations do"
     why += f"; stops early once {evaluations} not improve {metric}{least}"
     return Reason(topic="steps", choice=f"at most {choice}", why=why)
 
@@ -657,7 +664,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
 def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
     """Return the reason for the expected speed."""
     if speed is None:
-        why = "FLOPs are counted only for decoders with attention in every layer"
+        why = "FLOPs are known only for decoders with attention in every layer"
         return Reason(topic="speed", choice="throughput unknown", why=why)
     at_most = not data.has_lengths and not section.packing
     rows = f"; every row counted as {section.max_length} tokens" if at_most and speed.seconds is not None else ""
