@@ -48,7 +48,7 @@ def unpack(archive: Path, folder: Path, *, max_bytes: int) -> list[Path]:
             _write(opened, members, draft, name, max_bytes)
         draft.rename(folder)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise tunekit.TunekitError(f"{name}: damaged or unsupported archive: {error}", hint="zip it anew") from error
+        raise tunekit.TunekitError(f"{name}: damaged or unsupported archive: {error}", hint="zip it again") from error
     except OSError as error:
         raise tunekit.TunekitError(
             f"{name}: cannot be unpacked: {error.strerror or error}", hint="shorten its names, or free some space"
@@ -76,12 +76,12 @@ def rows_among(files: Sequence[Path], name: str) -> Path:
     candidates = metadata or structured or rows
     if not candidates:
         raise tunekit.TunekitError(
-            f"{name}: no file of rows among the pictures",
+            f"{name}: pictures without a file of rows",
             hint="add a metadata.csv with the columns file_name and text: the name and the caption of each picture",
         )
     if len(candidates) > 1:
         listed = ", ".join(file.name for file in candidates[:5])
-        raise tunekit.TunekitError(f"{name}: {len(candidates)} files of rows: {listed}", hint="send one at a time")
+        raise tunekit.TunekitError(f"{name}: {len(candidates)} files of rows: {listed}", hint="upload one at a time")
     return candidates[0]
 
 
@@ -115,15 +115,17 @@ def _check(members: Sequence[zipfile.ZipInfo], name: str) -> None:
     for member in members:
         path, what = PurePosixPath(member.filename), f"{name}: {member.filename[:200]!r}"
         if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in path.parts[0]:
-            raise tunekit.TunekitError(f"{what} leads out of the archive", hint="zip the folder with relative names")
+            raise tunekit.TunekitError(f"{what} points outside the archive", hint="zip the folder with relative names")
         if any(ord(char) < 32 for char in member.filename):
             raise tunekit.TunekitError(f"{what} has control characters in its name", hint="rename the file")
         if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
-            raise tunekit.TunekitError(f"{what} is a link or no regular file", hint="replace it with the file itself")
+            raise tunekit.TunekitError(
+                f"{what} is a link or not a regular file", hint="replace it with the file itself"
+            )
         if member.flag_bits & 1:
             raise tunekit.TunekitError(f"{what} needs a password", hint="zip it without one")
         if str(path) in unpacked:
-            raise tunekit.TunekitError(f"{what} is there twice", hint="rename one of them")
+            raise tunekit.TunekitError(f"{what} occurs twice", hint="rename one of them")
         unpacked.add(str(path))
 
 

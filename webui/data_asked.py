@@ -150,8 +150,8 @@ def _refuse_code(changes: Sequence[str]) -> None:
         is_function = key.endswith("format") and ":" in value
         if is_function or "trust_remote_code" in change:
             raise tunekit.TunekitError(
-                f"{key}: an address may not have code run",
-                hint="write it into a recipe of the workspace and preview that",
+                f"{key}: a link cannot run code",
+                hint="write it into a workspace recipe and preview that",
             )
 
 

@@ -109,7 +109,7 @@ def remote_code(text: str) -> list[tunekit.Fault]:
     except tunekit.TunekitError:
         return []  # What cannot be read asks for nothing.
     line = next((n for n, words in enumerate(text.splitlines(), 1) if "trust_remote_code" in words), 1)
-    what, hint = "is not run from a page", "read the code, and use `tunekit train` in a terminal"
+    what, hint = "does not run from the web UI", "read the code, and use `tunekit train` in a terminal"
     return [tunekit.Fault(line, 1, entry.key, what, hint) for entry in places]
 
 

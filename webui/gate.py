@@ -64,7 +64,7 @@ def check_address(host: str, password: str | None) -> None:
     """
     if not is_loopback(host) and not password:
         raise tunekit.TunekitError(
-            f"--host {host}: others could start runs and read files here, as there is no password",
+            f"--host {host}: without a password, anyone on the network could start runs and read files here",
             hint="set TUNEKIT_UI_PASSWORD or --password-file; or remove --host, and use `ssh -L` from other machines",
         )
 
@@ -104,7 +104,7 @@ class Gate:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._password is None and _name_of(host) not in LOOPBACK_NAMES:
-            return PlainTextResponse(f"this server is not called {host!r}; open it as http://127.0.0.1", 421)
+            return PlainTextResponse(f"this server does not serve {host!r}; open http://127.0.0.1", 421)
         is_websocket = scope["type"] == "websocket"
         method = "websocket" if is_websocket else scope["method"]
         origin = headers.get("origin")
@@ -114,7 +114,7 @@ class Gate:
         if is_foreign and not (method in SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"):
             return PlainTextResponse("cross-origin requests are refused", 403)
         if self._read_only and scope["path"].rstrip("/").endswith("/upload"):
-            return PlainTextResponse("these pages only show", 403)
+            return PlainTextResponse("this server is read-only", 403)
         if self._password is None or _page_of(scope["path"]) == "/login" or self._is_known(scope):
             return None
         if not is_websocket and method == "GET" and "text/html" in headers.get("accept", ""):
@@ -135,7 +135,7 @@ class Gate:
         if request.method != "POST":
             return _login_page(words, onward, "")
         if int(request.headers.get("content-length") or MAX_LOGIN_BYTES + 1) > MAX_LOGIN_BYTES:
-            return PlainTextResponse("this is no password", 413)
+            return PlainTextResponse("the form is too long for a password", 413)
         address = request.client.host if request.client else ""
         recent = [then for then in self._wrong[address] if time.monotonic() - then < TRIES_SECONDS]
         if len(recent) >= MAX_TRIES:

@@ -28,7 +28,7 @@ def begin(site: Site, text: str, name: str, devices: Sequence[str], *, waits: bo
     """
     if machine != HERE:
         raise tunekit.TunekitError(
-            f"runs start on this machine, and the plan that is shown is for {machine}",
+            f"runs start on this machine, but the plan shown is for {machine}",
             hint="review the plan for this machine before starting",
         )
     recipe = named(site, text, name)

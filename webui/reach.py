@@ -23,7 +23,7 @@ def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
     """
     if '"trust_remote_code":true' in recipe.model_dump_json():
         raise tunekit.TunekitError(
-            "trust_remote_code: code that comes with a model is not run from a page",
+            "trust_remote_code: code that ships with a model does not run from the web UI",
             hint="read the code, and use `tunekit train` in a terminal",
         )
     for key, text in tunekit.named_paths(recipe):
@@ -63,7 +63,7 @@ def _check(site: Site, key: str, text: str) -> None:
     if is_url and "\n" not in text:
         if protocol.lower() not in REMOTE or "::" in text:
             raise tunekit.TunekitError(
-                f"{key}: {text.partition('?')[0]!r} is of a protocol that may read this machine's files",
+                f"{key}: {text.partition('?')[0]!r} uses a protocol that could read this machine's files",
                 hint=f"use one of {', '.join(REMOTE)}, or a file of the workspace",
             )
         return

@@ -98,7 +98,7 @@ class Talks:
             num_others = sum(session_held.num_wanted for session_held in self._held.values())
             if len(choices) > NUM_OWN or num_others + len(choices) > NUM_ALL:
                 raise tunekit.TunekitError(
-                    f"{num_others} models are loaded by other pages, and {NUM_ALL} may be at once",
+                    f"{num_others} models are loaded by other pages; the limit is {NUM_ALL}",
                     hint="unload one there, or retry when it has finished",
                 )
             self._held[session] = mine

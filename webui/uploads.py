@@ -47,12 +47,12 @@ def save_uploads(site: Site, paths: Sequence[str | Path]) -> Path:
             shutil.rmtree(target, ignore_errors=True)
             raise
     if any(is_archive):
-        raise tunekit.TunekitError("a zip file beside other files", hint="send it alone")
+        raise tunekit.TunekitError("a zip file together with other files", hint="upload it alone")
     if len(files) == 1 and not files[0].name.lower().endswith(tunekit.PICTURE_SUFFIXES):
         folder.mkdir(exist_ok=True)
         return _save_rows(folder, files[0])
     if len({file.name for file in files}) < len(files):
-        raise tunekit.TunekitError("two files have the same name", hint="send a zip of their folder")
+        raise tunekit.TunekitError("two files have the same name", hint="upload a zip of their folder")
     rows = rows_among(files, files[0].name)
     folder.mkdir(exist_ok=True)
     target = _free(folder, _stem(_safe(rows.name)), "")

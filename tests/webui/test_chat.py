@@ -72,7 +72,7 @@ def test_a_page_that_is_closed_while_its_model_loads_leaves_no_process(talks, tr
 
 @pytest.mark.slow
 def test_more_models_than_there_may_be_are_refused_in_words(talks, trained_run):
-    with pytest.raises(tunekit.TunekitError, match=f"{NUM_ALL} may be at once"):
+    with pytest.raises(tunekit.TunekitError, match=f"; the limit is {NUM_ALL}"):
         talks.load("one", [Choice(trained_run.name)] * (NUM_ALL + 1), device="cpu")
     assert talks.sides("one") == []
 

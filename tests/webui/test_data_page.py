@@ -79,7 +79,7 @@ def test_a_folder_is_refused_for_a_link_in_it_that_leads_out(site):
     "change", ["data.format=os:system", "model.trust_remote_code=true", "model={path: x, trust_remote_code: true}"]
 )
 def test_an_address_cannot_have_code_run(site, change):
-    with pytest.raises(tunekit.TunekitError, match="an address may not have code run"):
+    with pytest.raises(tunekit.TunekitError, match="a link cannot run code"):
         recipe_of(site, Asked(origin="recipe:sft/quickstart", changes=(change,)))
 
 

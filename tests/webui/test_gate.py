@@ -66,7 +66,7 @@ def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
         command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
     )
     assert answer.returncode == 2
-    assert "there is no password" in answer.stderr and "TUNEKIT_UI_PASSWORD" in answer.stderr
+    assert "without a password" in answer.stderr and "TUNEKIT_UI_PASSWORD" in answer.stderr
     assert "Traceback" not in answer.stderr and not answer.stdout
 
 

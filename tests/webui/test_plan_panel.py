@@ -92,7 +92,7 @@ def test_a_plan_for_another_machine_starts_nothing_here(site, language):
     _, _, _, _, start, reason = plan_panel.shown(site, words, DRAFT, "8xh100", "")
     assert not start.interactive and reason == f"<p>{words('plan.elsewhere', machine='8xh100')}</p>"
     # Neither where the page was asked to before it had heard so.
-    with pytest.raises(tunekit.TunekitError, match="the plan that is shown is for 8xh100"):
+    with pytest.raises(tunekit.TunekitError, match="the plan shown is for 8xh100"):
         launching.begin(site, DRAFT, "", [], waits=False, machine="8xh100")
     assert not (site.root / "runs").exists()
     _, _, _, _, start, reason = plan_panel.shown(site, words, DRAFT, HERE, "8xh100")

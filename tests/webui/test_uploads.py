@@ -64,7 +64,7 @@ def test_pictures_are_sent_with_their_rows(site, tmp_path):
     rows = save_uploads(site, [tmp_path / "a.png", tmp_path / "pets.csv"])
     assert rows == site.root / "uploads" / "pets" / "pets.csv"
     assert (rows.parent / "a.png").is_file()
-    with pytest.raises(tunekit.TunekitError, match=r"a\.png: no file of rows among the pictures") as caught:
+    with pytest.raises(tunekit.TunekitError, match=r"a\.png: pictures without a file of rows") as caught:
         save_uploads(site, [tmp_path / "a.png"])
     assert "metadata.csv with the columns file_name and text" in caught.value.hint
 
@@ -76,17 +76,17 @@ def link(name, target="/etc/passwd"):
 
 
 HARMFUL = {
-    "up": ({"../b.png": b"x"}, "'../b.png' leads out of the archive"),
-    "up, within": ({"a/../../b.png": b"x"}, "leads out of the archive"),
+    "up": ({"../b.png": b"x"}, "'../b.png' points outside the archive"),
+    "up, within": ({"a/../../b.png": b"x"}, "points outside the archive"),
     "up, hidden": ({"../.b.png": b"x", "metadata.csv": METADATA}, None),
-    "absolute": ({"/tmp/b.png": b"x"}, "'/tmp/b.png' leads out of the archive"),
-    "a drive": ({"C:/b.png": b"x"}, "leads out of the archive"),
+    "absolute": ({"/tmp/b.png": b"x"}, "'/tmp/b.png' points outside the archive"),
+    "a drive": ({"C:/b.png": b"x"}, "points outside the archive"),
     "control characters": ({"a\nb.png": b"x"}, "has control characters in its name"),
     "a name that is too long": ({"a" * 300 + ".png": b"x"}, "cannot be unpacked: File name too long"),
     "a file as a folder": ({"a.png": b"x", "a.png/b.png": b"y"}, "cannot be unpacked"),
-    "no rows": ({"a.png": b"x"}, "no file of rows among the pictures"),
+    "no rows": ({"a.png": b"x"}, "pictures without a file of rows"),
     "two files of rows": ({"a.csv": b"x", "b.jsonl": b"y"}, "2 files of rows: a.csv, b.jsonl"),
-    "nothing": ({}, "no file of rows among the pictures"),
+    "nothing": ({}, "pictures without a file of rows"),
 }
 
 
@@ -107,7 +107,7 @@ def test_names_of_an_archive_lead_nowhere_else(kind, site, tmp_path):
 def test_links_in_an_archive_are_refused(site, tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr(*link("a.png"))
-    with pytest.raises(tunekit.TunekitError, match=r"x\.zip: 'a\.png' is a link or no regular file"):
+    with pytest.raises(tunekit.TunekitError, match=r"x\.zip: 'a\.png' is a link or not a regular file"):
         save_uploads(site, [tmp_path / "x.zip"])
     assert nothing_is_left(site)
 
@@ -116,7 +116,7 @@ def test_a_name_that_is_there_twice_is_refused(site, tmp_path):
     with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("a.png", b"x")
         archive.writestr("a.png", b"y")
-    with pytest.raises(tunekit.TunekitError, match="is there twice"):
+    with pytest.raises(tunekit.TunekitError, match="occurs twice"):
         save_uploads(site, [tmp_path / "x.zip"])
 
 
