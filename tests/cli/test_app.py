@@ -13,10 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
 from tests.waiting import LIMIT_SECONDS
+from tunekit.cli.app import DAILY, app
 from tunekit.runs.run import Run, list_runs
 
 RECIPE = """\
@@ -79,13 +81,17 @@ def test_kernels_says_which_modules_of_a_model_are_served(workspace):
     assert "config.json" in answer.stderr
 
 
-def test_help_lists_the_commands_by_task(workspace):
-    answer = tunekit(workspace, "--help")
+def test_help_fits_one_screen_and_describes_the_commands_of_daily_use_first():
+    answer = run_command("--help", env={"COLUMNS": "80"})
     assert answer.returncode == 0
-    panels = ("─ Train ─", "│ train ", "│ plan ", "│ check ", "│ data ", "─ Recipes ─", "│ explain ", "│ recipes ")
-    words = (*panels, "─ Runs and the machine ─", "│ doctor ", "│ ui ", "│ runs ")
-    order = [answer.stdout.index(word) for word in words]
-    assert order == sorted(order)
+    lines = answer.stdout.splitlines()
+    assert len(lines) <= 30 and max(map(len, lines)) <= 80
+    described = [found[1] for line in lines if (found := re.match(r"│ ([a-z]+) +[A-Z].*\. +│$", line))]
+    assert described == list(DAILY)
+    more = " ".join(lines[next(at for at, line in enumerate(lines) if "More commands" in line) :])
+    others = sorted(set(typer.main.get_command(app).commands) - set(DAILY))
+    assert len(others) > 15
+    assert [name for name in others if not re.search(rf"[ ,]{name}[ ,]", more)] == []
 
 
 @pytest.mark.slow

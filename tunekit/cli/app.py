@@ -8,6 +8,7 @@ did not reproduce its run; of a run that was stopped 130 after Ctrl-C, 143 after
 `tunekit stop` and SIGUSR1.
 """
 
+import copy
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tunekit.cli import options as cli
 from tunekit.cli.evaluate import evaluate
@@ -37,8 +38,25 @@ if TYPE_CHECKING:
     from tunekit.recipe.schema import Recipe
 
 
+DAILY = ("check", "data", "plan", "train", "stop", "resume", "runs", "eval", "chat", "export")
+"""Commands of daily use, in the order of work: `tunekit --help` describes them, and lists the others by panel."""
+RECIPES, DATA, MODELS, RUNS, MACHINES = "Recipes", "Data", "Models", "Runs", "Machines"
+MORE = "More commands: tunekit COMMAND --help"
+
+
 class Commands(TyperGroup):
     """Commands by name; a name may be two words, so that `data cache` stands beside `data RECIPE`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the commands of daily use, and the names of the others by panel, so that all fits one screen."""
+        view = copy.copy(self)
+        view.commands = {name: self.commands[name] for name in DAILY}
+        for panel in (RECIPES, DATA, MODELS, RUNS, MACHINES):
+            names = [
+                name for name, command in self.commands.items() if getattr(command, "rich_help_panel", "") == panel
+            ]
+            view.commands[panel] = TyperCommand(panel, help=", ".join(names), rich_help_panel=MORE)
+        TyperGroup.format_help(view, ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that the arguments begin with, and the other arguments."""
@@ -60,8 +78,6 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="List the shipped recipes or copy one.", invoke_without_command=True)
 
 PASSWORD_VARIABLE = "TUNEKIT_UI_PASSWORD"
-
-TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and the machine"
 
 
 def main() -> None:
@@ -94,11 +110,7 @@ def _tunekit(
     pass
 
 
-for start in (train, launch, resume, stop):
-    app.command(rich_help_panel=TRAIN)(start)
-
-
-@app.command(rich_help_panel=TRAIN)
+@app.command()
 def plan(
     recipe: cli.RecipeArgument,
     overrides: cli.OverridesArgument = None,
@@ -152,7 +164,7 @@ def plan(
     console.print(drawn)
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command()
 def check(recipe: cli.RecipeArgument, overrides: cli.OverridesArgument = None) -> None:
     """Validate a recipe, its model and its data without training."""
     from tunekit.api import verbs
@@ -163,11 +175,11 @@ def check(recipe: cli.RecipeArgument, overrides: cli.OverridesArgument = None) -
     print(f"{recipe}: ok")
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command()
 def data(
     recipe: cli.RecipeArgument,
     overrides: cli.OverridesArgument = None,
-    rows: Annotated[int, Option(help="Sample rows to show per split.", min=0)] = 3,
+    rows: Annotated[int, Option(metavar="N", help="Sample rows to show per split.", min=0)] = 3,
     html: Annotated[Path | None, Option(help="Write the report as an HTML page to this file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -201,7 +213,7 @@ def data(
     console.print(*data_report_parts(report, console), sep="\n")
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command(rich_help_panel=DATA)
 def rewards(
     recipe: cli.RecipeArgument,
     overrides: cli.OverridesArgument = None,
@@ -231,7 +243,7 @@ def rewards(
     console.print(*trial_parts(trial), sep="\n")
 
 
-@app.command("data cache", rich_help_panel=TRAIN)
+@app.command("data cache", rich_help_panel=DATA)
 def data_cache(
     clear: Annotated[bool, Option("--clear", help="Delete the cache. Runs keep their own rows.")] = False,
 ) -> None:
@@ -288,8 +300,8 @@ def _recipes(context: typer.Context) -> None:
 
 @recipes_app.command("copy")
 def copy_recipe(
-    name: Annotated[str, Argument(help="Name of a shipped recipe.")],
-    dest: Annotated[Path | None, Argument(help="Destination file or folder.")] = None,
+    name: Annotated[str, Argument(help="Name of a shipped recipe.", metavar="NAME")],
+    dest: Annotated[Path | None, Argument(help="Destination file or folder.", metavar="DEST")] = None,
 ) -> None:
     """Copy a shipped recipe to edit."""
     from tunekit import files
@@ -297,7 +309,7 @@ def copy_recipe(
     print(files.copy_recipe(name, dest))
 
 
-@app.command(rich_help_panel=RUNS)
+@app.command(rich_help_panel=MACHINES)
 def doctor(
     recipe: Annotated[
         str | None, Argument(help="With --network: a recipe whose planned ranks communicate.", metavar="RECIPE")
@@ -324,12 +336,15 @@ def doctor(
     make_console().print(diagnosis_table(diagnose()))
 
 
-@app.command(rich_help_panel=RUNS)
+@app.command(rich_help_panel=MODELS)
 def kernels(
     model: Annotated[str, Argument(help="A model folder, or a model name on the Hub.", metavar="MODEL")],
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Show which modules of a model have fused kernels, and why others do not. Reads no weights."""
+    """Show which modules of a model have fused kernels, and why others do not.
+
+    Reads no weights.
+    """
     from tunekit.api import verbs
     from tunekit.display.console import coverage_table, make_console
 
@@ -340,12 +355,15 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
-for after in (chat, compare, export, generate, report, rerun, serve):
-    app.command(rich_help_panel=AFTER)(after)
-app.command("eval", rich_help_panel=AFTER)(evaluate)
-
-app.command(rich_help_panel=AFTER)(sweep)
-app.command("sweep show", rich_help_panel=AFTER)(show_sweep)
+for daily in (train, stop, resume, chat, export):
+    app.command()(daily)
+app.command("eval")(evaluate)
+for of_runs in (compare, report, rerun, sweep):
+    app.command(rich_help_panel=RUNS)(of_runs)
+app.command("sweep show", rich_help_panel=RUNS)(show_sweep)
+for of_models in (generate, serve):
+    app.command(rich_help_panel=MODELS)(of_models)
+app.command(rich_help_panel=MACHINES)(launch)
 
 
 @app.command(rich_help_panel=RECIPES)
@@ -353,8 +371,8 @@ def migrate(
     file: Annotated[
         Path,
         Argument(
-            help="A configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift: YAML, JSON, or a script that "
-            "calls one of them; or a folder of them.",
+            help="A configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift (YAML, JSON, or a script that "
+            "calls the tool), or a folder of such files.",
             metavar="FILE|FOLDER",
         ),
     ],
@@ -366,7 +384,7 @@ def migrate(
     ] = None,
     output: Annotated[
         Path | None,
-        Option("--output", "-o", help="Write the recipe to this new file; of a folder, to this new folder."),
+        Option("--output", "-o", metavar="PATH", help="New file for the recipe, or new folder for those of a folder."),
     ] = None,
     tool: Annotated[
         str | None,
@@ -377,7 +395,8 @@ def migrate(
         ),
     ] = None,
     num_devices: Annotated[
-        int | None, Option(min=1, help="Number of devices it was written for: they multiply the global batch size.")
+        int | None,
+        Option(metavar="N", min=1, help="Devices that it was written for; multiplies the global batch size."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
 ) -> None:
@@ -403,17 +422,17 @@ def migrate(
         print(f"{output}: written; `tunekit plan {output}` shows how it would run")
 
 
-@app.command(rich_help_panel=RUNS)
+@app.command(rich_help_panel=MACHINES)
 def ui(
     host: Annotated[
-        str, Option(help="Address to listen on. Anything but localhost requires a password.")
+        str, Option(metavar="HOST", help="Address to listen on. Any but localhost requires a password.")
     ] = "127.0.0.1",
     port: cli.PortOption = 7860,
     root: Annotated[
         Path, Option(metavar="FOLDER", help="Workspace folder: nothing outside it is shown or changed.")
     ] = Path(),
     password_file: Annotated[
-        Path | None, Option(help=f"File with the password; {PASSWORD_VARIABLE} works too.")
+        Path | None, Option(metavar="FILE", help=f"File with the password; {PASSWORD_VARIABLE} works too.")
     ] = None,
     read_only: Annotated[bool, Option("--read-only", help="Read-only: start, change and delete nothing.")] = False,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Open it in the browser.")] = True,
@@ -432,7 +451,7 @@ def ui(
 
 
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
-app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
+app.add_typer(runs_app, name="runs")
 
 
 def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:

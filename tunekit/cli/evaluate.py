@@ -18,29 +18,40 @@ def evaluate(
         list[str] | None,
         Option(
             metavar="NAME",
-            help="Scoring function: exact_match, numeric_match, ..., module:function, or '{type: regex, ...}'.",
+            help="Scoring function: a built-in one or module:function, such as exact_match.",
         ),
     ] = None,
-    tasks: Annotated[str | None, Option(metavar="A,B", help="Tasks of lm-evaluation-harness.")] = None,
-    include_path: Annotated[Path | None, Option(metavar="DIR", help="Folder of YAML files of more tasks.")] = None,
+    tasks: Annotated[
+        str | None, Option(metavar="TASK,TASK", help="lm-evaluation-harness tasks, such as gsm8k,arc_easy.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, Option(metavar="DIR", help="Folder with YAML files of additional tasks.")
+    ] = None,
     checkpoint: cli.CheckpointOption = None,
     before: Annotated[bool, Option("--before/--no-before", help="Also evaluate the model before training.")] = True,
-    limit: Annotated[int | None, Option(help="Maximum number of rows, from the first.", min=1)] = None,
-    num_fewshot: Annotated[int | None, Option(help="Few-shot examples per question of a task.", min=0)] = None,
+    limit: Annotated[int | None, Option(metavar="N", help="Maximum number of rows, from the first.", min=1)] = None,
+    num_fewshot: Annotated[
+        int | None, Option(metavar="N", help="Few-shot examples per question of a task.", min=0)
+    ] = None,
     apply_chat_template: Annotated[
         bool, Option("--apply-chat-template", help="Apply the chat template to task questions.")
     ] = False,
     max_new_tokens: Annotated[
-        int | None, Option(help="Maximum new tokens. Default: as in training, or 256.", min=1)
+        int | None, Option(metavar="N", help="Maximum new tokens. Default: as in training, or 256.", min=1)
     ] = None,
     temperature: cli.TemperatureOption = 0.0,
-    batch_size: Annotated[int, Option(help="Prompts per batch.", min=1)] = 16,
-    seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
+    batch_size: Annotated[int, Option(metavar="N", help="Prompts per batch.", min=1)] = 16,
+    seed: Annotated[int, Option(metavar="N", help="Random seed for sampling.")] = 0,
     device: cli.DeviceOption = "auto",
-    dtype: Annotated[cli.DtypeName, Option(help="Weight data type; auto: as in training.")] = "auto",
+    dtype: Annotated[
+        cli.DtypeName, Option(metavar="TYPE", help="auto, float32, bfloat16 or float16; auto: as in training.")
+    ] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
-    """Evaluate a model on held-out rows, rewards or tasks, before and after training, with intervals."""
+    """Evaluate a model on held-out rows, rewards or tasks.
+
+    Metrics are shown before and after training, with confidence intervals.
+    """
     options = cli.passed_on(locals(), "metric", "tasks", "as_json")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn

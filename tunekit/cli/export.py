@@ -21,12 +21,18 @@ def export(
     ] = None,
     merged: Annotated[bool, Option("--merged", help="Merge the adapter into the weights.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Export the adapter only.")] = False,
-    dtype: Annotated[cli.DtypeName, Option(help="Data type of merged weights; auto: as the base model.")] = "auto",
+    dtype: Annotated[
+        cli.DtypeName,
+        Option(metavar="TYPE", help="Merged weights: auto, float32, bfloat16 or float16; auto: as the base model."),
+    ] = "auto",
     checkpoint: cli.CheckpointOption = None,
     max_shard_size: Annotated[str, Option(help="Maximum size of a weight file.", metavar="SIZE")] = "5GB",
     gguf: Annotated[
         Literal["f16", "bf16", "q8_0"] | None,
-        Option(help="Also write GGUF; needs llama.cpp's converter (LLAMA_CPP or PATH)."),
+        Option(
+            metavar="TYPE",
+            help="Also write GGUF as f16, bf16 or q8_0; needs llama.cpp's converter (LLAMA_CPP or PATH).",
+        ),
     ] = None,
     push: Annotated[str | None, Option(help="Upload to this Hub repository.", metavar="OWNER/NAME")] = None,
     private: Annotated[bool, Option("--private", help="Make the new repository private.")] = False,

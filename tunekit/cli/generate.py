@@ -17,29 +17,33 @@ if TYPE_CHECKING:
     from tunekit.inference.chat import Talk
 
 
-DtypeOption = Annotated[cli.DtypeName, Option(help="Data type of the weights; auto: as trained, or as stored.")]
+DtypeOption = Annotated[
+    cli.DtypeName, Option(metavar="TYPE", help="auto, float32, bfloat16 or float16; auto: as trained or stored.")
+]
 BackendOption = Annotated[
     Literal["auto", "transformers", "vllm"],
-    Option(help="Generation backend; auto: vLLM if it is installed and supports the model."),
+    Option(metavar="NAME", help="auto, transformers or vllm; auto: vLLM if it is installed and supports the model."),
 ]
-TopPOption = Annotated[float, Option(help="Nucleus sampling: probability mass to sample from.", max=1)]
-LengthOption = Annotated[int, Option(help="Maximum new tokens.", min=1)]
-SeedOption = Annotated[int | None, Option(help="Random seed.")]
+TopPOption = Annotated[float, Option(metavar="X", help="Nucleus sampling: probability mass to sample from.", max=1)]
+LengthOption = Annotated[int, Option(metavar="N", help="Maximum new tokens.", min=1)]
+SeedOption = Annotated[int | None, Option(metavar="N", help="Random seed.")]
 
 
 def generate(
     model: cli.ModelArgument,
-    prompts: Annotated[Path, Option(help="File of rows with messages, prompt, instruction, conversations or text.")],
-    out: Annotated[Path, Option(help="Output file: the rows with their answers, as JSON lines.")],
+    prompts: Annotated[
+        Path, Option(metavar="FILE", help="Rows with messages, prompt, instruction, conversations or text.")
+    ],
+    out: Annotated[Path, Option(metavar="FILE", help="Output file: the rows with their answers, as JSON Lines.")],
     checkpoint: cli.CheckpointOption = None,
-    system: Annotated[str | None, Option(help="System prompt for conversations without one.")] = None,
+    system: Annotated[str | None, Option(metavar="TEXT", help="System prompt for conversations without one.")] = None,
     temperature: cli.TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     max_new_tokens: LengthOption = 256,
-    num_samples: Annotated[int, Option(help="Answers per prompt.", min=1)] = 1,
+    num_samples: Annotated[int, Option(metavar="N", help="Answers per prompt.", min=1)] = 1,
     seed: SeedOption = None,
-    batch_size: Annotated[int, Option(help="Answers per batch; halved when memory runs out.", min=1)] = 16,
-    column: Annotated[str | None, Option(help="Name of the output column. Default: answer or answers.")] = None,
+    batch_size: Annotated[int, Option(metavar="N", help="Answers per batch; halved when memory runs out.", min=1)] = 16,
+    column: Annotated[str | None, Option(metavar="NAME", help="Output column. Default: answer or answers.")] = None,
     device: cli.DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
@@ -93,10 +97,13 @@ def serve(
     model: cli.ModelArgument,
     checkpoint: cli.CheckpointOption = None,
     host: Annotated[
-        str, Option(help="Address to listen on. Anything but localhost requires an API key.")
+        str,
+        Option(metavar="HOST", help="Address to listen on. Any but localhost requires an API key."),
     ] = "127.0.0.1",
     port: cli.PortOption = 8000,
-    api_key_file: Annotated[Path | None, Option(help="File with the API key; TUNEKIT_API_KEY works too.")] = None,
+    api_key_file: Annotated[
+        Path | None, Option(metavar="FILE", help="File with the API key; TUNEKIT_API_KEY works too.")
+    ] = None,
     device: cli.DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "transformers",
@@ -129,7 +136,7 @@ def serve(
 def chat(
     model: cli.ModelArgument,
     compare: Annotated[bool, Option("--compare", help="Also show the answers of the model before training.")] = False,
-    system: Annotated[str | None, Option(help="System prompt.")] = None,
+    system: Annotated[str | None, Option(metavar="TEXT", help="System prompt.")] = None,
     checkpoint: cli.CheckpointOption = None,
     temperature: cli.TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -138,7 +145,10 @@ def chat(
     device: cli.DeviceOption = "auto",
     backend: BackendOption = "transformers",
 ) -> None:
-    """Chat with a trained or any other model. /clear starts over, /image FILE adds a picture, /exit quits."""
+    """Chat with a trained or any other model.
+
+    /clear starts over, /image FILE adds an image, /exit quits.
+    """
     sampling = cli.passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
     from tunekit.inference import chat as talking
 
@@ -183,7 +193,7 @@ def _picture(talk: "Talk", name: str, at_terminal: bool) -> list[dict[str, str]]
 
     try:
         if not talk.reads_pictures:
-            raise RunError(f"{talk.name} reads text alone", hint="chat with a vision-language model")
+            raise RunError(f"{talk.name} is a text-only model", hint="chat with a vision-language model")
         if not name:
             raise RunError("/image without a file", hint="write /image FILE")
         part = picture_part(name)

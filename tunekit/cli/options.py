@@ -19,20 +19,25 @@ OverridesArgument = Annotated[
 ]
 RunArgument = Annotated[str, Argument(help="A run's name, a prefix of it, or its folder.", metavar="RUN")]
 ModelArgument = Annotated[
-    str, Argument(help="A run's name or folder, or a model's folder or Hub name.", metavar="RUN|MODEL")
+    str, Argument(help="A run (name or folder) or a model (folder or Hub name).", metavar="RUN|MODEL")
 ]
 NodesOption = Annotated[
     str | None,
     Option(
         metavar="HOST,HOST",
-        help="Machines reached by ssh that share a filesystem with this one: host, user@host or host:port.",
+        help="ssh hosts that share a filesystem with this machine, such as node1,user@node2:2222.",
     ),
 ]
-CheckpointOption = Annotated[str | None, Option(metavar="STEP", help="Checkpoint step, instead of the result.")]
+CheckpointOption = Annotated[
+    str | None, Option(metavar="STEP", help="Use the checkpoint of this step instead of the result.")
+]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Device of the model; auto: a GPU if available.")]
-TemperatureOption = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.", min=0)]
-PortOption = Annotated[int, Option(min=0, max=65535, help="Port; 0 picks a free one.")]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    Option(metavar="DEVICE", help="auto, cpu or cuda; auto: a GPU if available."),
+]
+TemperatureOption = Annotated[float, Option(metavar="X", help="Sampling temperature; 0: greedy decoding.", min=0)]
+PortOption = Annotated[int, Option(metavar="PORT", min=0, max=65535, help="0 picks a free port.")]
 
 
 def passed_on(arguments: dict[str, Any], *own: str) -> dict[str, Any]:

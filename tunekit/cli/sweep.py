@@ -30,15 +30,16 @@ def sweep(
     words: Annotated[
         list[str] | None,
         Argument(
-            help="Values to try, such as train.learning_rate=1e-5,1e-4 or =1e-5..1e-3; one value is for all runs.",
+            help="Values to try, such as train.learning_rate=1e-5,1e-4 or =1e-5..1e-3; a single value applies to all "
+            "runs.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = None,
     random: Annotated[int | None, Option(metavar="N", help="Sample N random combinations.", min=1)] = None,
     optuna: Annotated[int | None, Option(metavar="N", help="Let Optuna choose N combinations.", min=1)] = None,
-    seed: Annotated[int, Option(help="Random seed.", min=0)] = 0,
+    seed: Annotated[int, Option(metavar="N", help="Random seed.", min=0)] = 0,
     by: Annotated[
-        str | None, Option(metavar="MEASURE", help="Metric to rank by, such as eval_loss. Default: the loss or reward.")
+        str | None, Option(metavar="METRIC", help="Metric to rank by, such as eval_loss. Default: the loss or reward.")
     ] = None,
     parallel: Annotated[
         int | None, Option(metavar="N", help="Concurrent runs. Default: one, or one per accelerator.", min=1)
@@ -48,13 +49,14 @@ def sweep(
 ) -> None:
     """Train with combinations of values and rank the results.
 
-    Ranges are sampled: 1e-5..1e-3 on a log scale, since its ends are a factor of 10 or more apart; prefix linear: or
-    log: to choose.
+    Ranges are sampled, on a log scale if their ends are a factor of 10 or more apart.
+
+    Prefix linear: or log: to choose, such as train.learning_rate=linear:1e-5..1e-3
     """
     if resume is not None:
         if recipe is not None:
             problem = "--resume and a recipe exclude each other"
-            raise TunekitError(problem, hint="remove the recipe: a sweep resumes with its own")
+            raise TunekitError(problem, hint="remove the recipe: a sweep resumes with its own recipe")
         go_on(resume, as_json=as_json)
         return
     if recipe is None:

@@ -63,8 +63,10 @@ def launch(
     slurm: Annotated[bool, Option("--slurm", help="Submit to Slurm.")] = False,
     ray: Annotated[bool, Option("--ray", help="Train on a Ray cluster.")] = False,
     sky: Annotated[bool, Option("--sky", help="Provision cloud nodes with SkyPilot.")] = False,
-    on: Annotated[str | None, Option(metavar="MACHINE", help="Node type, if unlike this machine: 2x8xh100.")] = None,
-    num_nodes: Annotated[int | None, Option(help="Number of nodes. Default: 1.", min=1)] = None,
+    on: Annotated[
+        str | None, Option(metavar="MACHINE", help="Node type, if it differs from this machine, such as 8xh100.")
+    ] = None,
+    num_nodes: Annotated[int | None, Option(metavar="N", help="Number of nodes. Default: 1.", min=1)] = None,
     print_only: Annotated[bool, Option("--print", help="Print the job without submitting it.")] = False,
     address: Annotated[str | None, Option(help="Ray: cluster address. Default: RAY_ADDRESS, or this machine.")] = None,
     time: Annotated[str | None, Option(help="Slurm: time limit, such as 01:00:00.")] = None,
@@ -72,7 +74,10 @@ def launch(
     account: Annotated[str | None, Option(help="Slurm: account.")] = None,
     sbatch_arg: Annotated[list[str] | None, Option(help="Slurm: additional sbatch option, such as --qos=high.")] = None,
 ) -> None:
-    """Train on other machines. Except with --sky, they share the filesystem of the run folder."""
+    """Train on other machines: over ssh, or with Slurm, Ray or SkyPilot.
+
+    Except with --sky, they share the filesystem of the run folder.
+    """
     from tunekit.api import clusters, verbs
 
     targets = {"--nodes": nodes is not None, "--slurm": slurm, "--ray": ray, "--sky": sky}
@@ -133,7 +138,7 @@ def _submit(give: "Callable[..., Submitted]", *, print_only: bool) -> None:
 
 
 def resume(
-    run: Annotated[str, Argument(help="Name or folder of a run or sweep.")],
+    run: Annotated[str, Argument(help="Name or folder of a run or sweep.", metavar="RUN")],
     overrides: Annotated[
         list[str] | None, Argument(help="Edits to its recipe, such as train.max_steps=200.", metavar="KEY=VALUE")
     ] = None,
@@ -148,7 +153,7 @@ def resume(
     detach: DetachOption = False,
     announce_to: AnnounceOption = None,
 ) -> None:
-    """Resume a stopped or failed run, train a finished one longer, or resume a sweep."""
+    """Resume a run or sweep, or train a finished run longer."""
     from tunekit.api import verbs
     from tunekit.sweeps.folder import known_sweep
 
@@ -235,10 +240,13 @@ def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = 
 
 
 def stop(
-    run: Annotated[str, Argument(help="Name or folder of a run or sweep.")],
+    run: Annotated[str, Argument(help="Name or folder of a run or sweep.", metavar="RUN")],
     now: Annotated[bool, Option("--now", help="Stop at once, without another checkpoint.")] = False,
 ) -> None:
-    """Stop a run or sweep after the current step, with a checkpoint. Blocks until it has exited."""
+    """Stop a run or sweep after the current step, with a checkpoint.
+
+    Blocks until it has exited.
+    """
     from tunekit.api import verbs
     from tunekit.sweeps.conduct import stop_sweep
     from tunekit.sweeps.folder import known_sweep
