@@ -49,7 +49,7 @@ DIFFERENT = [
         AXOLOTL,
         {"datasets": [{"path": "a.jsonl", "type": "alpaca"}], "base_model": "mistralai/Mistral-7B-v0.1"},
         "datasets",
-        "so that this tokenizer begins them with a space",
+        "so this tokenizer starts them with a space",
     ),
     (
         AXOLOTL,
@@ -104,7 +104,7 @@ DIFFERENT = [
         "truncates all turns of a row longer than cutoff_len",
     ),
     (SWIFT, {"rlhf_type": "dpo"}, "truncation_strategy", "ms-swift drops rows longer than data.max_length by default"),
-    (SWIFT, {"dataset": "swift/self-cognition:qwen3"}, "dataset", "marks of an empty thought"),
+    (SWIFT, {"dataset": "swift/self-cognition:qwen3"}, "dataset", "empty thinking tags"),
     (SWIFT, {"dataset": "swift/self-cognition", "model_name": ["小明", "Ada"]}, "model_name", "in Chinese rows"),
     (
         SWIFT,
@@ -125,7 +125,7 @@ DIFFERENT = [
         TORCHTUNE,
         {"dataset": {"_component_": "torchtune.datasets.alpaca_dataset"}},
         "tokenizer.prompt_template",
-        "torchtune writes turns by its tokenizer qwen2_5_tokenizer",
+        "torchtune formats turns with its tokenizer qwen2_5_tokenizer",
     ),
     (TRL, {}, "assistant_only_loss", "TRL trains on every token of a chat"),
 ]
@@ -473,7 +473,7 @@ def test_samples_with_repetition_are_different() -> None:
     report = migrate("config.yaml")
     assert report.recipe.data.sources[0].max_samples == 500
     assert [line.words for line in report.different if line.key == "train_dataset"] == [
-        "LLaMA-Factory draws 500 rows of asks with repetition; the recipe without"
+        "LLaMA-Factory samples 500 rows of asks with replacement; the recipe without replacement"
     ]
     Path("data/sets.yaml").unlink()
     with pytest.raises(RecipeError, match=r"config\.yaml:1: train_dataset: no file 'data/sets\.yaml'"):

@@ -71,7 +71,7 @@ def test_the_command_shows_one_table_and_writes_all_recipes() -> None:
     lines = [line.split() for line in answer.stdout.splitlines()]
     assert ["b/partly.json", "Axolotl", "partly", "qat.weight_dtype,", "min_sample_len"] in lines
     assert ["Axolotl", "4", "2", "1", "1", "0"] in lines
-    assert "2 other files left aside" in answer.stdout
+    assert "2 other files ignored" in answer.stdout
     assert "recipes: 5 recipes written" in answer.stdout
     assert load_recipe(Path("recipes/b/train.sh.yaml")).model.path == "m"
     assert sorted(str(path) for path in Path("recipes").rglob("*.yaml")) == [

@@ -258,7 +258,7 @@ def test_training_of_towers_is_named_as_unsupported(tool, more, key) -> None:
         made = of_values(FACTORY, **more) if tool == "llama-factory" else of_script(**more)
     words = line_of(made, key).words
     assert line_of(made, key).kind == "unsupported"
-    assert "frozen: the recipe trains the language model alone" in words or "the language model is always" in words
+    assert "frozen: the recipe trains only the language model" in words or "the language model is always" in words
 
 
 @pytest.mark.parametrize("tool", ["axolotl", "llama-factory", "ms-swift"])
@@ -285,7 +285,10 @@ def test_rates_of_frozen_towers_have_no_effect() -> None:
     [
         ({"freeze_mm_modules": None}, None),
         ({"freeze_mm_modules": False}, None),
-        ({"freeze_mm_modules": None, "lora_target_modules": ["q_proj"]}, "Axolotl adapts layers of the vision tower"),
+        (
+            {"freeze_mm_modules": None, "lora_target_modules": ["q_proj"]},
+            "Axolotl also adapts layers of the vision tower",
+        ),
         ({"freeze_mm_modules": None, "lora_target_modules": None, "adapter": None}, "Axolotl trains the whole model"),
     ],
 )

@@ -600,7 +600,10 @@ def test_llama_factorys_adam_mini_comes_along(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("galore_proj_type: reverse_std", "tunekit has std alone"), ("galore_layerwise: true", "unsupported with galore")],
+    [
+        ("galore_proj_type: reverse_std", "tunekit supports only std"),
+        ("galore_layerwise: true", "unsupported with galore"),
+    ],
 )
 def test_what_tunekits_galore_has_not_is_unsupported(key, words, tmp_path) -> None:
     text = (CONFIGS / "llamafactory-pretrain.yaml").read_text().replace("use_muon: true", f"use_galore: true\n{key}")
@@ -855,7 +858,7 @@ def test_several_new_layers_behind_one_group_are_not_carried_over(tmp_path) -> N
     config = "model: m\ntrain_type: llamapro\ndataset: x.jsonl\nllamapro_num_new_blocks: 8\nllamapro_num_groups: 4\n"
     (tmp_path / "config.yaml").write_text(config)
     (line,) = migrate(tmp_path / "config.yaml").of_kind("unsupported")
-    assert (line.key, line.words) == ("llamapro_num_groups", "adapter.new_layers inserts one layer behind each group")
+    assert (line.key, line.words) == ("llamapro_num_groups", "adapter.new_layers inserts one layer after each group")
 
 
 QLORA = "adapter: qlora\nload_in_4bit: true\npeft: {loftq_config: "
@@ -866,12 +869,12 @@ STARTS = {
     "5 iterations": (
         f"{QLORA}{{loftq_bits: 4, loftq_iter: 5}}}}",
         "loftq",
-        ["5 iterations: loftq takes 1, which leaves the base that of QLoRA"],
+        ["5 iterations: loftq uses 1, which keeps the base model of QLoRA"],
     ),
     "loftq of a whole base": (
         "adapter: lora\npeft_init_lora_weights: loftq",
         True,
-        ["loftq: adapter.init_lora_weights takes it for a base in 4 bits, adapter.type=qlora"],
+        ["loftq: adapter.init_lora_weights supports it only for a 4-bit base, adapter.type=qlora"],
     ),
 }
 

@@ -62,7 +62,7 @@ def finish(draft: Draft) -> None:
             words = f"{what}; the recipe reads it in full first: data.streaming streams it"
             draft.differ("streaming", True, words, remedy="data.streaming")
     if rows.PREFIXED.search(str(draft.values.get("model.path"))) and rows.is_plain_alpaca(draft):
-        words = "Axolotl tokenizes answers by themselves, so that this tokenizer begins them with a space"
+        words = "Axolotl tokenizes answers separately, so this tokenizer starts them with a space"
         draft.differ("datasets", "alpaca", f"{words}; tunekit tokenizes prompt and answer together")
     if draft.method == "grpo":
         hf.room_for_answers(draft, prompt=0)
@@ -92,13 +92,13 @@ def _note_images(draft: Draft) -> None:
     images.paths_from_here(draft)
     images.note_towers(draft)
     if draft.get("excess_length_strategy") is None:
-        words = "Axolotl neither cuts nor drops rows with images; tunekit leaves out those longer than data.max_length"
+        words = "Axolotl neither truncates nor drops rows with images; tunekit drops those longer than data.max_length"
         draft.differ("excess_length_strategy", None, words)
     if not draft.get("train_on_inputs"):
-        words = "beside images Axolotl masks the user's turns of some models alone; tunekit masks them of all"
+        words = "with images, Axolotl masks user turns only for some models; tunekit masks them for all"
         draft.differ("train_on_inputs", False, words)
-    words = "Axolotl puts the first of a column of images behind the first question; tunekit puts all before it"
-    draft.differ("datasets", "images", f"where texts have no marks, {words}")
+    words = "Axolotl puts the first image of a column after the first question; tunekit puts all before it"
+    draft.differ("datasets", "images", f"if texts have no image marks, {words}")
 
 
 def _suspect_packing(draft: Draft) -> None:
@@ -177,7 +177,7 @@ def modules(draft: Draft, entry: Entry) -> Fate:
         return draft.carry(entry, "adapter.target_modules", images.language_model_regex(entry.value))
     value = names(entry.value)
     if any(sign in name for name in value for sign in "*\\|("):
-        words = "a list names modules by their endings, not by regular expressions; all linear layers are used"
+        words = "a list names modules by suffix, not by regular expression; all linear layers are used"
         raise UnfitError(words)
     return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all-linear"] else value)
 
@@ -209,10 +209,10 @@ def pattern(draft: Draft, entry: Entry) -> Fate:
 def unfrozen(draft: Draft, entry: Entry) -> Fate:
     """Patterns of the parameters that are trained, from the beginning of their names, in which a dot is a dot."""
     if draft.has_adapter:
-        raise UnfitError("trains parameters beside an adapter: use adapter.modules_to_save")
+        raise UnfitError("trains parameters in addition to an adapter: use adapter.modules_to_save")
     patterns = names(entry.value)
     if any(images.names_tower(pattern) for pattern in patterns):
-        raise UnfitError(f"{images.FROZEN}: the recipe trains the language model alone")
+        raise UnfitError(f"{images.FROZEN}: the recipe trains only the language model")
     if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
         raise UnfitError("training a range of a parameter's rows is unsupported")
     return draft.carry(
@@ -258,5 +258,5 @@ def loftq(draft: Draft, entry: Entry) -> Fate:
 def loftq_iterations(draft: Draft, entry: Entry) -> Fate:
     """Rounds in which LoftQ quantizes what its adapter leaves; after the first one the base is another."""
     if number(entry.value) != 1:
-        raise UnfitError(f"{entry.value} iterations: loftq takes 1, which leaves the base that of QLoRA")
-    return Fate("silent", "is what loftq takes")
+        raise UnfitError(f"{entry.value} iterations: loftq uses 1, which keeps the base model of QLoRA")
+    return Fate("silent", "is the only value for loftq")

@@ -199,7 +199,7 @@ def thinking(draft: Draft, entry: Entry) -> Fate:
     rows = value[int(index or 0)] if isinstance(value, list) else value
     pair = {rows.get(name, "reasoning_content") for name in ("field_thinking", "template_thinking_key")}
     if len(pair) > 1:
-        raise UnfitError("reasoning is read by the key that the template has: rename it with a function in data.format")
+        raise UnfitError("reasoning is read from the template's key: rename it with a function in data.format")
     return Fate("silent", f"{entry.value} of a message is passed to the chat template")
 
 

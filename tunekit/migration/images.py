@@ -33,7 +33,7 @@ _HEARS = re.compile(
 
 _IN_LANGUAGE_MODEL = re.compile(r"language_model|text_model")
 _OF_TOWER = re.compile(r"vision|visual|multi_?modal|mm_projector|merger|connector|aligner|image|audio")
-_OWN = "set model.image_processor by the processor's own names"
+_OWN = "set model.image_processor, with the processor's own names"
 FROZEN = "vision towers and projectors are always frozen"
 
 
@@ -207,7 +207,7 @@ def frozen(draft: Draft, entry: Entry) -> Fate:
         return Fate("decided", FROZEN)
     if draft.tool == "Axolotl" and draft.has_adapter and _adapts_language_model(draft):
         return Fate("silent", "lora_target_modules names layers of the language model")
-    raise UnfitError(f"{FROZEN}: the recipe trains the language model alone")
+    raise UnfitError(f"{FROZEN}: the recipe trains only the language model")
 
 
 def trained_modules(draft: Draft, entry: Entry) -> Fate:
@@ -264,7 +264,7 @@ def default_pixels(draft: Draft, pixels: int) -> None:
         words = f"LLaMA-Factory shrinks images to {pixels:,} pixels before the processor; tunekit does not"
         draft.differ("image_max_pixels", pixels, words)
     if kind is not None and kind.types == "internvl" and draft.get("crop_to_patches") is None:
-        words = "LLaMA-Factory leaves images whole; the model's processor always crops them to patches"
+        words = "LLaMA-Factory does not crop images; the model's processor always crops them to patches"
         draft.differ("crop_to_patches", False, words)
 
 
@@ -330,7 +330,9 @@ def note_towers(draft: Draft) -> None:
     if draft.get("freeze_mm_modules") is True or _adapts_language_model(draft):
         return
     if draft.has_adapter:
-        words = "Axolotl adapts layers of the vision tower by the same names; tunekit adapts the language model alone"
+        words = (
+            "Axolotl also adapts layers of the vision tower with these names; tunekit adapts only the language model"
+        )
         draft.differ("freeze_mm_modules", False, words)
     elif draft.get("unfrozen_parameters") is None:
         draft.differ("freeze_mm_modules", False, f"Axolotl trains the whole model; {FROZEN}")

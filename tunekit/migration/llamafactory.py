@@ -77,7 +77,7 @@ def extra_modules(draft: Draft, entry: Entry) -> Fate:
     """Modules outside of the layers, which are trained too."""
     _check_freezes(draft)
     if _expands(draft):
-        raise UnfitError("new layers are trained alone")
+        raise UnfitError("only the new layers are trained")
     before = draft.values.get("adapter.unfrozen_parameters", [])
     # What lies in a layer has its number before its name.
     patterns = [*before, *(rf"^\D*{re.escape(name)}" for name in names(entry.value))]
@@ -125,7 +125,7 @@ def finish(draft: Draft) -> None:
     masks = (draft.get(key) for key in ("train_on_prompt", "mask_history"))
     if draft.method == "sft" and draft.get("stage", "sft") != "pt" and not draft.has_images and not any(masks):
         draft.assume(
-            {"data.too_long": "truncate_turns"}, "LLaMA-Factory cuts each turn of a row longer than cutoff_len"
+            {"data.too_long": "truncate_turns"}, "LLaMA-Factory truncates each turn of a row longer than cutoff_len"
         )
     elif draft.get("stage", "sft") != "pt":
         what = "LLaMA-Factory truncates all turns of a row longer than cutoff_len, questions and answers"
@@ -356,7 +356,7 @@ def oft(draft: Draft, entry: Entry) -> Fate:
         value = names(entry.value)
         return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all"] else value)
     if whole(entry.value) == 0:
-        return Fate("silent", "follows from the other one")
+        return Fate("silent", "follows from the other setting")
     if entry.key == "oft_rank":
         raise UnfitError("a number of blocks is unsupported: set adapter.oft_block_size")
     return draft.carry(entry, "adapter.oft_block_size", whole(entry.value))

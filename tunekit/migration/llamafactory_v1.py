@@ -68,8 +68,10 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
         yield hf.source(text(value))
         return
     if path is None:
-        problem = f"{draft.original.path}:{draft.line_of(key)}: {key}: no file '{value}', which lists the data sets"
-        raise RecipeError(problem, hint="run it in the folder of LLaMA-Factory, or put the file beside it")
+        problem = f"{draft.original.path}:{draft.line_of(key)}: {key}: no file '{value}', which lists the datasets"
+        raise RecipeError(
+            problem, hint="run tunekit in the folder of LLaMA-Factory, or put the file next to the configuration"
+        )
     for name, entry in read_mapping(path).items():
         if isinstance(entry, dict):
             yield _source(draft, key, str(name), entry)
@@ -78,14 +80,16 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
 def _source(draft: Draft, key: str, name: str, said: dict[str, Any]) -> dict[str, Any]:
     converter = said.get("converter")
     if converter is not None and converter not in _FORMATS:
-        draft.differ(key, name, f"rows of {name} are made by the converter {converter}; data.format may be a function")
+        draft.differ(key, name, f"rows of {name} are converted by {converter}; data.format may be a function")
     if said.get("weight") is not None:
         draft.differ(
-            key, name, f"LLaMA-Factory draws {said['weight']} times the rows of {name}; the recipe uses each once"
+            key, name, f"LLaMA-Factory samples {said['weight']} times the rows of {name}; the recipe uses each row once"
         )
     size = said.get("size")
     if size is not None:
-        draft.differ(key, name, f"LLaMA-Factory draws {size} rows of {name} with repetition; the recipe without")
+        draft.differ(
+            key, name, f"LLaMA-Factory samples {size} rows of {name} with replacement; the recipe without replacement"
+        )
     return hf.source(
         str(said.get("path", name)),
         split=said.get("split") if said.get("source") == "hf_hub" else None,
@@ -146,7 +150,7 @@ def trained(draft: Draft, entry: Entry) -> Fate:
 def quantization(draft: Draft, entry: Entry) -> Fate:
     """The base below an adapter in 4 bits."""
     if draft.values["adapter.type"] != "qlora":
-        raise UnfitError("adapter: qlora has a base in 4 bits by bitsandbytes")
+        raise UnfitError("adapter: qlora uses a 4-bit base by bitsandbytes")
     if entry.key.endswith("name") and lower(entry.value) not in ("auto", "bnb"):
         raise UnfitError(f"{entry.value} is unsupported: adapter: qlora quantizes with bitsandbytes")
     return carried("adapter.type", "qlora")

@@ -153,7 +153,7 @@ def _settle_router_loss(draft: Draft) -> None:
     if draft.tool not in _WITHOUT_ROUTER_LOSS or known is None or not method.spec.adds_router_loss:
         return
     if num_experts_of(text_config(known.config)) and not any(draft.get(key) is True for key in _BALANCED):
-        draft.assume({_ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss unless it is told to")
+        draft.assume({_ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss by default")
 
 
 def _checked(draft: Draft) -> Recipe:

@@ -65,7 +65,7 @@ def _obstacle(draft: Draft, name: str) -> str | None:
     if draft.values["adapter.type"] != "full":
         return f"{_OURS[name]} trains all weights: adapter {draft.values['adapter.type']} has none for it"
     if lower(base) not in _ADAMW:
-        return f"with optim {base}: tunekit has {_OURS[name]} alone; set train.optim"
+        return f"with optim {base}: tunekit supports only {_OURS[name]}; set train.optim"
     return None
 
 
@@ -88,14 +88,17 @@ def argument(draft: Draft, entry: Entry) -> Fate:
     if is_off(entry.value):
         return Fate("silent", "is off")
     if name == "layerwise" and draft.get("gradient_accumulation_steps", 1) == 1:
-        words = "updates each matrix in the backward pass, without clipping; a large train.max_grad_norm clips nothing"
+        words = (
+            "updates each matrix in the backward pass, without clipping; set a large train.max_grad_norm to disable "
+            "clipping"
+        )
         return Fate("different", words, "train.max_grad_norm")
     raise UnfitError(f"unsupported with {optimizer}_adamw")
 
 
 def _only(name: str, value: Any) -> Fate:
     if lower(value) != _ONLY[name]:
-        raise UnfitError(f"{value}: tunekit has {_ONLY[name]} alone")
+        raise UnfitError(f"{value}: tunekit supports only {_ONLY[name]}")
     return Fate("silent", "is the default")
 
 
@@ -108,7 +111,7 @@ def targets(draft: Draft, entry: Entry) -> Fate:
 
 def _targets(draft: Draft, entry: Entry, patterns: list[str]) -> Fate:
     if entry.value in ("all-linear", "all_linear"):
-        return Fate("different", "the head too in the original; tunekit updates it by AdamW")
+        return Fate("different", "the original includes the head; tunekit updates it by AdamW")
     if patterns == ["all"]:
         return Fate("silent", "is the default")
     return draft.carry(entry, "train.optim_target_modules", patterns)

@@ -78,7 +78,7 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
                 source_values = {"path": _SELF_COGNITION, "format": "alpaca", "columns": dict(_QUERIES)}
                 source_values |= {"replace": texts} if (texts := _own_names(draft)) else {}
                 if subset:
-                    words = f"ms-swift adds marks of an empty thought to rows of {word}; the recipe does not"
+                    words = f"ms-swift adds empty thinking tags to rows of {word}; the recipe does not"
                     draft.differ(key, word, words)
         if rows.isdigit():
             source_values["max_samples"] = int(rows)
@@ -286,7 +286,7 @@ def new_blocks(draft: Draft, entry: Entry) -> Fate:
     if "adapter.new_layers" not in draft.values:
         return Fate("silent", "only used with train_type llamapro")
     if entry.key == "llamapro_num_groups" and entry.value != draft.values["adapter.new_layers"]:
-        raise UnfitError("adapter.new_layers inserts one layer behind each group")
+        raise UnfitError("adapter.new_layers inserts one layer after each group")
     return carried("adapter.new_layers", draft.values["adapter.new_layers"])
 
 

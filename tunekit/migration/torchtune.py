@@ -148,7 +148,7 @@ def finish(draft: Draft) -> None:
     if draft.method in ("dpo", "cpo"):
         draft.values.pop("data.loss_on", None)
     if draft.get("tokenizer.prompt_template") is None and not all(kind == "text" for kind in hf.source_formats(draft)):
-        words = f"torchtune writes turns by its tokenizer {_last(draft.get('tokenizer._component_'))}"
+        words = f"torchtune formats turns with its tokenizer {_last(draft.get('tokenizer._component_'))}"
         draft.differ(
             "tokenizer.prompt_template", None, f"{words}; {reason('other_template')}", remedy="model.chat_template"
         )

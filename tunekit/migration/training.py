@@ -142,12 +142,12 @@ def metric(draft: Draft, entry: Entry) -> Fate:
 
 def early_stopping(draft: Draft, entry: Entry) -> Fate:
     """Evaluations without improvement after which the training stops."""
-    return _patience(draft, entry, "the result is the state of that step; the best checkpoint stays beside it")
+    return _patience(draft, entry, "the result is the last step; the best checkpoint is kept too")
 
 
 def early_stop_interval(draft: Draft, entry: Entry) -> Fate:
     """The same by checkpoints, all of which ms-swift counts that are no better."""
-    return _patience(draft, entry, "evaluations in a row, where ms-swift counts all checkpoints that are no better")
+    return _patience(draft, entry, "consecutive evaluations, but ms-swift counts all checkpoints without improvement")
 
 
 def _patience(draft: Draft, entry: Entry, note: str) -> Fate:
@@ -325,7 +325,7 @@ def drops_too_long(draft: Draft, key: str, value: str) -> None:
     if draft.get(key) is None and draft.method == "sft":
         draft.assume({"data.too_long": "drop"})
     elif draft.get(key) is None and draft.method != "grpo":
-        rest = "; rows with images are left out, not truncated" if draft.has_images else ""
+        rest = "; rows with images are dropped, not truncated" if draft.has_images else ""
         what = f"{draft.tool} drops rows longer than data.max_length by default"
         draft.differ(key, value, f"{what}; {reason('cut')}{rest}")
 
@@ -451,5 +451,5 @@ def first_weights(draft: Draft, entry: Entry) -> Fate:
     if value not in get_args(InitLoraWeights):
         raise UnfitError(f"{value}: adapter.init_lora_weights accepts {', '.join(get_args(InitLoraWeights)[1:])}")
     if value == "loftq" and draft.values["adapter.type"] != "qlora":
-        raise UnfitError("loftq: adapter.init_lora_weights takes it for a base in 4 bits, adapter.type=qlora")
+        raise UnfitError("loftq: adapter.init_lora_weights supports it only for a 4-bit base, adapter.type=qlora")
     return draft.carry(entry, "adapter.init_lora_weights", value)
