@@ -55,7 +55,7 @@ def test_a_loop_of_ones_own_trains_as_a_run_does_and_its_run_can_be_finished(her
             {"output.report_to": ["tensorboard"]},
             "output.report_to: unsupported for a trainer in this process; unset it",
         ),
-        ({"parallel.num_processes": 2}, "which needs processes of its own; set parallel.num_processes=1, or use"),
+        ({"parallel.num_processes": 2}, "which needs separate processes; set parallel.num_processes=1, or use"),
     ],
 )
 def test_what_needs_more_than_this_process_is_refused(here, overrides, words):

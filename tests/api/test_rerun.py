@@ -146,7 +146,9 @@ def test_rows_that_were_changed_since_are_named(run):
 def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "status.json").write_text(json.dumps({**run.status(), "phase": "interrupted"}))
-    with pytest.raises(tunekit.TunekitError, match=r"no finished run to repeat; `tunekit resume .*` resumes from step"):
+    with pytest.raises(
+        tunekit.TunekitError, match=r"only finished runs can be repeated; `tunekit resume .*` resumes from step"
+    ):
         tunekit.rerun(other)
 
 

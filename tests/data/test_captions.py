@@ -93,7 +93,7 @@ def test_a_column_of_images_with_text_is_one_of_captions(folder):
         (("a.png", f"a {MARK}"), "a text holds U+FFFC"),
         (
             ("main.py", "print()"),
-            "file_name: no picture 'main.py' in {folder} (data.format=text reads the texts alone)",
+            "file_name: no picture 'main.py' in {folder} (data.format=text reads only the texts)",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from tunekit.recipe.sections.data import DataSection
 
 ASK, SAY = {"role": "user", "content": "<image>what is it?"}, {"role": "assistant", "content": "a cat"}
 CHAT = {"messages": [ASK, SAY]}
-ALONE = "remove the column to train on the text alone"
+ALONE = "remove the column to train on the text only"
 
 ROWS = {
     "messages": CHAT,
@@ -68,8 +68,8 @@ def test_a_part_that_is_no_text_is_refused(part, kind):
     with pytest.raises(BadRow) as caught:
         check_row({"messages": [asked, SAY]}, "messages")
     assert str(caught.value) == (
-        f"messages[0].content[1] is of type {kind}, but only text is supported; make the content a string to train "
-        "on the text alone"
+        f"messages[0].content[1] is of type {kind}, but only text is supported; "
+        "make the content a string to train on the text only"
     )
 
 
@@ -87,8 +87,8 @@ def test_a_placeholder_with_a_column_that_names_its_medium_is_refused(column):
     with pytest.raises(BadRow) as caught:
         check_row({**chat, column: "" if column == "images" else "cat"}, "messages")
     assert str(caught.value) == (
-        f"the text has <{kind}> placeholders for column {column}, but only text is supported; remove both to train "
-        "on the text alone"
+        f"the text has <{kind}> placeholders for column {column}, but only text is supported; "
+        "remove both to train on the text only"
     )
 
 

@@ -89,7 +89,7 @@ BROKEN = {
             "chosen": [{"role": "user", "content": [OTHER, TEXT]}, RED],
             "rejected": [QUESTION, BLUE],
         },
-        "chosen has other pictures than prompt",
+        "chosen and prompt have different pictures",
     ),
     "an answer with a picture": (
         {"prompt": [QUESTION], "chosen": [{"role": "assistant", "content": [OTHER]}], "rejected": [BLUE]},

@@ -241,7 +241,7 @@ BROKEN = {
     "a data URL without a comma": (asked(image("data:image/png;base64")), f"{AT} is a data URL without a comma"),
     "a data URL not in base64": (
         asked(image("data:image/png;base64,!!")),
-        f"{AT} is a data URL, but not in base64",
+        f"{AT} is a data URL without base64 encoding",
     ),
     "a data URL without a picture": (asked(image("data:,hi")), f"{AT} is not a picture that can be read"),
     "an empty data URL": (asked(image("data:image/png;base64,")), f"{AT} is empty"),
@@ -263,11 +263,11 @@ BROKEN = {
     ),
     "two columns": (
         {"images": ["a.png"], "image": "b.jpg", "messages": [{"role": "user", "content": "<image>"}, ANSWER]},
-        "columns images and image both hold pictures; keep one of them",
+        "columns images and image both contain pictures; keep one of them",
     ),
     "no place": (
         {"images": ["a.png"], "messages": [{"role": "system", "content": "hi"}, ANSWER]},
-        "column images holds pictures, but no message of a user has a place for them",
+        "column images contains pictures, but the row has no user message for them",
     ),
     "an answer with a picture": (
         {"messages": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [image("a.png")]}]},
@@ -282,7 +282,7 @@ BROKEN = {
     ),
     "the character that stands for a picture": (
         {"images": ["a.png"], "messages": [{"role": "user", "content": f"<image>{MARK}"}, ANSWER]},
-        "a text holds U+FFFC, which stands for a picture here; remove it",
+        "the text contains U+FFFC, which marks pictures here; remove it",
     ),
     "a text to complete": (
         {"images": ["a.png"], "prompt": "<image>what?", "completion": "red"},
@@ -294,7 +294,7 @@ BROKEN = {
             "messages": [{"role": "user", "content": "<image><bbox>"}, ANSWER],
             "objects": {"ref": [], "bbox": [[1, 2]]},
         },
-        "column objects holds boxes; write them into the texts as the model reads them, and remove it",
+        "column objects contains boxes; write them into the texts in the model's format, and remove it",
     ),
     "a column of videos": (
         {"videos": ["a.mp4"], "messages": [{"role": "user", "content": "<video>"}, ANSWER]},
@@ -368,7 +368,7 @@ def test_rows_with_pictures_that_are_too_long_are_left_out_whole():
     assert (batch.lengths.tolist(), rows.tolist()) == ([4, 5, 3], [0, 2, 3])
     assert (report.num_too_long, report.num_truncated, report.num_dropped) == (1, 1, 1)
     assert report.notes_of_rows("a", 5, "truncate")[1] == (
-        "a: 1 row with pictures skipped: longer than data.max_length=5, and pictures are never cut"
+        "a: 1 row with pictures skipped: longer than data.max_length=5, and pictures are never truncated"
     )
 
 

@@ -86,7 +86,7 @@ def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_sho
 def test_rows_that_are_too_long_are_told_apart_from_those_without_an_answer(folder):
     (train,) = report(folder, CHATS, max_length=24, too_long="drop").sources
     rows = dict(train.facts(24, is_packed=False))["rows"]
-    assert rows == "4 read, 2 used; 2 left out, longer than 24 tokens"
+    assert rows == "4 read, 2 used; 2 dropped, longer than 24 tokens"
 
 
 def test_packing_fills_sequences_and_padding_costs_what_random_batches_waste(folder):

@@ -129,7 +129,7 @@ def test_the_headings_of_alpaca_make_plain_text_of_a_row(here) -> None:
 
 def test_what_has_no_place_in_alpacas_text_is_refused(here) -> None:
     write("a.jsonl", {**ALONE, "system": "be"})
-    with pytest.raises(DataError, match=r"a.jsonl:1: system has no place in plain text.*alpaca_turn"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: system is unsupported in plain text.*alpaca_turn"):
         load(train="a.jsonl", prompt_style="alpaca")
     write("b.jsonl", {"text": "hi"})
     with pytest.raises(DataError, match=r"data\.prompt_style: only for rows of alpaca, but 'b.jsonl' holds text"):
@@ -194,7 +194,7 @@ def test_rows_that_are_too_long_are_cut_left_out_or_refused(here) -> None:
     assert (cut.num_sequences, report.num_truncated, report.num_dropped) == (3, 1, 0)
     left, report = prepared(train="a.jsonl", max_length=100, too_long="drop")
     assert (left.num_sequences, report.num_truncated, report.num_dropped, report.num_too_long) == (2, 0, 1, 1)
-    assert "a.jsonl: 1 row of 3 left out: longer than data.max_length=100 (data.too_long=drop)" in left.notes
+    assert "a.jsonl: 1 row of 3 dropped: longer than data.max_length=100 (data.too_long=drop)" in left.notes
     assert [row["input_ids"] for row in left.dataset()] == [cut.dataset()[at]["input_ids"] for at in (0, 2)]
     with pytest.raises(DataError, match=r"1 row longer than data.max_length=100, the longest with \d+ tokens"):
         prepared(train="a.jsonl", max_length=100, too_long="refuse")

@@ -62,5 +62,5 @@ def test_a_model_of_texts_is_not_evaluated_on_pictures(run):
     with pytest.raises(DataError, match="only text is supported"):
         tunekit.evaluate("pico", data=str(folder / "rows.jsonl"), device="cpu")
     (folder / "metadata.csv").write_text("file_name,text\n0.png,a picture\n")
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="is a text-only model"):
         tunekit.evaluate("pico", data=str(folder / "metadata.csv"), device="cpu")

@@ -271,7 +271,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path, monkeypatch):
     (tmp_path / "other.jsonl.part").write_text("mine")
     for out, words in (
         ("out.jsonl", "already exists"),
-        ("other.jsonl", "answers of a generation that was stopped early"),
+        ("other.jsonl", "answers of an interrupted generation"),
         ("no/out.jsonl", "pass a file in an existing folder"),
     ):
         with pytest.raises(tunekit.TunekitError, match=words):

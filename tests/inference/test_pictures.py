@@ -95,8 +95,8 @@ def test_an_answer_to_pictures_is_what_transformers_generates(talk, run, picture
 
 URL = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 WRONG = {
-    "a URL": (URL, "'https://example.com/a.png' is no data URL"),
-    "a path": ({"type": "image", "image": "/etc/hostname"}, "'/etc/hostname' is no data URL"),
+    "a URL": (URL, "'https://example.com/a.png' is not a data URL"),
+    "a path": ({"type": "image", "image": "/etc/hostname"}, "'/etc/hostname' is not a data URL"),
     "a text": ({"type": "image", "image": "data:image/png;base64,aGk="}, "is not a picture that can be read"),
     "nothing": ({"type": "image"}, "must be a path, a data URL or an image|0 pictures"),
     "a video": ({"type": "video", "video": "a.mp4"}, "is of type video, but only text and images are supported"),
@@ -126,7 +126,7 @@ def test_a_model_of_texts_says_that_it_reads_no_pictures(tmp_path):
     found = find_trained("pico")
     assert not conversations.reads_pictures(found)
     loaded = type("Loaded", (), {"found": found})()
-    with pytest.raises(RunError, match="pico reads text alone"):
+    with pytest.raises(RunError, match="pico is a text-only model"):
         conversations.inputs_of(loaded, [{"role": "user", "content": [URL]}])
 
 
@@ -204,7 +204,7 @@ def test_a_model_of_texts_refuses_pictures_and_sounds_of_a_client(tmp_path):
     process, client = serving(tmp_path / "text")
     with client:
         for part in (URL, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}):
-            with pytest.raises(openai.BadRequestError, match="text reads text alone"):
+            with pytest.raises(openai.BadRequestError, match="text is a text-only model"):
                 client.chat.completions.create(model="text", messages=[{"role": "user", "content": [part]}])
     process.kill()
     process.wait()

@@ -56,7 +56,7 @@ def test_calls_are_read_as_trl_reads_them(name):
     known.chat_template = published.read_text()
     add_response_schema(known)
     if name.startswith("nemotron") and name.endswith("_training"):
-        with pytest.raises(DataError, match="cannot be read back"):
+        with pytest.raises(DataError, match="cannot be parsed"):
             give_response_template(tokenizer)
         return
     give_response_template(tokenizer)
@@ -74,13 +74,13 @@ def test_a_template_of_somebody_elses_is_known_by_how_it_writes_a_call(name):
 
 def test_a_template_that_forgets_what_was_thought_is_refused():
     """TRL has another template to train Qwen3 with, by the text of the published one alone."""
-    with pytest.raises(DataError, match="writes earlier messages differently once a tool has answered"):
+    with pytest.raises(DataError, match="renders earlier messages differently after a tool result"):
         give_response_template(tokenizer_with("{# ours #}" + (TEMPLATES / "qwen3.jinja").read_text()))
 
 
 @pytest.mark.parametrize("name", WITHOUT_TOOLS)
 def test_a_template_without_tools_is_refused(name):
-    with pytest.raises(DataError, match="does not write calls of tools") as error:
+    with pytest.raises(DataError, match="does not render tool calls") as error:
         give_response_template(tokenizer_with((TEMPLATES / f"{name}.jinja").read_text()))
     assert "model.chat_template" in error.value.hint
 
@@ -88,7 +88,7 @@ def test_a_template_without_tools_is_refused(name):
 def test_calls_that_nobody_reads_are_refused():
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "CALL ").replace("</tool_call>", "")
-    with pytest.raises(DataError, match="cannot be read back"):
+    with pytest.raises(DataError, match="cannot be parsed"):
         give_response_template(tokenizer)
 
 
@@ -234,11 +234,11 @@ def test_what_cannot_be_trained_is_refused_before_it_begins(settings, problem, h
 @pytest.mark.parametrize(
     ("row", "own", "problem"),
     [
-        ({"prompt": "2 + 2", "answer": "4"}, {"tools": ["calculator"]}, "prompts.jsonl:1: prompt is a plain text"),
+        ({"prompt": "2 + 2", "answer": "4"}, {"tools": ["calculator"]}, "prompts.jsonl:1: prompt is plain text"),
         (
             {"prompt": [{"role": "user", "content": "x"}], "answer": "4", "tools": [{"name": "f", "parameters": {}}]},
             {},
-            "prompts.jsonl:1: tools stand in the row",
+            "prompts.jsonl:1: the row has tools",
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_rows_that_cannot_show_tools_are_refused(row, own, problem, home):
 def test_other_models_without_tools_are_refused_by_check(home):
     save_tiny_model(home / "model")
     wanted = recipe(home, model=str(home / "model"), method={"environment": "guess_number"})
-    with pytest.raises(DataError, match="does not write calls of tools"):
+    with pytest.raises(DataError, match="does not render tool calls"):
         tunekit.check(wanted)
 
 

@@ -155,7 +155,7 @@ STARTS = {
     ),
     "loftq and dora": (
         {"type": "qlora", "init_lora_weights": "loftq", "use_dora": True},
-        "loftq is unsupported with use_dora, whose magnitudes are those of the base alone; unset one of them",
+        "loftq is unsupported with use_dora, whose magnitudes are those of the base; unset one of them",
     ),
     "a rank too large": (
         {"init_lora_weights": "pissa", "rank": 600},

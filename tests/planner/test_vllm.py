@@ -53,7 +53,7 @@ def test_vllm_generates_where_it_is_installed_and_fits_and_takes_its_share_of_th
     assert needed < share * plan.device.memory_total_bytes < 1.15 * needed
     assert "generation" not in plan.memory.phases and "kv cache" not in plan.memory.parts
     assert f"vLLM on the training devices, {share:.0%} of their memory" in why(plan)
-    assert "installed, and fits beside the model; TRL merges and unmerges the adapter for it" in why(plan)
+    assert "installed, and fits together with the model; TRL merges and unmerges the adapter for it" in why(plan)
     assert plan.memory.total_bytes <= plan.memory_limit_bytes
     assert Plan.from_yaml(plan.to_yaml(), plan.recipe).vllm == plan.vllm
 
@@ -73,7 +73,7 @@ def test_it_is_left_out_where_it_is_not_known_to_be_or_does_not_fit():
     assert missing.vllm is None and "vLLM is not installed" in why(missing)
     assert "kv cache" in missing.memory.parts or "generation" in missing.memory.phases
     left = planned(find_machine("rtx5090").hardware().model_copy(update={"vllm": True}))
-    assert left.vllm is None and "vLLM would not fit beside the model" in why(left)
+    assert left.vllm is None and "vLLM would not fit together with the model" in why(left)
 
 
 def test_a_server_takes_nothing_of_the_devices():

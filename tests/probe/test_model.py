@@ -131,7 +131,7 @@ BROKEN = {
     ),
     "no-tokenizer": (
         drop("tokenizer.json"),
-        "{path!r} has no tokenizer; the folder is incomplete: save the tokenizer beside the model",
+        "{path!r} has no tokenizer; the folder is incomplete: save the tokenizer with the model",
     ),
     "encoder": (
         change_config(architectures=["BertForMaskedLM"]),
@@ -302,7 +302,7 @@ UNKNOWN = {
         "provide its safetensors files; supported without them: llama, ",
     ),
     "encoder": ({"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
-    "bidirectional": ({"use_bidirectional_attention": True}, "its attention sees the tokens behind each one"),
+    "bidirectional": ({"use_bidirectional_attention": True}, "its attention is bidirectional"),
     "no-layers": (
         {"num_hidden_layers": None},
         "num_hidden_layers of a 'llama' model must be a positive integer, got None; fix config.json",

@@ -147,8 +147,8 @@ def test_a_killed_process_is_told_as_such_and_the_run_can_go_on_once_it_has_a_ch
     run = Run(folder / "killed")
     found = tunekit.diagnose_run(run)
     assert (found.cause, found.rank, found.changes, found.can_go_on) == ("killed", None, (), True)
-    assert f"process {process.pid} on {os.uname().nodename} is gone without an error" in found.what
-    assert "gone without an error" in " ".join(shown(run).split())
+    assert f"process {process.pid} on {os.uname().nodename} exited without an error" in found.what
+    assert "exited without an error" in " ".join(shown(run).split())
 
 
 @pytest.mark.parametrize(

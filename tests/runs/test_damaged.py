@@ -160,6 +160,6 @@ def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_pa
         if event["event"] == "log":
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
-    with pytest.raises(RunError, match="run is gone: it was deleted or moved during the run; train again"):
+    with pytest.raises(RunError, match="run no longer exists: it was deleted or moved during the run; train again"):
         verbs.train(recipe, on_event=delete)
     assert not (tmp_path / "run").exists()

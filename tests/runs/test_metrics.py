@@ -32,7 +32,7 @@ def test_the_held_out_ones_are_told_where_there_are_any():
     ]
     found = first_and_last(events)
     assert found["rewards/margins"] == [0.0, 0.4]
-    assert ("preference accuracy", "none yet → 75%") in rows_of(found)
+    assert ("rewards/accuracies", "none yet → 75%") in rows_of(found)
     assert first_and_last([log("log", UNTRAINED), log("log", DPO)])["rewards/margins"] == [0.0, 0.5]
 
 

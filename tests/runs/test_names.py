@@ -68,7 +68,7 @@ def test_only_a_whole_folder_name_is_deleted(runs):
 
 def test_stop_means_the_run_of_a_name_that_is_under_way(runs):
     runs[f"zz-{OLD}"].update_status(phase="queued")
-    with pytest.raises(RunError, match=f"^zz-{OLD} is queued: no process of it runs"):
+    with pytest.raises(RunError, match=f"^zz-{OLD} is queued: it has no running process"):
         verbs.stop("zz")
     runs[f"zz-{OLD}-2"].update_status(phase="queued")
     with pytest.raises(RunError, match=rf"2 runs named 'zz' are active; pass one of them: zz-{OLD}-2, zz-{OLD}$"):

@@ -70,7 +70,7 @@ def test_what_is_left_of_damaged_checkpoints_is_not_begun_over(here):
     command = f"tunekit train {run.path / 'recipe.yaml'} output.dir=null"
     assert begin_anew(run) == command and command in str(prospects(run))
     assert command in str(stopped(run, ASKED, "stopped").hint)
-    with pytest.raises(RunError, match=r"`tunekit runs show .*` shows what is left of it; or set a new folder$"):
+    with pytest.raises(RunError, match=r"`tunekit runs show .*` shows its status; or set a new folder$"):
         check_free(run.recipe)
 
 

@@ -62,7 +62,7 @@ def test_a_variable_is_sent_to_its_own_service_to_trusted_hosts_and_to_the_users
 def test_an_installed_function_is_none_that_a_recipe_may_name(path, monkeypatch):
     top = path.partition(":")[0].partition(".")[0]
     with pytest.raises(
-        RecipeError, match=f"'{top}' is an installed module; recipes may only use functions of your own modules"
+        RecipeError, match=f"'{top}' is an installed module; recipes may only use functions from your own modules"
     ):
         find_function(path)
     monkeypatch.setenv("TUNEKIT_TRUSTED_MODULES", f"other, {top}")

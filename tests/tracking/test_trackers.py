@@ -275,7 +275,7 @@ def test_the_report_of_a_run_says_where_it_is_shown_and_what_failed(shown):
     assert len(places) == 4 and all(words in text for words in places.values())
     failure = cut_off[-1]["message"].removeprefix("MLflow: ")
     assert text.count("its last metrics are missing") == 1 and failure in text
-    assert text.count("all of its metrics have arrived since") == 1
+    assert text.count("all metrics were uploaded later") == 1
     assert text.index("<dt>MLflow") < text.index(failure) < text.index("<dt>trackio")
 
 

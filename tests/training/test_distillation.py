@@ -167,5 +167,7 @@ def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused_before_anything
         verbs.plan(recipe(here, teacher="pico"))
     with pytest.raises(ModelError, match=r"method\.teacher: no folder './nowhere'"):
         verbs.plan(recipe(here, teacher="./nowhere"))
-    with pytest.raises(RecipeError, match=r"method\.teacher\.dtype: not configurable: the teacher uses the model's setting"):
+    with pytest.raises(
+        RecipeError, match=r"method\.teacher\.dtype: not configurable: the teacher uses the model's setting"
+    ):
         verbs.plan(recipe(here), ["method.teacher={path: teacher, dtype: bfloat16}"])

@@ -192,5 +192,7 @@ def test_a_model_trains_on_from_an_average_and_an_edited_decay_is_refused(folder
     again = recipe_for(folder, {"type": "lora", "rank": 4, "modules_to_save": ["embed_tokens"]}, {"max_steps": 2})
     again["model"] = str(run.path)
     assert tunekit.train(again).result()["first_eval_loss"] == pytest.approx(run.result()["eval_loss"], rel=1e-5)
-    with pytest.raises(tunekit.TunekitError, match=r"train\.ema_decay.*the average of the weights in their place"):
+    with pytest.raises(
+        tunekit.TunekitError, match=r"train\.ema_decay.*the checkpoint either has averaged weights or none"
+    ):
         tunekit.resume(run.path, ["train.ema_decay=0.9", "train.max_steps=4"])

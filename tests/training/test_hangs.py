@@ -221,7 +221,7 @@ def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(here):
     error, run = end_of("stop", "stop")
     assert isinstance(error, StandstillError)
     found = re.fullmatch(
-        r"rank 1 \(process \d+ on .*\) sends no heartbeats, last (in|waiting for) .*"
+        r"rank 1 \(process \d+ on .*\) stopped sending heartbeats, last (in|waiting for) .*"
         rf"; rank 0 waited (?P<seconds>\d+) s for it, in forward of step {FAULT_STEP}",
         error.problem,
     )
@@ -349,7 +349,7 @@ def beat(rank, at="forward", step=7, *, marks=2, moves=0, host="here"):
             [beat(1, "data", step=6)],
             {"silent": [1]},
             StandstillError,
-            "rank 1 (process 101 on here) sends no heartbeats, last waiting for data of step 6; "
+            "rank 1 (process 101 on here) stopped sending heartbeats, last waiting for data of step 6; "
             "rank 0 waited 60 s for it, in forward of step 7",
         ),
         (
@@ -410,5 +410,5 @@ def test_a_supervisor_hears_that_one_of_its_processes_gives_no_sign(here, monkey
     pulse.tell([beat(1)])
     (told,) = errors_of(run)
     assert told["rank"] == 1 and told["kind"] == "StandstillError"
-    assert re.search(r"sends no heartbeats, .*; silent for \d\d s$", told["problem"])
+    assert re.search(r"stopped sending heartbeats, .*; silent for \d\d s$", told["problem"])
     assert pulse.silent([0]) == [], "one that has ended is not waited for"

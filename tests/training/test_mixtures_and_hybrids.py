@@ -72,7 +72,7 @@ def test_experts_in_4_bits_are_sharded_and_train_as_in_one_process(family, works
 
 def test_adapted_experts_in_4_bits_are_not_sharded(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
-    with pytest.raises(PlanError, match="PEFT adapts experts in 4 bits whole; use ddp, or leave experts out"):
+    with pytest.raises(PlanError, match="PEFT adapts only unsharded 4-bit experts; use ddp, or exclude experts"):
         losses_of(
             "adapted",
             model="qwen3_moe",
@@ -117,12 +117,12 @@ def test_gradients_that_ddp_does_not_sum_are_an_error_at_the_first_step(workspac
     one = losses_of("short", **asked)
     two = losses_of("short-fsdp2", **asked, parallel={"num_processes": 2, "strategy": "fsdp2"})
     assert len(one) == 3 and two == pytest.approx(one, rel=1e-4)
-    with pytest.raises(RunError, match=r"the rows of the first step reach no .*compressor\..* and 7 more, so DDP"):
+    with pytest.raises(RunError, match=r"the rows of the first step do not use .*compressor\..* and 7 more, so DDP"):
         losses_of("short-ddp", **asked, parallel={"num_processes": 2, "strategy": "ddp"})
 
 
 def test_layers_that_run_once_for_each_document_are_not_given_to_zero3(workspace, monkeypatch):
     """It gathers weights each time that a layer runs, and processes have other numbers of documents."""
     monkeypatch.chdir(workspace)
-    with pytest.raises(PlanError, match="ZeRO-3 gathers weights each time that a layer runs: in qwen3_next, once for"):
+    with pytest.raises(PlanError, match="ZeRO-3 gathers weights each time a layer runs: in qwen3_next, once per"):
         losses_of("packed-zero3", **PACKED, parallel={"num_processes": 2, "strategy": "zero3"})

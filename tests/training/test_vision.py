@@ -131,7 +131,7 @@ def test_a_model_that_reads_texts_otherwise_beside_pictures_is_refused(tmp_path)
     save_rows(tmp_path / "data")
     with pytest.raises(RunError, match="reads a row without pictures otherwise") as caught:
         tunekit.train(recipe(tmp_path, tmp_path))
-    assert caught.value.hint == "set train.micro_batch_size=1, or give all rows pictures or none"
+    assert caught.value.hint == "set train.micro_batch_size=1, or add pictures to all rows or none"
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_setting_that_the_class_of_a_processor_goes_before_is_refused(tmp_path
 def test_pictures_are_refused_where_they_cannot_be_read_as_asked(llava, tmp_path):
     with pytest.raises(PlanError, match=r"data\.packing: unsupported for rows with pictures"):
         tunekit.plan({**recipe(llava, tmp_path), "data": {**recipe(llava, tmp_path)["data"], "packing": True}})
-    with pytest.raises(PlanError, match="rows have pictures, but pico reads text alone"):
+    with pytest.raises(PlanError, match="rows have pictures, but pico is a text-only model"):
         tunekit.plan({**recipe(llava, tmp_path), "model": "pico"})
     settings = {"path": str(llava / "model"), "image_processor": {"do_resize": False}}
     with pytest.raises(PlanError, match=r"model\.image_processor: no effect"):

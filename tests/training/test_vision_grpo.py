@@ -139,7 +139,9 @@ def test_prompts_without_pictures_beside_others_are_refused(llava):
     lines = (llava / "data" / "prompts.jsonl").read_text().splitlines()
     bare = json.dumps({"prompt": [{"role": "user", "content": "say hi"}], "answer": "hi"})
     (llava / "data" / "prompts.jsonl").write_text("\n".join([*lines, bare]) + "\n")
-    with pytest.raises(DataError, match=r"prompts\.jsonl:5: a prompt without pictures beside prompts with pictures"):
+    with pytest.raises(
+        DataError, match=r"prompts\.jsonl:5: a prompt without pictures, but other prompts have pictures"
+    ):
         tunekit.train(with_lengths(llava))
 
 

@@ -88,7 +88,7 @@ def _device(name: str, found: Sequence[Device]) -> Device:
     matching = [device for device in found if name and str(device.visible_as).startswith(name)]
     if len(matching) != 1:
         there_are = ", ".join(f"{index} {device.name} {device.visible_as}" for index, device in enumerate(found))
-        hint = f"available: {there_are}" if found else "this machine has no accelerator that torch is built for"
+        hint = f"available: {there_are}" if found else "no accelerator that this torch build supports"
         raise PlanError(f"devices: no device {name!r}", hint=hint)
     return matching[0]
 

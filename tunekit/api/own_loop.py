@@ -69,7 +69,7 @@ def trainer(
         raise RunError("a trainer in this process is unsupported under a launcher", hint="use tunekit.train")
     layout = make_plan(recipe).layout
     if layout.num_processes > 1 or layout.strategy.startswith("zero"):
-        problem = f"the plan has {layout.name}, which needs processes of its own"
+        problem = f"the plan has {layout.name}, which needs separate processes"
         raise RunError(problem, hint="set parallel.num_processes=1, or use tunekit.train")
     run = make_run(recipe, notes=notes, on_event=on_event)
     begin(run)

@@ -217,7 +217,7 @@ def _obstacles(story: Story) -> Iterator[tuple[str, str]]:
     """Yield what a run cannot be repeated for, each with its remedy."""
     run, plan = story.run, story.plan
     if story.state != "finished":
-        problem = f"{run.name} is {story.state}, at step {story.step_words}: no finished run to repeat"
+        problem = f"{run.name} is {story.state}, at step {story.step_words}: only finished runs can be repeated"
         yield problem, prospects(run) or "wait until it finishes"
     if not run.result():
         yield f"{run.path / 'events.jsonl'} has no result", "the run's folder is damaged"
@@ -226,7 +226,7 @@ def _obstacles(story: Story) -> Iterator[tuple[str, str]]:
         if event["event"] == "resume" and (event["changes"] or event.get("weights_only")):
             words = ", ".join(event["changes"]) or "weights only"
             problem = f"{run.name} was resumed with changes from step {event['step']}: {words}"
-            yield problem, f"no single recipe reproduces that; {anew}"
+            yield problem, f"that cannot be repeated from one recipe; {anew}"
     versions = made_with(run)
     changed = [] if versions is None else [f"{run.path / name} has changed" for name in changed_texts(run, versions)]
     changed += fingerprints.changes(run, story.recipe)

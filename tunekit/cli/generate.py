@@ -203,7 +203,7 @@ def _picture(talk: "Talk", name: str, at_terminal: bool) -> list[dict[str, str]]
         print(error, file=sys.stderr)
         return []
     if at_terminal:
-        print(f"{name} goes with your next message", file=sys.stderr)
+        print(f"{name} will be sent with your next message", file=sys.stderr)
     return [part]
 
 

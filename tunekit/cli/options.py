@@ -63,7 +63,7 @@ def write_plot(path: Path, figure: "Figure", **how: Any) -> None:
 
 
 def facts_table(rows: Iterable[tuple[str, object]]) -> "Table":
-    """A table of names with what they stand for."""
+    """A table of names and their descriptions."""
     from rich.table import Table
     from rich.text import Text
 

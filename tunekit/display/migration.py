@@ -73,7 +73,7 @@ def folder_parts(made: FolderMigration) -> list[RenderableType]:
         parts += [keys, ""]
     aside = len(made.results) - len(made.configurations)
     if aside:
-        parts.append(Text(f"{aside} other {'file' if aside == 1 else 'files'} left aside", "dim"))
+        parts.append(Text(f"{aside} other {'file' if aside == 1 else 'files'} ignored", "dim"))
     return parts
 
 

@@ -76,7 +76,7 @@ def _call_facts(calls: Calls) -> Iterator[tuple[str, str]]:
     if calls.num_failed:
         yield "failed calls", f"{calls.failed_share:.0%} were answered by an error"
     if calls.num_lost:
-        yield "lost", f"{counted(calls.num_lost, 'episode')}, whose process hung or ended"
+        yield "lost", f"{counted(calls.num_lost, 'episode')}, whose process hung or exited"
 
 
 def _group(group: Group, names: list[str]) -> Iterator[RenderableType]:

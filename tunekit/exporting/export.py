@@ -368,7 +368,7 @@ def _notes(found: Trained, kind: Kind) -> Iterator[str]:
         yield f"merged into the weights of {found.base.path}, dequantized"
     elif isinstance(found.adapter, QloraAdapter) and kind == "merged":
         if found.adapter.is_of_4bit_base:
-            yield "merged into the values that adapted weights had in 4 bits"
+            yield "adapted weights merged into their dequantized 4-bit values"
         else:
             yield "trained on a 4-bit base, but merged into the unquantized one: answers differ slightly"
     if kind == "adapter":

@@ -133,7 +133,7 @@ def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase", *, is_gguf: bo
         return None, [f"Modelfile: no TEMPLATE, since Ollama would add {bos} before each conversation, unlike training"]
     notes = ["Modelfile: this chat template does not support a system prompt"] if parts.system is None else []
     if is_gguf and adds_bos is None and bos and texts[0].startswith(bos):
-        notes.append(f"Modelfile: the GGUF file does not say who adds {bos} before a conversation; TEMPLATE adds it")
+        notes.append(f"Modelfile: the GGUF file does not say if {bos} is added before a conversation; TEMPLATE adds it")
     return parts.go(bos if adds else ""), notes
 
 

@@ -271,8 +271,8 @@ def _num_same(model: Any, answer: _Answer, tolerance: float) -> int:
         # Each of the two may be off by several times the root mean square.
         if gap > 8 * tolerance:
             raise ModelError(
-                f"the export generates another token at position {same + 1}: the two are {gap:.2f} of the logits' "
-                f"spread apart; tolerance {8 * tolerance:.2f}",
+                f"the export generates another token at position {same + 1}: their logits differ by {gap:.2f} of "
+                f"the spread; tolerance {8 * tolerance:.2f}",
                 hint="the export was deleted",
             )
     return same

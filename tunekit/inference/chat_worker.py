@@ -120,7 +120,7 @@ class Worker:
         self.before: Any = None
         if takes_vllm(first["backend"], trained, first["device"]):
             if compare and trained.adapter is None:
-                what = "vLLM holds one model, but the model before training is another one"
+                what = "vLLM serves one model, and the model before training would be a second one"
                 raise RunError(what, hint="pass --backend transformers")
             self.device, self.tokenizer = "cuda", inference_model.tokenizer_of(trained)
             self.dtype = inference_model.dtype_on(trained, "cuda")
@@ -188,7 +188,7 @@ class Worker:
         """A conversation as the model's inputs."""
         if has_other_parts(messages):
             if self.vllm is not None:
-                raise RunError("vLLM is not given pictures", hint="pass --backend transformers")
+                raise RunError("pictures are unsupported with vLLM", hint="pass --backend transformers")
             return inputs_of(self.loaded, messages)
         ids = prompt_ids(self.found, self.tokenizer, self._said(as_texts(messages)))
         inputs = torch.tensor([ids], device=self.device)
@@ -206,7 +206,7 @@ class Worker:
             return asked
         if num_given >= self.longest:
             problem = f"the conversation has {num_given:,} tokens; {self.found.name} accepts {self.longest:,}"
-            raise RunError(problem, hint="clear it, and start another one")
+            raise RunError(problem, hint="clear it to start a new one")
         return min(asked, self.longest - num_given)
 
 

@@ -103,7 +103,7 @@ def inputs_of(
     """
     found = loaded.found
     if not reads_pictures(found):
-        raise RunError(f"{found.name} reads text alone", hint="remove the pictures, or use a vision-language model")
+        raise RunError(f"{found.name} is a text-only model", hint="remove the pictures, or use a vision-language model")
     processor: Any = loaded.processor
     with TemporaryDirectory(prefix="tunekit-") as folder:
         try:

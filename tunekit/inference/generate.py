@@ -184,7 +184,7 @@ def generate(
             answers = stack.enter_context(_Answers(Path(out), name, rows, several=num_samples > 1))
         stack.enter_context(library_words_to(StringIO()))
         if with_vllm and any(prompt.pictures for prompt in all_prompts):
-            raise RunError("vLLM is not given pictures", hint="pass --backend transformers")
+            raise RunError("pictures are unsupported with vLLM", hint="pass --backend transformers")
         ids, pictured = _encoded(trained, all_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = inference_model.device_for(device)
@@ -284,7 +284,7 @@ class _Answers(AbstractContextManager["_Answers"]):
         try:
             self._file: BinaryIO = self._part.open("x+b")
         except FileExistsError as error:
-            problem = f"{self._part} exists: answers of a generation that was stopped early"
+            problem = f"{self._part} exists: answers of an interrupted generation"
             raise RunError(problem, hint="move or delete it") from error
         except OSError as error:
             problem = f"cannot write '{out}': {error.strerror}"

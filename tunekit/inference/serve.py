@@ -105,7 +105,7 @@ def check_address(host: str, api_key: str | None) -> None:
         is_loopback = host == "localhost"
     if not is_loopback and not api_key:
         hint = f"set {KEY_VARIABLE} or --api-key-file; or remove --host, and use `ssh -L` from other machines"
-        raise RunError(f"--host {host}: others could use this model without an API key", hint=hint)
+        raise RunError(f"--host {host}: anyone on the network could use this model without an API key", hint=hint)
 
 
 def listen(host: str, port: int) -> socket.socket:

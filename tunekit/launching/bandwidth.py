@@ -100,7 +100,9 @@ def measure(names: Sequence[str | None], *, of_a_node: int | None, environment: 
         hardware = hosts.hardware
         ranks = of_a_node or len(hardware.accelerators) or (2 if len(names) == 1 else 1)
         if ranks * len(names) == 1:
-            raise RunError("a single rank has no peer", hint="set parallel.num_processes, or pass --nodes")
+            raise RunError(
+                "a single rank has no peer to communicate with", hint="set parallel.num_processes, or pass --nodes"
+            )
         kind = hardware.device.kind
         hosts.start(["tunekit.launching.bandwidth", kind], num_local=ranks, environment=environment)
         measured = _Watch(hosts, ranks).until_done()
@@ -173,7 +175,7 @@ class _Watch:
         running = [rank for rank, doing in self._doing.items() if doing != "done"]
         silent = [rank for rank in running if rank in self._heard and now - self._heard[rank] > SILENT_SECONDS]
         ranks, why = silent, f"no heartbeat for {SILENT_SECONDS} s"
-        hint = "the process is stopped, or its host overloaded"
+        hint = "the process is suspended, or its host is overloaded"
         if not silent:
             ranks = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
             why, hint = f"no progress for {STUCK_SECONDS} s", "check that all hosts reach each other"

@@ -245,7 +245,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         address = ways[first]["address"]
         same = [host for host in others if ways[host]["address"] == address]
         why = f"same machine as {first.name}"
-        refuse(dict.fromkeys(same, why), "list each host once, and the first by a name that the others reach")
+        refuse(dict.fromkeys(same, why), "list each host once, the first by a name that the others can reach")
         port = self.ask("open", [first], address=address)[0]["port"]
         reached = zip(others, self.ask("reach", others, address=address, port=port), strict=True)
         why = f"cannot reach {first.name} at {address}, port {port}"

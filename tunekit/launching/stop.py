@@ -60,7 +60,7 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     if state == "queued" and run.status().get("place_in_line") is None:
         job = small_files.read_job(run.path)
         hint = f"remove it from the queue: scancel {job}" if job is not None else None
-        raise RunError(f"{run.name} is queued: no process of it runs", hint=hint)
+        raise RunError(f"{run.name} is queued: it has no running process", hint=hint)
     if (state in FINAL_PHASES or state == small_files.DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
@@ -70,7 +70,9 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     if not _wait(remaining, seconds, tell):
         if not now:
             problem = f"{run.name} did not stop within {seconds:.0f} s: {remaining.words()}"
-            raise RunError(problem, hint=f"it stops when it can; stop it at once: tunekit stop {run.path} --now")
+            raise RunError(
+                problem, hint=f"it will stop as soon as it can; to stop it at once: tunekit stop {run.path} --now"
+            )
         remaining.kill()
         if not _wait(remaining, NOW_SECONDS, tell):
             raise RunError(f"{run.name} cannot be stopped from here: {remaining.words()}", hint="stop it on its host")
@@ -239,7 +241,7 @@ def delete_run(run: Run) -> None:
     for leftover in folder.parent.glob(f"{GONE}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if doomed.exists():
-        raise RunError(f"{doomed} was only deleted in part", hint="delete the rest of it")
+        raise RunError(f"{doomed} was only partly deleted", hint="delete the rest of it")
 
 
 def _check_over(run: Run) -> None:
@@ -248,7 +250,7 @@ def _check_over(run: Run) -> None:
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
     remaining = _Left(run)
     if remaining.look():
-        problem = f"{run.name} is {state}, but still has {remaining.words()}"
+        problem = f"{run.name} is {state}, but {remaining.words()} still exists"
         raise RunError(problem, hint=f"stop it first: tunekit stop {run.path}")
 
 

@@ -153,8 +153,8 @@ def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) ->
     unknown = sorted(input_names - set(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters))
     if unknown:
         raise DataError(
-            f"method.type: TRL's {trainer.__name__} does not pass {', '.join(unknown)} to the model, which "
-            f"{model} reads pictures with",
+            f"method.type: TRL's {trainer.__name__} does not pass {', '.join(unknown)} to the model, which {model} "
+            "needs for pictures",
             hint="use method sft or dpo, or remove the pictures from the prompts",
         )
 

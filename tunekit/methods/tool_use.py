@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from tunekit.methods.run_trainer import RunTrainer
 
-_HINT = "document it: a line on what it does, and `Args:` with a line for each argument"
+_HINT = "document it: a line on what it does, and `Args:` with a line per argument"
 
 
 def owns_reward(method: GRPOMethod) -> bool:
@@ -101,10 +101,10 @@ def with_tools(data: LoadedData, method: GRPOMethod, tokenizer: "PreTrainedToken
     def with_schemas(rows: Rows) -> Iterator[Row]:
         for index, row in enumerate(rows.rows):
             if not isinstance(row["prompt"], list):
-                problem = f"{rows.place(index)}: prompt is a plain text, which cannot show the model its tools"
+                problem = f"{rows.place(index)}: prompt is plain text, which cannot show the model its tools"
                 raise DataError(problem, hint="make it a list of messages")
             if row.get("images"):
-                problem = f"{rows.place(index)}: a prompt with pictures; tools are for prompts of text"
+                problem = f"{rows.place(index)}: a prompt with pictures; tools are supported for text prompts only"
                 raise DataError(problem, hint="remove the pictures, or method.tools and method.environment")
             _check_own_tools(rows, index, row)
             yield {**row, "tools": schemas}
@@ -128,7 +128,7 @@ def check_own_tools(data: LoadedData) -> None:
 
 def _check_own_tools(rows: Rows, index: int, row: Row) -> None:
     if row.get("tools"):
-        problem = f"{rows.place(index)}: tools stand in the row, and completions are generated without them"
+        problem = f"{rows.place(index)}: the row has tools, but completions are generated without them"
         raise DataError(problem, hint="name functions in method.tools (grpo), or remove the column")
 
 
@@ -325,9 +325,9 @@ def give_response_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         supports_tool_calling,
     )
 
-    hint = "use a model whose chat template has tools, or set another model.chat_template"
+    hint = "use a model whose chat template renders tools, or set another model.chat_template"
     if not supports_tool_calling(tokenizer):
-        raise DataError("the chat template does not write calls of tools and their results", hint=hint)
+        raise DataError("the chat template does not render tool calls and their results", hint=hint)
     if tokenizer.response_template is None:
         try:
             add_response_schema(tokenizer)
@@ -335,12 +335,12 @@ def give_response_template(tokenizer: "PreTrainedTokenizerBase") -> None:
             readers = (template for template in response_templates() if _reads(tokenizer, template))
             tokenizer.response_template = next(readers, None)
     if tokenizer.response_template is None:
-        raise DataError("calls of tools cannot be read back from how the chat template writes them", hint=hint)
+        raise DataError("tool calls cannot be parsed from the output of the chat template", hint=hint)
     if not is_chat_template_prefix_preserving(tokenizer):
         try:
             get_training_chat_template(tokenizer)
         except ValueError:
-            problem = "the chat template writes earlier messages differently once a tool has answered"
+            problem = "the chat template renders earlier messages differently after a tool result"
             raise DataError(problem, hint=hint) from None
 
 

@@ -214,7 +214,7 @@ def trained_modules(draft: Draft, entry: Entry) -> Fate:
     """Modules that are trained beside an adapter."""
     modules = names(entry.value)
     if any(names_tower(module) for module in modules):
-        raise UnfitError(f"{FROZEN}: name modules of the language model alone")
+        raise UnfitError(f"{FROZEN}: name only modules of the language model")
     return draft.carry(entry, "adapter.modules_to_save", modules)
 
 

@@ -238,7 +238,7 @@ def _varlen(
     out = varlen_attn(
         q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=(window_left, 0), **grouped
     )
-    assert isinstance(out, Tensor), "it has more to give only when it is asked to"
+    assert isinstance(out, Tensor), "varlen_attn returned more than the output"
     return out[..., :width]
 
 

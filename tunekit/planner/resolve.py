@@ -298,8 +298,8 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
         other = replace(setting, by_vllm=True)
         fitting = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)
         if fitting is not None:
-            return other, replace(chosen, fit=fitting), "installed, and fits beside the model"
-        why = "vLLM would not fit beside the model"
+            return other, replace(chosen, fit=fitting), "installed, and fits together with the model"
+        why = "vLLM would not fit together with the model"
     return setting, chosen, why
 
 

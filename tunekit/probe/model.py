@@ -280,7 +280,7 @@ def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | No
     except ImportError as error:
         command = re.search(r"pip install [\w.-]+", str(error))
         raise ModelError(
-            f"transformers builds a {config.get('model_type')!r} model with a package that is not installed: "
+            f"transformers needs a package for {config.get('model_type')!r} models that is not installed: "
             + str(error).partition(". ")[0].strip(),
             hint=command[0] if command else "install the package",
         ) from error
@@ -431,7 +431,7 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
     if stored is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"model.path: {path!r} has no tokenizer",
-            hint="the folder is incomplete: save the tokenizer beside the model",
+            hint="the folder is incomplete: save the tokenizer with the model",
         )
     tensors = stored if stored is not None else read_tensors(folder, path)
     packed = None
@@ -498,7 +498,7 @@ def _facts(
     text = text_config(complete(config) if is_supported else config)
     if text.get("use_bidirectional_attention") in (True, "all"):
         raise ModelError(
-            f"model.path: {path!r} is not a causal language model: its attention sees the tokens behind each one",
+            f"model.path: {path!r} is not a causal language model: its attention is bidirectional",
             hint="use a model whose use_bidirectional_attention is not set",
         )
     hidden = _number(text, path, "hidden_size", "n_embd", "d_model")

@@ -219,7 +219,7 @@ def _check_classes(classes: Any, path: str) -> None:
         if isinstance(name, str) and "--" in name:
             raise ModelError(
                 f"model.path: {path!r} runs code of another repository, {name.partition('--')[0]}, not at a commit",
-                hint="copy that code beside the model, and refer to it in auto_map without the repository",
+                hint="copy that code into the model folder, and refer to it in auto_map without the repository",
             )
 
 

@@ -364,13 +364,13 @@ class Sight:
 
 def no_sign_of(beat: Beat) -> str:
     """Describe a process that sends no heartbeats."""
-    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) sends no heartbeats, last {where(beat)}"
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) stopped sending heartbeats, last {where(beat)}"
 
 
 def gone_words(run: Run) -> str:
     """Describe the processes of this host that died without an error, for the message of one that lost them."""
     return "".join(
-        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last {where(beat)}"
+        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) has exited, last {where(beat)}"
         for beat in beats_of(run)
         if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
     )

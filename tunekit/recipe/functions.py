@@ -73,8 +73,8 @@ def _check_own(name: str) -> None:
         place.is_relative_to(library) or any(part in _INSTALLED for part in place.parts) for place in places
     ):
         raise RecipeError(
-            f"'{top}' is an installed module; recipes may only use functions of your own modules",
-            hint=f"call it from a function of your own, or export {TRUSTED}={top} if you trust the recipe",
+            f"'{top}' is an installed module; recipes may only use functions from your own modules",
+            hint=f"call it from your own function, or export {TRUSTED}={top} if you trust the recipe",
         )
 
 

@@ -111,12 +111,12 @@ def _without_word(run: Run, state: str, status: dict[str, Any]) -> tuple[Cause, 
     if state == STUCK:
         return (
             "hung",
-            f"{where}: the training processes are gone, and process {status['pid']} is still waiting for them",
+            f"{where}: the training processes have exited, and process {status['pid']} is still waiting for them",
         )
     if state == DIED:
         return "killed", (
-            f"{where}: process {status['pid']} on {status['host']} is gone without an error: it was killed, host "
-            "memory ran out, or the machine went down"
+            f"{where}: process {status['pid']} on {status['host']} exited without an error message: it was killed, "
+            "host memory ran out, or the machine went down"
         )
     reason = str(status["exit_reason"])
     return "killed" if KILLED.search(reason) else "other", reason

@@ -138,7 +138,7 @@ def _curves(events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
     learned = judged_by(sorted(names))
     for name in dict.fromkeys([learned, "loss"]):
         lines = [Line("training", _points(logs, name)), Line("evaluation", _points(evals, f"eval_{name}"), dots=True)]
-        title = "Loss" if name == "loss" else words_of(name).capitalize()
+        title = "Loss" if name == "loss" else words_of(name)
         yield from _curve(title, [line for line in lines if line.points])
     for name, title in CURVES:
         yield from _curve(title, [Line(title, _points(logs, name))])
@@ -191,8 +191,8 @@ def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str,
         title = facts_of(tracker)["title"]
         brief = [words.removeprefix(f"{title}: ") for words in dict.fromkeys(failures)]
         if brief and kept_of(story.run, tracker).num_sent == sum(event["event"] in ("log", "eval") for event in events):
-            brief.append("all of its metrics have arrived since")
-        yield title, places[-1] if places else "nothing reported there", brief
+            brief.append("all metrics were uploaded later")
+        yield title, places[-1] if places else "no metrics uploaded", brief
 
 
 def _environment(story: Story) -> Iterator[tuple[str, str]]:

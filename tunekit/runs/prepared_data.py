@@ -257,8 +257,8 @@ def _check_all_have_pictures(sources: Iterable[Rows]) -> None:
     for rows in sources:
         bare = next((index for index, row in enumerate(rows.rows) if not row.get("images")), None)
         if bare is not None:
-            problem = f"{rows.place(bare)}: a prompt without pictures beside prompts with pictures"
-            raise DataError(problem, hint="give all prompts pictures, or none")
+            problem = f"{rows.place(bare)}: a prompt without pictures, but other prompts have pictures"
+            raise DataError(problem, hint="add pictures to all prompts, or to none")
 
 
 def report_on_rows(
@@ -296,8 +296,8 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
     first = train.sources[0]
     hint = "to train on good answers alone, use method sft with data.format=prompt_completion"
     return DataError(
-        f"{first.rows.place(first.kept[0])}: label is {label}, as in all {counted(facts.num_train, 'row')}: kto learns "
-        f"from the difference between good and bad answers, and all are {what}",
+        f"{first.rows.place(first.kept[0])}: label is {label}, as in all {counted(facts.num_train, 'row')}: kto "
+        f"needs both good and bad answers, and all are {what}",
         hint=hint if facts.num_good else "add rows with good answers (label true)",
     )
 

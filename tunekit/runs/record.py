@@ -222,7 +222,7 @@ def told_if_gone(run: Run) -> Iterator[None]:
     except OSError as error:
         if (run.path / "status.json").exists():
             raise
-        what = f"{run.path} is gone: it was deleted or moved during the run"
+        what = f"{run.path} no longer exists: it was deleted or moved during the run"
         raise RunError(what, hint="train again, and keep the folder until the run has ended") from error
 
 

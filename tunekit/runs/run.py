@@ -502,7 +502,7 @@ def _use_of(path: Path, state: str) -> str:
     if state != "finished" and not any((path / CHECKPOINTS).glob("checkpoint-*")):
         return "--resume here starts it over"
     if newest_complete(path).path is None:
-        return f"`tunekit runs show {folder}` shows what is left of it"
+        return f"`tunekit runs show {folder}` shows its status"
     if state == "finished":
         return f"`tunekit resume {folder} train.max_steps=...` trains further"
     return f"`tunekit resume {folder}`, or --resume here, resumes it"

@@ -62,7 +62,7 @@ def sweep(
     all_changes, search = _chosen(axes, random, optuna, seed)
     recipe = absolute(read_recipe(source, overrides)[0])
     if recipe.output.dir is not None or "output.dir" in axes:
-        problem = "output.dir: unsupported in a sweep, whose runs have their own folders in runs/"
+        problem = "output.dir: unsupported in a sweep: each run has its own folder in runs/"
         raise RecipeError(problem, hint="set output.dir=null")
     begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
     num_runs = len(all_changes) or optuna or 0

@@ -113,7 +113,7 @@ def _sources_of(plan: Plan, adapter: LoraAdapter, run: Run | None) -> "Sources":
     from tunekit.models.initial import Document, Sources, draw
 
     def documents() -> list[Document]:
-        assert run is not None, "rows that initial matrices are computed from are those of a run"
+        assert run is not None, "initial matrices can be computed only from the rows of a run"
         rows = read_dataset(run.path / "data" / FILES["train"])
         return draw(rows, adapter.num_init_rows, plan.recipe.train.seed)
 

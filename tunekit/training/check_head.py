@@ -197,7 +197,7 @@ def _check_own_logits(trainer: Any, head: Head, problem: str) -> None:
         RunError: One does.
     """
     if head.bound["cast_lm_head_to_fp32"]:
-        what = f"{problem}; its own logits do not support a float32 head"
+        what = f"{problem}; the model's own head cannot run in float32"
         raise RunError(what, hint="unset method.trainer_args.cast_lm_head_to_fp32")
     if vars(trainer).get("precompute_ref_logps"):
         what = f"{problem}; the reference log-probabilities were precomputed with a fused head"

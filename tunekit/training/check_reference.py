@@ -219,7 +219,9 @@ def _causes(trainer: Any, reference: Reference) -> str:
     if dropping:
         return f"dropout {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
     if reference == "beforehand":
-        return "the log-probabilities are of other weights, rows or another template: run `tunekit data cache --clear`"
+        return (
+            "the log-probabilities belong to other weights, rows or another template: run `tunekit data cache --clear`"
+        )
     if reference == "second model":
         return "the second model has other weights: the folder or Hub repository may have changed during loading"
     return "the adapter was not loaded, or was trained with another base model, template or quantization"
@@ -279,7 +281,7 @@ def check_new_layers(trainer: Any, adapter: FullAdapter, *, vocabulary: int) -> 
         with bypassed(trainer.model, adapter):
             before = trainer.model(input_ids=ids, use_cache=False).logits
     if not torch.equal(logits, before):
-        problem = f"adapter.new_layers: new layers of {type(trainer.model).__name__} are no identities"
+        problem = f"adapter.new_layers: new layers of {type(trainer.model).__name__} are not identities"
         raise RunError(problem, hint="unset it, or use another model")
 
 

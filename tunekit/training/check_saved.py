@@ -66,14 +66,16 @@ def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocab
         if any(row.isnan().any() for row in trained):
             _skip(record, "the trained model's logits are NaN")
         elif device is None:
-            _skip(record, "too little free memory to load it beside the trained one")
+            _skip(record, "too little free memory to load it in addition to the trained one")
         else:
             with _outside_of_engines(trainer, plan):
                 problem = _problem(plan, record, folder, device, rows, trained)
     problem = same_everywhere(problem, record.place)
     if problem is not None:
         what = f"the saved model differs from the trained one: {problem}"
-        raise RunError(what, hint=f"it is in {folder}; please report this with recipe.yaml and plan.yaml of the run")
+        raise RunError(
+            what, hint=f"the model is in {folder}; please report this with recipe.yaml and plan.yaml of the run"
+        )
 
 
 def _problem(
@@ -90,7 +92,7 @@ def _problem(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        _skip(record, f"{device} has too little free memory to load it beside the trained one")
+        _skip(record, f"{device} has too little free memory to load it in addition to the trained one")
         return None
     share = logit_error(torch.cat(saved), torch.cat(trained))
     if share > tolerance and plan.dtype != "float32" and not isinstance(plan.recipe.adapter, QloraAdapter):

@@ -110,7 +110,7 @@ def write_card(
     data = _metadata(run, licence, evaluated, is_full=full)
     sources = ", ".join(shown(source.path) for source in recipe.data.sources)
     rows = [
-        *([] if plan.origin is None else [("Comes from", plan.origin.chain)]),
+        *([] if plan.origin is None else [("Starts from", plan.origin.chain)]),
         ("Base model", f"{plan.base.path} ({plan.num_params:,} parameters)"),
         ("License of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
@@ -224,7 +224,7 @@ def _tokens(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
     words = f"{len(plan.new_tokens)} added to the tokenizer: {', '.join(plan.base.all_tokens)}"
     if kind != "merged" and not isinstance(plan.recipe.adapter, FullAdapter):
         num = max(plan.new_tokens) + 1
-        words += f"; with PEFT, give the base model rows for them first: `model.resize_token_embeddings({num})` where "
+        words += f"; with PEFT, resize the base model first: `model.resize_token_embeddings({num})` where "
         words += "it has fewer"
     yield "Tokens", words
 

@@ -285,19 +285,19 @@ def compare_trained(trainer: RunTrainer, plan: Plan, record: Record) -> None:
     if num == plan.num_trainable_params or (is_bound and num < plan.num_trainable_params):
         return
     if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.chooses_by_name:
-        problem = f"adapter: the model has {num:,} parameters in the modules chosen, "
-        problem += f"{plan.num_trainable_params:,} are planned: some names differ between its files and its modules"
-        raise ModelError(problem, hint="choose by the last parts of names")
+        problem = f"adapter: the model has {num:,} parameters in the selected modules, "
+        problem += f"but {plan.num_trainable_params:,} are planned: names differ between its files and its modules"
+        raise ModelError(problem, hint="select modules by the last parts of their names")
     if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
         raise RunError(
             f"adapter.unfrozen_parameters: {num:,} parameters match in the loaded model, "
-            f"but {plan.num_trainable_params:,} by the names in its files, which transformers renames",
+            f"but {plan.num_trainable_params:,} in its files, whose names transformers changes",
             hint="write patterns that match both, such as the ends of names",
         )
     record.write(
         "warning",
-        message=f"{num:,} trainable parameters, {plan.num_trainable_params:,} planned: the "
-        "memory estimate is off by as much",
+        message=f"{num:,} trainable parameters, but {plan.num_trainable_params:,} planned: "
+        "the memory estimate is off by the difference",
     )
 
 

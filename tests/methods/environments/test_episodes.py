@@ -176,8 +176,8 @@ def test_an_episode_is_seeded_by_run_step_and_row(trouble):
     [
         ("hang", "hang did not return within 1 s"),
         ("hang_without_end", "hang_without_end did not return within 1 s"),
-        ("die", "its process ended in die"),
-        ("leave", "its process ended in leave"),
+        ("die", "its process exited in die"),
+        ("leave", "its process exited in leave"),
     ],
 )
 def test_what_hangs_or_dies_loses_its_episode_alone(action, reason, trouble):
@@ -186,9 +186,9 @@ def test_what_hangs_or_dies_loses_its_episode_alone(action, reason, trouble):
     for each in (lost, other):
         each.reset()
     process = lost._channel._process_id
-    with pytest.raises(RaisedError, match=f"the environment is gone: {reason}"):
+    with pytest.raises(RaisedError, match=f"the environment was lost: {reason}"):
         getattr(lost, action)()
-    with pytest.raises(RaisedError, match="the environment is gone"):
+    with pytest.raises(RaisedError, match="the environment was lost"):
         lost.add(number=1)
     assert (lost.get_reward(), lost.is_lost) == (None, True)
     other.add(number=1)

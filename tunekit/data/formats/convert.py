@@ -158,7 +158,7 @@ def alpaca(row: Row, findings: Findings, wording: Wording) -> Row:
     if wording.is_plain_text:
         unread = [column for column in ("system", "history") if row.get(column)]
         if unread:
-            raise BadRow(f"{listed(unread)} has no place in plain text; set data.prompt_style=alpaca_turn")
+            raise BadRow(f"{listed(unread)} is unsupported in plain text; set data.prompt_style=alpaca_turn")
         return {"prompt": _question(row, findings, wording.prompt_style), "completion": answer}
     question = _instruction(row, findings, wording.prompt_style)
     return {"messages": [*question, {"role": "assistant", "content": answer}]}

@@ -236,12 +236,12 @@ def check_no_media(row: Mapping[str, object]) -> None:
             continue
         if column.lower() in _COLUMNS and _holds_something(content):
             raise _refusal(
-                f"column {shortened(column)} holds {_PLURALS[kind]}", "remove the column to train on the text alone"
+                f"column {shortened(column)} holds {_PLURALS[kind]}", "remove the column to train on the text only"
             )
         if any(_says(value, f"<{kind}>") for name, value in row.items() if name != column):
             raise _refusal(
                 f"the text has <{kind}> placeholders for column {shortened(column)}",
-                "remove both to train on the text alone",
+                "remove both to train on the text only",
             )
 
 
@@ -254,7 +254,7 @@ def check_no_media_keys(message: Row, where: str) -> None:
     for key, content in message.items():
         if key.lower() in _COLUMNS and _holds_something(content):
             kind = _PLURALS[_COLUMNS[key.lower()]]
-            raise _refusal(f"{where}.{shortened(key)} holds {kind}", "remove the key to train on the text alone")
+            raise _refusal(f"{where}.{shortened(key)} holds {kind}", "remove the key to train on the text only")
 
 
 def check_no_media_parts(parts: list[object], where: str) -> None:
@@ -273,7 +273,7 @@ def check_no_media_parts(parts: list[object], where: str) -> None:
         names = [part["type"]] if isinstance(part.get("type"), str) else list(part)
         kind = next((kind for name in names if isinstance(name, str) and (kind := media_kind(name))), None)
         if kind is not None:
-            raise _refusal(f"{where}[{i}] is of type {kind}", "make the content a string to train on the text alone")
+            raise _refusal(f"{where}[{i}] is of type {kind}", "make the content a string to train on the text only")
 
 
 @lru_cache(maxsize=4096)

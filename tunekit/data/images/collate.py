@@ -67,9 +67,8 @@ class PictureCollator:
             if ids[:length] != list(row["input_ids"]):
                 names = ", ".join(picture.path for picture in of_row) or "a row without pictures"
                 raise DataError(
-                    f"{names}: the processor makes {length:,} tokens of it, not the {len(row['input_ids']):,} that "
-                    "were prepared",
-                    hint="prepare the rows anew with the installed versions",
+                    f"{names}: the processor returns {length:,} tokens, but {len(row['input_ids']):,} were prepared",
+                    hint="prepare the rows again with the installed versions",
                 )
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for number, row in enumerate(rows):

@@ -156,9 +156,9 @@ class ImageTokens:
         features: Any = self.processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
         if list(features) != list(ids):
             raise DataError(
-                f"{place}: {type(self.processor).__name__} makes {len(features):,} tokens of the row, but "
-                f"{len(ids):,} follow from the sizes of its pictures",
-                hint="this processor's images cannot be trained on",
+                f"{place}: {type(self.processor).__name__} returns {len(features):,} tokens for the row, "
+                f"but the sizes of its pictures give {len(ids):,}",
+                hint="this image processor is unsupported for training",
             )
 
 

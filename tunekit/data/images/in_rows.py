@@ -68,13 +68,13 @@ def with_caption(row: Row, folder: Path | None, names: Mapping[str, str]) -> tup
         raise BadRow(f"{names.get('prompt', 'prompt')} must be a string, got {described(prompt)}")
     caption = checked_text(row["caption"], names.get("caption", "caption"))
     if MARK in prompt or MARK in caption:
-        raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
+        raise BadRow("the text contains U+FFFC, which marks pictures here; remove it")
     try:
         picture = find_picture(row["image"], names.get("image", "image"), folder)
     except BadRow as error:
         if names.get("caption") != "text":
             raise
-        raise BadRow(f"{error} (data.format=text reads the texts alone)") from None
+        raise BadRow(f"{error} (data.format=text reads only the texts)") from None
     turns = [{"role": "user", "content": MARK + prompt}, {"role": "assistant", "content": caption}]
     remainder = {name: value for name, value in row.items() if name not in ("image", "caption", "prompt")}
     return {**remainder, "messages": turns}, [picture.to_row()]
@@ -108,7 +108,7 @@ def with_pictures(row: Row, folder: Path | None, store: Path | None = None) -> t
     beside = _beside(row)
     boxes = row.get(BOXES)
     if isinstance(boxes, Mapping) and boxes.get("bbox"):
-        raise BadRow(f"column {BOXES} holds boxes; write them into the texts as the model reads them, and remove it")
+        raise BadRow(f"column {BOXES} contains boxes; write them into the texts in the model's format, and remove it")
     gathered = _Gathered(beside)
     marked = {name: _marked(name, value, gathered) for name, value in row.items() if name not in (*COLUMNS, *_ANSWERS)}
     marked |= _answers(row, gathered)
@@ -122,7 +122,7 @@ def with_pictures(row: Row, folder: Path | None, store: Path | None = None) -> t
     if not gathered.found:
         return row if beside is None else marked, []
     if gathered.holds_mark:
-        raise BadRow("a text holds U+FFFC, which stands for a picture here; remove it")
+        raise BadRow("the text contains U+FFFC, which marks pictures here; remove it")
     return marked, [find_picture(value, where, folder, store).to_row() for value, where in gathered.found]
 
 
@@ -136,7 +136,7 @@ def _answers(row: Row, gathered: _Gathered) -> Row:
         gathered.holds_mark |= own.holds_mark
         pictures = [value for value, _ in own.found]
         if num_before and pictures and pictures != [value for value, _ in gathered.found[:num_before]]:
-            raise BadRow(f"{name} has other pictures than prompt")
+            raise BadRow(f"{name} and prompt have different pictures")
         if first is not None and pictures != first[1]:
             raise BadRow(f"{first[0]} and {name} have different pictures")
         first = name, pictures
@@ -149,7 +149,7 @@ def _beside(row: Row) -> list[object] | None:
     """The pictures of a row's own column; None without one, and where it is empty."""
     columns = [name for name in COLUMNS if row.get(name) not in (None, "", [])]
     if len(columns) > 1:
-        raise BadRow("columns images and image both hold pictures; keep one of them")
+        raise BadRow("columns images and image both contain pictures; keep one of them")
     if not columns:
         return None
     value = row[columns[0]]
@@ -237,4 +237,4 @@ def _before_first_question(row: Row, gathered: _Gathered, num: int) -> Row:
                 return {**row, name: turns}
     if isinstance(row.get("instruction"), str):
         return {**row, "instruction": "".join(gathered.mark(None, "") for _ in range(num)) + row["instruction"]}
-    raise BadRow("column images holds pictures, but no message of a user has a place for them")
+    raise BadRow("column images contains pictures, but the row has no user message for them")

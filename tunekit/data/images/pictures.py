@@ -99,7 +99,7 @@ def find_picture(value: object, where: str, folder: Path | None, store: Path | N
     if value.startswith("data:"):
         return _from_bytes(_decoded(value, where), where, store)
     if store is not None:
-        raise BadRow(f"{where}: '{shortened(value)}' is no data URL; send the picture as data:image/png;base64,...")
+        raise BadRow(f"{where}: '{shortened(value)}' is not a data URL; send the picture as data:image/png;base64,...")
     name = value.removeprefix("file://")
     if is_url(name):
         raise BadRow(f"{where}: '{shortened(name)}' is a URL; download the picture and name its file")
@@ -122,7 +122,7 @@ def read_picture(picture: Picture) -> Any:
     if hashlib.sha256(raw).hexdigest() != picture.digest:
         raise DataError(
             f"{picture.path}: the picture changed since the rows were prepared",
-            hint="restore it, or train anew on the rows as they are",
+            hint="restore it, or start a new run with the current rows",
         )
     try:
         image = Image.open(io.BytesIO(raw))
@@ -190,7 +190,7 @@ def _decoded(url: str, where: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except binascii.Error:
-        raise BadRow(f"{where} is a data URL, but not in base64") from None
+        raise BadRow(f"{where} is a data URL without base64 encoding") from None
 
 
 def _looked_at(raw: bytes, what: str, path: str) -> Picture:

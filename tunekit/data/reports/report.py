@@ -203,7 +203,7 @@ class SourceReport:
             f"{number:,} {what}"
             for number, what in (
                 (self.num_dropped - self.num_too_long, "skipped without a token in the loss"),
-                (self.num_too_long, f"left out, longer than {max_length:,} tokens"),
+                (self.num_too_long, f"dropped, longer than {max_length:,} tokens"),
                 (self.num_truncated, f"truncated at {max_length:,} tokens"),
                 (self.num_split, "texts split into several sequences"),
             )

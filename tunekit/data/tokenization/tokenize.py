@@ -155,12 +155,12 @@ class TokenReport:
         if too_long == "drop" and self.num_too_long:
             rows = f"{counted(self.num_too_long, 'row')} of {self.num_rows:,}"
             limit = f"longer than data.max_length={max_length:,} (data.too_long=drop)"
-            return [f"{source}: {rows} left out: {limit}", *self._notes_of_pictures(source)]
+            return [f"{source}: {rows} dropped: {limit}", *self._notes_of_pictures(source)]
         notes = self._notes_of_pictures(source)
         if self.num_too_long:
             notes.append(
                 f"{source}: {counted(self.num_too_long, 'row')} with pictures skipped: longer than "
-                f"data.max_length={max_length:,}, and pictures are never cut"
+                f"data.max_length={max_length:,}, and pictures are never truncated"
             )
         return notes
 

@@ -128,7 +128,7 @@ class Host:
             try:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             except OSError:
-                problem = f"{self.name}: the process that starts its instances has ended"
+                problem = f"{self.name}: the process that starts its instances has exited"
                 raise RunError(problem, hint="it may have run out of memory; resume the run") from None
         ours.settimeout(_START_SECONDS)
         try:
@@ -136,7 +136,7 @@ class Host:
         except TimeoutError:
             reply = {"raised": f"it did not start within {_START_SECONDS:g} s"}
         if reply is None or "raised" in reply:
-            reason = "its process ended where it was made" if reply is None else reply["raised"]
+            reason = "its process ended in its constructor" if reply is None else reply["raised"]
             raise RunError(f"{self.name}: {reason}", hint="see log.txt for what it printed")
         return Channel(self, ours, reply["result"])
 
@@ -178,7 +178,7 @@ class Channel:
             raise LostError(f"{action}: {error}") from None
         if reply is None:
             self.end()
-            raise LostError(f"its process ended in {action}")
+            raise LostError(f"its process exited in {action}")
         if "raised" in reply:
             raise RaisedError(reply["raised"])
         return reply["result"]
@@ -239,13 +239,13 @@ def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
 
         def _call(self, action: str, arguments: Mapping[str, Any]) -> Any:
             if self._lost:
-                raise RaisedError(f"the environment is gone: {self._lost}")
+                raise RaisedError(f"the environment was lost: {self._lost}")
             try:
                 return self._channel.call(action, arguments)
             except LostError as error:
                 self._lost = str(error)
                 host.counts.add(self._lost)
-                raise RaisedError(f"the environment is gone: {error}") from None
+                raise RaisedError(f"the environment was lost: {error}") from None
 
         def reset(self, **row: Any) -> str | None:
             """Begin an episode; return what the model sees first."""

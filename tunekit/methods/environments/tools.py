@@ -33,7 +33,7 @@ def calculator(expression: str) -> str:
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
-        raise ValueError(f"{expression!r} is no expression") from None
+        raise ValueError(f"{expression!r} is not an expression") from None
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 

@@ -158,7 +158,7 @@ def json_schema(section: rewards.JsonSchemaReward) -> Judge:
 
     def allowed(text: str, of_row: "Validator | None") -> float:
         validator = of_all or of_row
-        assert validator is not None, "the schema stands in a file or in the row"
+        assert validator is not None, "the schema must be in a file or in the row"
         try:
             value = json.loads(text, parse_constant=_refuse)
             return 1.0 if validator.is_valid(value) else _ANY_JSON

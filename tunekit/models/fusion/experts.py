@@ -41,7 +41,7 @@ def experts_rule(module: nn.Module) -> Fusion | Kept | None:
     if not expert_stacks(experts):
         return None
     if cast(Any, experts).has_post_expert_norm:
-        return Kept("no kernel for a norm behind each expert")
+        return Kept("no kernel for a norm after each expert")
     ranks = {rank for wrapper in wrappers for rank in cast(Any, wrapper).r.values()}
     if any(rank % ALIGNED for rank in ranks):
         return Kept(f"the rank is not a multiple of {ALIGNED}")

@@ -222,7 +222,7 @@ def _loftq_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         yield f"{problem} needs weights before quantization, and {model.path} has none", "use gaussian, or unset it"
     if adapter.use_dora:
         yield (
-            f"{problem} is unsupported with use_dora, whose magnitudes are those of the base alone",
+            f"{problem} is unsupported with use_dora, whose magnitudes are those of the base",
             "unset one of them",
         )
 

@@ -39,7 +39,7 @@ class ReferenceMethod(MethodSection):
         """Yield conflicts with the rest of the recipe."""
         yield from super().conflicts(others)
         if self.precompute_ref_log_probs and others.data.streaming:
-            what = "unsupported with data.streaming: the rows are not known before training"
+            what = "unsupported with data.streaming: the rows are unknown before training"
             yield Conflict(("method", "precompute_ref_log_probs"), what, "unset it")
 
 

@@ -62,12 +62,12 @@ class GRPOMethod(RewardedMethod):
     """Generation settings."""
 
     tools: list[Tool] = []
-    """Tools that the model may call while it answers: `calculator`, `python`, `search`, and functions of your own
+    """Tools that the model may call while it answers: `calculator`, `python`, `search`, and your own functions
     (`my_module:my_function`). Their results are not trained on."""
 
     environment: Environment | None = None
-    """Environment that the model acts in, one per completion: `guess_number`, `priced_sums`, `adventure`, or a class of
-    your own (`my_module:MyEnvironment`)."""
+    """Environment that the model acts in, one per completion: `guess_number`, `priced_sums`, `adventure`, or your own
+    class (`my_module:MyEnvironment`)."""
 
     max_tool_calling_iterations: Annotated[int, Field(gt=0)] = 8
     """Maximum number of turns with tool calls in a completion. All turns share `max_completion_length` tokens."""
@@ -76,7 +76,7 @@ class GRPOMethod(RewardedMethod):
     """Time limit per call of a tool or environment. After a timeout, its process is restarted."""
 
     max_tool_result_chars: Annotated[int, Field(gt=0)] = 4000
-    """Maximum length of a tool's result in characters; the rest is cut."""
+    """Maximum length of a tool's result in characters; longer results are truncated."""
 
     rollout: Annotated[FunctionPath | None, Field(pattern=FUNCTION_PATTERN)] = None
     """Your own generation, `module:function`, called with the prompts and the trainer (TRL's `rollout_func`)."""

@@ -150,7 +150,7 @@ class RewardedMethod(OnPolicyMethod):
     """A method whose answers are judged by rewards, several to a prompt."""
 
     type: str
-    """Name of the method; each declares it anew."""
+    """Name of the method."""
 
     rewards: list[Reward] = []
     """Reward functions: built-in ones (`exact_match`, or with settings `{type: numeric_match, tolerance: 0.01, weight:
@@ -176,7 +176,7 @@ class RewardedMethod(OnPolicyMethod):
 
     always_scores_answers: ClassVar[bool] = False
     """True if answers are scored by the model that gave them before each first step on them. GRPO takes the first pass
-    of training for that, unless the model has changed since or vLLM drew with probabilities of its own."""
+    of training for that, unless the model has changed since or vLLM sampled with its own probabilities."""
 
     @property
     def answers_per_prompt(self) -> int:

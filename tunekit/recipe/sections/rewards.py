@@ -40,7 +40,7 @@ class _TunekitReward(Section):
     shorthand = "type"
 
     type: str
-    """Name of the reward; each declares it anew."""
+    """Name of the reward."""
 
     weight: float = 1.0
     """Weight of this reward in the sum."""

@@ -31,7 +31,7 @@ class Conflict(NamedTuple):
     """A field that does not go together with others."""
 
     key: Key
-    """The field, below the section that says so."""
+    """The field, below the section that refuses it."""
 
     what: str
     hint: str
@@ -53,7 +53,7 @@ class Section(BaseModel):
     )
 
     shorthand: ClassVar[str | None] = None
-    """The key that a lone string in the section's place stands for: `model: pico` means `model: {path: pico}`."""
+    """The key that a lone string in place of the section sets: `model: pico` means `model: {path: pico}`."""
 
     @model_validator(mode="before")
     @classmethod

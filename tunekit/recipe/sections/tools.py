@@ -43,7 +43,7 @@ class _TunekitTool(Section):
     shorthand = "type"
 
     type: str
-    """Name of the tool; each declares it anew."""
+    """Name of the tool."""
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ class _TunekitEnvironment(Section):
     shorthand = "type"
 
     type: str
-    """Name of the environment; each declares it anew."""
+    """Name of the environment."""
 
     @property
     def path(self) -> str:

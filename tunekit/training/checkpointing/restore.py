@@ -160,7 +160,7 @@ def _load_weights(trainer: Trainer, plan: Plan, folder: Path) -> None:
     else:
         # Parameters of ZeRO-3 are in parts already.
         if not in_parts and not is_adapter and _lacks_names(trainer.model, _whole_weights(folder)):
-            problem = f"{folder}: weights have the names of the hub, which ZeRO cannot begin with"
+            problem = f"{folder}: weights have Hub names, which ZeRO cannot load"
             raise RunError(problem, hint="set parallel.strategy to ddp or fsdp2")
         trainer.load_weights(str(folder), trainer.model_wrapped)
 
@@ -323,7 +323,7 @@ class Carried:
         first = states[0]
         if "answers" in first and saved.num_processes != self.place.num_processes:
             problem = f"{source.name} contains unused answers of {saved.num_processes} processes"
-            raise RunError(problem, hint=f"resume with as many: parallel.num_processes={saved.num_processes}")
+            raise RunError(problem, hint=f"resume with the same number: parallel.num_processes={saved.num_processes}")
         # It is what is logged next: the mean of all processes.
         first["loss"] = sum((other["loss"] for other in states[1:]), first["loss"]) / saved.num_processes
         return first

@@ -156,7 +156,7 @@ def _check_free(run: Run) -> None:
         raise RunError(problem, hint=f"wait until it ends, or stop it first: tunekit stop {run.path}")
     for folder in (run.path, run.path / CHECKPOINTS):
         if folder.exists() and not os.access(folder, os.W_OK):
-            what = f"cannot write to {folder}: it is read-only, or another user's"
+            what = f"cannot write to {folder}: it is read-only or owned by another user"
             raise RunError(what, hint=f"make it writable, or copy {run.path} to a writable folder and resume it there")
 
 
@@ -290,8 +290,9 @@ def _notes(
         yield f"the learning rate follows the new schedule from here ({scheduler})"
     if saved.layout.num_processes != plan.layout.num_processes:
         yield (
-            f"the checkpoint has the random state of {saved.layout.num_processes} processes: that of "
-            f"{plan.layout.num_processes} is derived from the seed, and sums round in another order"
+            f"the checkpoint has the random state of {saved.layout.num_processes} processes: for "
+            f"{plan.layout.num_processes} processes it is derived from the seed, and sums are rounded in a different "
+            "order"
         )
 
 

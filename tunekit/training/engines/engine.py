@@ -192,8 +192,8 @@ def check_gradients(trainer: Trainer, plan: Plan) -> None:
     missing = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        problem = f"the rows of the first step reach no {missing[0]}{more}, so DDP does not sum all gradients"
-        raise RunError(problem, hint="use parallel.strategy=fsdp2, or exclude what they do not reach from the adapter")
+        problem = f"the rows of the first step do not use {missing[0]}{more}, so DDP does not sum all gradients"
+        raise RunError(problem, hint="use parallel.strategy=fsdp2, or exclude unused modules from the adapter")
 
 
 def settle_buckets(trainer: Trainer) -> None:
