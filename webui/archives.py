@@ -76,8 +76,8 @@ def rows_among(files: Sequence[Path], name: str) -> Path:
     candidates = metadata or structured or rows
     if not candidates:
         raise tunekit.TunekitError(
-            f"{name}: pictures without a file of rows",
-            hint="add a metadata.csv with the columns file_name and text: the name and the caption of each picture",
+            f"{name}: images without a file of rows",
+            hint="add a metadata.csv with the columns file_name and text: the name and the caption of each image",
         )
     if len(candidates) > 1:
         listed = ", ".join(file.name for file in candidates[:5])
@@ -143,6 +143,6 @@ def _write(
                 if num_left < 0:
                     raise tunekit.TunekitError(
                         f"{name}: unpacked it exceeds the upload limit of {tunekit.gib(max_bytes)}",
-                        hint="shrink the pictures, or split the archive",
+                        hint="shrink the images, or split the archive",
                     )
                 file.write(chunk)

@@ -86,14 +86,14 @@ def test_a_column_of_images_with_text_is_one_of_captions(folder):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (("no.png", "a cat"), "file_name: no picture 'no.png' in "),
+        (("no.png", "a cat"), "file_name: no image 'no.png' in "),
         (("../x.png", "a cat"), "file_name: '../x.png' is outside of "),
         (("", "a cat"), "file_name must be a path, a data URL or an image, got a string"),
         (("a.png", " "), "text is empty"),
         (("a.png", f"a {MARK}"), "a text holds U+FFFC"),
         (
             ("main.py", "print()"),
-            "file_name: no picture 'main.py' in {folder} (data.format=text reads only the texts)",
+            "file_name: no image 'main.py' in {folder} (data.format=text reads only the texts)",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_folder_of_pictures_alone_says_what_it_lacks(folder):
     with pytest.raises(DataError, match="no supported files in folder") as caught:
         load(folder)
     assert caught.value.hint == (
-        "add a metadata.csv with the columns file_name and text: the name and the caption of each picture"
+        "add a metadata.csv with the columns file_name and text: the name and the caption of each image"
     )
 
 
@@ -125,5 +125,5 @@ def test_a_conversation_beside_a_caption_is_a_conversation(folder):
 
 
 def test_methods_without_pictures_refuse_captions(folder):
-    with pytest.raises(DataError, match=r"holds pictures with captions \(image, caption\), but method dpo trains on"):
+    with pytest.raises(DataError, match=r"holds images with captions \(image, caption\), but method dpo trains on"):
         load(metadata(folder, *ROWS), "dpo")

@@ -96,7 +96,7 @@ def test_keys_that_a_table_adds_to_every_object_are_left_out():
         ),
         (
             [{"a": b"b"}],
-            "train_dataset[0]['a']: bytes is not a JSON value; decode it to text; of a picture, pass a PIL image or "
+            "train_dataset[0]['a']: bytes is not a JSON value; decode it to text; of an image, pass a PIL image or "
             "its path",
         ),
         ([{"a": {1, 2}}], "train_dataset[0]['a']: set is not a JSON value; convert it to text or a number"),
@@ -114,7 +114,7 @@ def test_keys_that_a_table_adds_to_every_object_are_left_out():
         (3, "train_dataset: takes rows, got int; pass a list of dicts, a datasets.Dataset or a DataFrame"),
         (
             [{"image": Image.new("CMYK", (2, 2))}],
-            "train_dataset[0]['image']: a picture of mode CMYK, which PNG does not hold; convert it: "
+            "train_dataset[0]['image']: an image of mode CMYK, which PNG does not hold; convert it: "
             "picture.convert('RGB')",
         ),
     ],

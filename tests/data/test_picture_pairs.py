@@ -79,9 +79,9 @@ def test_every_way_to_write_a_pair_is_read_alike(way, folder):
 
 
 BROKEN = {
-    "answers to different pictures": (
+    "answers to different images": (
         {"chosen": [QUESTION, RED], "rejected": [{"role": "user", "content": [OTHER, TEXT]}, BLUE]},
-        "chosen and rejected have different pictures",
+        "chosen and rejected have different images",
     ),
     "an answer to another picture than the prompt's": (
         {
@@ -89,13 +89,13 @@ BROKEN = {
             "chosen": [{"role": "user", "content": [OTHER, TEXT]}, RED],
             "rejected": [QUESTION, BLUE],
         },
-        "chosen and prompt have different pictures",
+        "chosen and prompt have different images",
     ),
     "an answer with a picture": (
         {"prompt": [QUESTION], "chosen": [{"role": "assistant", "content": [OTHER]}], "rejected": [BLUE]},
-        "chosen[0] is an assistant message with a picture; models answer in text",
+        "chosen[0] is an assistant message with an image; models answer in text",
     ),
-    "a picture that is not there": (
+    "an image that is not there": (
         {
             "prompt": [{"role": "user", "content": [{"type": "image", "image": "c.png"}]}],
             "chosen": [RED],
@@ -114,7 +114,7 @@ BROKEN = {
     ),
     "a mark in a text prompt": (
         {"images": ["a.png"], "prompt": "<image>what?", "chosen": "red", "rejected": "blue"},
-        "prompt is a plain text, but pictures need messages; make it a list of messages",
+        "prompt is a plain text, but images need messages; make it a list of messages",
     ),
 }
 

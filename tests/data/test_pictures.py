@@ -210,12 +210,12 @@ FILES = {
 
 AT = "messages[0].content[0]"
 BROKEN = {
-    "missing": (asked(image("no.png")), f"{AT}: no picture 'no.png' in"),
-    "missing folder": (asked(image("no/a.png")), f"{AT}: no picture 'no/a.png' in"),
+    "missing": (asked(image("no.png")), f"{AT}: no image 'no.png' in"),
+    "missing folder": (asked(image("no/a.png")), f"{AT}: no image 'no/a.png' in"),
     "empty name": (asked(image("")), f"{AT} must be a path, a data URL or an image, got a string"),
     "a number": (asked(image(5)), f"{AT} must be a path, a data URL or an image, got the number 5"),
     "a list": (asked(image(["a.png"])), f"{AT} must be a path, a data URL or an image, got a list"),
-    "no picture in an object": (
+    "no image in an object": (
         asked(image({"width": 5})),
         f"{AT} must be a path, a data URL or an image, got null",
     ),
@@ -224,15 +224,15 @@ BROKEN = {
     "a link outside": (asked(image("link.png")), f"{AT}: 'link.png' is outside of"),
     "a folder": (asked(image("folder")), f"{AT}: 'folder' is not a regular file"),
     "a pipe": (asked(image("pipe")), f"{AT}: 'pipe' is not a regular file"),
-    "a URL": (asked(image("https://example.com/a.png")), "is a URL; download the picture and name its file"),
+    "a URL": (asked(image("https://example.com/a.png")), "is a URL; download the image and name its file"),
     "empty": (asked(image("empty.png")), f"{AT}: 'empty.png' is empty"),
-    "text": (asked(image("text.png")), f"{AT}: 'text.png' is not a picture that can be read"),
-    "a page": (asked(image("page.html")), f"{AT}: 'page.html' is not a picture that can be read"),
-    "a drawing": (asked(image("vector.svg")), f"{AT}: 'vector.svg' is not a picture that can be read"),
+    "text": (asked(image("text.png")), f"{AT}: 'text.png' is not an image that can be read"),
+    "a page": (asked(image("page.html")), f"{AT}: 'page.html' is not an image that can be read"),
+    "a drawing": (asked(image("vector.svg")), f"{AT}: 'vector.svg' is not an image that can be read"),
     "a PNG that ends early": (asked(image("cut.png")), f"{AT}: 'cut.png' is damaged"),
     "a JPEG that ends early": (
         asked(image("cut.jpg")),
-        f"{AT}: 'cut.jpg' is damaged: the file ends within the picture",
+        f"{AT}: 'cut.jpg' is damaged: the file ends within the image",
     ),
     "a PNG with a wrong byte": (asked(image("flipped.png")), f"{AT}: 'flipped.png' is damaged"),
     "animated": (asked(image("animated.gif")), f"{AT}: 'animated.gif' is animated"),
@@ -243,7 +243,7 @@ BROKEN = {
         asked(image("data:image/png;base64,!!")),
         f"{AT} is a data URL without base64 encoding",
     ),
-    "a data URL without a picture": (asked(image("data:,hi")), f"{AT} is not a picture that can be read"),
+    "a data URL without a picture": (asked(image("data:,hi")), f"{AT} is not an image that can be read"),
     "an empty data URL": (asked(image("data:image/png;base64,")), f"{AT} is empty"),
     "a mark too many": (
         {"images": ["a.png"], "messages": [{"role": "user", "content": "<image><image>"}, ANSWER]},
@@ -263,15 +263,15 @@ BROKEN = {
     ),
     "two columns": (
         {"images": ["a.png"], "image": "b.jpg", "messages": [{"role": "user", "content": "<image>"}, ANSWER]},
-        "columns images and image both contain pictures; keep one of them",
+        "columns images and image both contain images; keep one of them",
     ),
     "no place": (
         {"images": ["a.png"], "messages": [{"role": "system", "content": "hi"}, ANSWER]},
-        "column images contains pictures, but the row has no user message for them",
+        "column images contains images, but the row has no user message for them",
     ),
     "an answer with a picture": (
         {"messages": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [image("a.png")]}]},
-        "messages[1] is an assistant message with a picture; models answer in text",
+        "messages[1] is an assistant message with an image; models answer in text",
     ),
     "a video": (asked({"type": "video", "video": "a.mp4"}), f"{AT} is of type video, but only text and images"),
     "sound": (asked({"type": "audio", "audio": "a.wav"}), f"{AT} is of type audio, but only text and images"),
@@ -282,11 +282,11 @@ BROKEN = {
     ),
     "the character that stands for a picture": (
         {"images": ["a.png"], "messages": [{"role": "user", "content": f"<image>{MARK}"}, ANSWER]},
-        "the text contains U+FFFC, which marks pictures here; remove it",
+        "the text contains U+FFFC, which marks images here; remove it",
     ),
     "a text to complete": (
         {"images": ["a.png"], "prompt": "<image>what?", "completion": "red"},
-        "prompt is a plain text, but pictures need messages; make it a list of messages",
+        "prompt is a plain text, but images need messages; make it a list of messages",
     ),
     "boxes of ms-swift": (
         {
@@ -339,10 +339,10 @@ def test_pictures_start_from_the_folder_that_the_recipe_names(folder):
 def test_a_picture_that_is_gone_or_another_one_is_told(folder):
     picture = Picture.of_row(load(folder, asked(image("a.png"), TEXT)).rows[0]["images"][0])
     (folder / "a.png").write_bytes(png((5, 5)))
-    with pytest.raises(DataError, match="the picture changed since the rows were prepared"):
+    with pytest.raises(DataError, match="the image changed since the rows were prepared"):
         read_picture(picture)
     (folder / "a.png").unlink()
-    with pytest.raises(DataError, match="cannot read the picture: No such file"):
+    with pytest.raises(DataError, match="cannot read the image: No such file"):
         read_picture(picture)
 
 
@@ -368,7 +368,7 @@ def test_rows_with_pictures_that_are_too_long_are_left_out_whole():
     assert (batch.lengths.tolist(), rows.tolist()) == ([4, 5, 3], [0, 2, 3])
     assert (report.num_too_long, report.num_truncated, report.num_dropped) == (1, 1, 1)
     assert report.notes_of_rows("a", 5, "truncate")[1] == (
-        "a: 1 row with pictures skipped: longer than data.max_length=5, and pictures are never truncated"
+        "a: 1 row with images skipped: longer than data.max_length=5, and images are never truncated"
     )
 
 

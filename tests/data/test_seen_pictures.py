@@ -90,7 +90,7 @@ def test_a_preview_has_thumbnails_and_says_that_pictures_are_never_cut(folder):
     assert last.thumbnails == {}
     show, _ = trained_sequences(rows, processor.tokenizer, 20, ImageTokens(processor))
     (row,) = show_rows(rows, range(1), show)
-    assert row.left_out == "longer than data.max_length=20, and pictures are never truncated"
+    assert row.left_out == "longer than data.max_length=20, and images are never truncated"
     assert row.sequences[0].num_tokens == 40
 
 

@@ -30,7 +30,7 @@ def test_pixels_of_all_micro_batches_are_there_from_the_begin_to_the_end():
 def test_a_tower_that_encodes_more_than_a_layer_of_text_needs_is_the_peak():
     estimated = estimate_of(STEPS["smolvlm2-2.2b lora, 17 tiles"])
     assert estimated.phase == "pictures"
-    assert estimated.peak_words == "peak while the vision tower encodes pictures"
+    assert estimated.peak_words == "peak while the vision tower encodes images"
     assert sum(estimated.parts.values()) == estimated.total_bytes
 
 

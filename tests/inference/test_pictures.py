@@ -97,7 +97,7 @@ URL = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 WRONG = {
     "a URL": (URL, "'https://example.com/a.png' is not a data URL"),
     "a path": ({"type": "image", "image": "/etc/hostname"}, "'/etc/hostname' is not a data URL"),
-    "a text": ({"type": "image", "image": "data:image/png;base64,aGk="}, "is not a picture that can be read"),
+    "a text": ({"type": "image", "image": "data:image/png;base64,aGk="}, "is not an image that can be read"),
     "nothing": ({"type": "image"}, "must be a path, a data URL or an image|0 pictures"),
     "a video": ({"type": "video", "video": "a.mp4"}, "is of type video, but only text and images are supported"),
     "a part that is a number": (5, "must be an object"),
@@ -117,7 +117,7 @@ def test_what_is_no_picture_is_told_and_the_talk_goes_on(kind, talk, pictures):
 
 def test_what_is_no_picture_is_refused_before_it_is_sent(tmp_path):
     (tmp_path / "a.txt").write_text("hi")
-    for name, problem in (("a.txt", "'a.txt' is not a picture"), ("b.png", "no picture 'b.png'")):
+    for name, problem in (("a.txt", "'a.txt' is not an image"), ("b.png", "no image 'b.png'")):
         with pytest.raises(RunError, match=problem):
             tunekit.picture_part(tmp_path / name)
 
@@ -139,7 +139,7 @@ def test_the_command_adds_pictures_to_the_next_message(run, pictures):
     plain = ["".join(letter for letter in answer if letter.isprintable()) for answer in expected]
     assert [line.rstrip() for line in done.stdout.splitlines()] == [answer.rstrip() for answer in plain]
     done = subprocess.run(command, input="/image nothing.png\n", capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "no picture 'nothing.png'" in done.stderr
+    assert done.returncode == 2 and "no image 'nothing.png'" in done.stderr
 
 
 def serving(path):

@@ -50,6 +50,6 @@ def test_a_pattern_that_matches_nothing_that_is_trained_is_refused():
 
 @pytest.mark.parametrize("parallel", [{"strategy": "zero3"}, {"strategy": "fsdp2", "tp_size": 8}])
 def test_layouts_in_which_groups_are_untested_are_refused(parallel):
-    with pytest.raises(PlanError, match="several learning rates are untested there") as refused:
+    with pytest.raises(PlanError, match="several learning rates are untested with this layout") as refused:
         planned("full", {"layerwise_lr_decay": 0.9}, **parallel)
     assert "fsdp2" in refused.value.hint

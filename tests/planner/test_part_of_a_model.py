@@ -75,7 +75,7 @@ def test_a_part_that_a_model_does_not_have_is_refused(model, adapter, why, hint)
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_a_part_is_not_trained_in_layouts_in_which_it_is_untested(strategy):
-    with pytest.raises(PlanError, match="training some of the parameters is untested there") as refused:
+    with pytest.raises(PlanError, match="training some of the parameters is untested with this layout") as refused:
         planned(parallel={"strategy": strategy}, last_layers=2)
     assert "use ddp" in refused.value.hint
 

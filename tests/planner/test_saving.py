@@ -119,7 +119,7 @@ def test_a_plan_tells_what_stops_it_early():
     ("train", "num_eval", "why", "hint"),
     [
         ({}, None, "no evaluation rows to stop early by", "set data.eval"),
-        ({}, 8, "3 needs 4 evaluations before the last step, 100; there are 3, every 25 steps", "eval_steps=24"),
+        ({}, 8, "3 needs 4 evaluations before the last step, 100, but there are 3, every 25 steps", "eval_steps=24"),
         ({"eval_steps": 60}, 8, "there is 1, every 60 steps", "set train.eval_steps=24"),
         ({"max_steps": 3, "eval_steps": 1}, 8, "there are 2, every step", "set train.early_stopping_patience=1"),
     ],

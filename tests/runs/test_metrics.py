@@ -41,7 +41,7 @@ def test_rewards_are_told_by_function_with_their_spread():
     events = [log("log", GRPO), log("log", {"loss": 0.0}), log("log", {**GRPO, "reward": 0.75, "reward_std": None})]
     assert rows_of(first_and_last(events))[:2] == [
         ("reward", "0.500 ± 0.250 → 0.750 ± 0.250"),
-        ("reward mine", "0.500 ± 0.250 → 0.500 ± 0.250"),
+        ("rewards/mine/mean", "0.500 ± 0.250 → 0.500 ± 0.250"),
     ]
     with_eval = [*events, log("eval", {**GRPO, "clip_ratio/region_mean": 0.0, "reward": 0.25})]
     found = first_and_last(with_eval)

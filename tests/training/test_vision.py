@@ -129,9 +129,9 @@ def is_of_tower(name):
 def test_a_model_that_reads_texts_otherwise_beside_pictures_is_refused(tmp_path):
     save_tiny_vision_model(tmp_path / "model", "mllama")
     save_rows(tmp_path / "data")
-    with pytest.raises(RunError, match="reads a row without pictures otherwise") as caught:
+    with pytest.raises(RunError, match="computes other logits for a row without images") as caught:
         tunekit.train(recipe(tmp_path, tmp_path))
-    assert caught.value.hint == "set train.micro_batch_size=1, or add pictures to all rows or none"
+    assert caught.value.hint == "set train.micro_batch_size=1, or add images to all rows or none"
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_picture_that_changed_since_the_rows_were_prepared_ends_the_run(tmp_pa
     save_rows(tmp_path / "data")
     path = made(recipe(tmp_path, tmp_path, adapter="lora"))
     (tmp_path / "data" / "1.png").write_bytes((tmp_path / "data" / "0.png").read_bytes())
-    with pytest.raises(DataError, match=r"1\.png: the picture changed since the rows were prepared"):
+    with pytest.raises(DataError, match=r"1\.png: the image changed since the rows were prepared"):
         worked(path)
 
 
@@ -233,9 +233,9 @@ def test_a_setting_that_the_class_of_a_processor_goes_before_is_refused(tmp_path
 
 
 def test_pictures_are_refused_where_they_cannot_be_read_as_asked(llava, tmp_path):
-    with pytest.raises(PlanError, match=r"data\.packing: unsupported for rows with pictures"):
+    with pytest.raises(PlanError, match=r"data\.packing: unsupported for rows with images"):
         tunekit.plan({**recipe(llava, tmp_path), "data": {**recipe(llava, tmp_path)["data"], "packing": True}})
-    with pytest.raises(PlanError, match="rows have pictures, but pico is a text-only model"):
+    with pytest.raises(PlanError, match="rows have images, but pico is a text-only model"):
         tunekit.plan({**recipe(llava, tmp_path), "model": "pico"})
     settings = {"path": str(llava / "model"), "image_processor": {"do_resize": False}}
     with pytest.raises(PlanError, match=r"model\.image_processor: no effect"):

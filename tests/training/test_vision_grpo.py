@@ -139,16 +139,14 @@ def test_prompts_without_pictures_beside_others_are_refused(llava):
     lines = (llava / "data" / "prompts.jsonl").read_text().splitlines()
     bare = json.dumps({"prompt": [{"role": "user", "content": "say hi"}], "answer": "hi"})
     (llava / "data" / "prompts.jsonl").write_text("\n".join([*lines, bare]) + "\n")
-    with pytest.raises(
-        DataError, match=r"prompts\.jsonl:5: a prompt without pictures, but other prompts have pictures"
-    ):
+    with pytest.raises(DataError, match=r"prompts\.jsonl:5: a prompt without images, but other prompts have images"):
         tunekit.train(with_lengths(llava))
 
 
 def test_vllm_is_refused_for_prompts_with_pictures(saved):
     wanted = recipe(saved)
     wanted["method"]["generation"] = {"use_vllm": True}
-    with pytest.raises(PlanError, match=r"method.generation.use_vllm: unsupported for rows with pictures"):
+    with pytest.raises(PlanError, match=r"method.generation.use_vllm: unsupported for rows with images"):
         tunekit.plan(wanted, on="1xh100")
 
 

@@ -64,7 +64,7 @@ def test_pictures_are_sent_with_their_rows(site, tmp_path):
     rows = save_uploads(site, [tmp_path / "a.png", tmp_path / "pets.csv"])
     assert rows == site.root / "uploads" / "pets" / "pets.csv"
     assert (rows.parent / "a.png").is_file()
-    with pytest.raises(tunekit.TunekitError, match=r"a\.png: pictures without a file of rows") as caught:
+    with pytest.raises(tunekit.TunekitError, match=r"a\.png: images without a file of rows") as caught:
         save_uploads(site, [tmp_path / "a.png"])
     assert "metadata.csv with the columns file_name and text" in caught.value.hint
 
@@ -84,9 +84,9 @@ HARMFUL = {
     "control characters": ({"a\nb.png": b"x"}, "has control characters in its name"),
     "a name that is too long": ({"a" * 300 + ".png": b"x"}, "cannot be unpacked: File name too long"),
     "a file as a folder": ({"a.png": b"x", "a.png/b.png": b"y"}, "cannot be unpacked"),
-    "no rows": ({"a.png": b"x"}, "pictures without a file of rows"),
+    "no rows": ({"a.png": b"x"}, "images without a file of rows"),
     "two files of rows": ({"a.csv": b"x", "b.jsonl": b"y"}, "2 files of rows: a.csv, b.jsonl"),
-    "nothing": ({}, "pictures without a file of rows"),
+    "nothing": ({}, "images without a file of rows"),
 }
 
 

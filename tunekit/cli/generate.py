@@ -157,7 +157,7 @@ def chat(
         print(f"loading {model}", file=sys.stderr)
     with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
-            commands = f"{'/image FILE adds a picture, ' * talk.reads_pictures}/clear starts over"
+            commands = f"{'/image FILE adds an image, ' * talk.reads_pictures}/clear starts over"
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
             print(
                 f"{talk.name} on {where}; {commands}, Ctrl-D quits",

@@ -250,7 +250,7 @@ def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: i
 def _refuse_pictures(of: str, rows: Sequence[Row]) -> None:
     """Refuse pairs with pictures, whose tokens alone would be scored."""
     if any(row.get("images") for row in rows):
-        problem = f"{of}: pairs with pictures are scored only during training"
+        problem = f"{of}: pairs with images are scored only during training"
         raise DataError(problem, hint="see eval_loss and the rewards in the run's metrics")
 
 

@@ -257,10 +257,10 @@ def picture_part(path: str | Path) -> dict[str, str]:
     """
     file = Path(path).expanduser().resolve()
     try:
-        find_picture(file.name, "the picture", file.parent)
+        find_picture(file.name, "the image", file.parent)
         raw = file.read_bytes()
     except (BadRow, OSError) as error:
-        raise RunError(str(error), hint="pass a picture: JPEG, PNG, WebP, GIF, BMP or TIFF") from error
+        raise RunError(str(error), hint="pass an image: JPEG, PNG, WebP, GIF, BMP or TIFF") from error
     kind = mimetypes.guess_type(file.name)[0] or "image/png"
     return {"type": "image", "image": f"data:{kind};base64,{base64.b64encode(raw).decode()}"}
 

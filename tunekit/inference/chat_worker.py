@@ -188,7 +188,7 @@ class Worker:
         """A conversation as the model's inputs."""
         if has_other_parts(messages):
             if self.vllm is not None:
-                raise RunError("pictures are unsupported with vLLM", hint="pass --backend transformers")
+                raise RunError("images are unsupported with vLLM", hint="pass --backend transformers")
             return inputs_of(self.loaded, messages)
         ids = prompt_ids(self.found, self.tokenizer, self._said(as_texts(messages)))
         inputs = torch.tensor([ids], device=self.device)

@@ -103,7 +103,7 @@ def inputs_of(
     """
     found = loaded.found
     if not reads_pictures(found):
-        raise RunError(f"{found.name} is a text-only model", hint="remove the pictures, or use a vision-language model")
+        raise RunError(f"{found.name} is a text-only model", hint="remove the images, or use a vision-language model")
     processor: Any = loaded.processor
     with TemporaryDirectory(prefix="tunekit-") as folder:
         try:
@@ -115,7 +115,7 @@ def inputs_of(
         if text.count(processor.image_token) != len(pictures):
             num = counted(text.count(processor.image_token), "token")
             raise RunError(
-                f"the conversation has {num} {processor.image_token} for {counted(len(pictures), 'picture')}",
+                f"the conversation has {num} {processor.image_token} for {counted(len(pictures), 'image')}",
                 hint="remove the token from the texts",
             )
         return picture_inputs(loaded, [Pictured(text, pictures)])

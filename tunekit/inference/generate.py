@@ -184,7 +184,7 @@ def generate(
             answers = stack.enter_context(_Answers(Path(out), name, rows, several=num_samples > 1))
         stack.enter_context(library_words_to(StringIO()))
         if with_vllm and any(prompt.pictures for prompt in all_prompts):
-            raise RunError("pictures are unsupported with vLLM", hint="pass --backend transformers")
+            raise RunError("images are unsupported with vLLM", hint="pass --backend transformers")
         ids, pictured = _encoded(trained, all_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = inference_model.device_for(device)

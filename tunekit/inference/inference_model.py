@@ -103,7 +103,7 @@ def _run_named(name: str) -> Run | None:
         RunError: It is neither.
     """
     if not is_name(name):
-        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; a folder path works too")
+        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; you can also pass a run folder")
     if name in SHIPPED_MODELS:
         return None
     if not (Path(name).is_dir() and not (Path(name) / "status.json").is_file()):

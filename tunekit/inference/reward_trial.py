@@ -342,8 +342,8 @@ def _prompts(
     prompts: list[_Prompt] = []
     for rows in sources:
         if rows.has_pictures:
-            problem = f"{rows.source}: rewards cannot be tried on prompts with pictures"
-            raise DataError(problem, hint="remove the pictures, or train a few steps with output.sample_prompts")
+            problem = f"{rows.source}: rewards cannot be tried on prompts with images"
+            raise DataError(problem, hint="remove the images, or train a few steps with output.sample_prompts")
         for index, row in enumerate(rows.rows):
             if len(prompts) == num_prompts:
                 return prompts

@@ -154,8 +154,8 @@ def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) ->
     if unknown:
         raise DataError(
             f"method.type: TRL's {trainer.__name__} does not pass {', '.join(unknown)} to the model, which {model} "
-            "needs for pictures",
-            hint="use method sft or dpo, or remove the pictures from the prompts",
+            "needs for images",
+            hint="use method sft or dpo, or remove the images from the prompts",
         )
 
 

@@ -104,8 +104,8 @@ def with_tools(data: LoadedData, method: GRPOMethod, tokenizer: "PreTrainedToken
                 problem = f"{rows.place(index)}: prompt is plain text, which cannot show the model its tools"
                 raise DataError(problem, hint="make it a list of messages")
             if row.get("images"):
-                problem = f"{rows.place(index)}: a prompt with pictures; tools are supported for text prompts only"
-                raise DataError(problem, hint="remove the pictures, or method.tools and method.environment")
+                problem = f"{rows.place(index)}: a prompt with images; tools are supported for text prompts only"
+                raise DataError(problem, hint="remove the images, or method.tools and method.environment")
             _check_own_tools(rows, index, row)
             yield {**row, "tools": schemas}
 

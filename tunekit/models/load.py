@@ -142,8 +142,8 @@ def load_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase") 
         ) from error
     if not isinstance(processor, ProcessorMixin) or "image_processor" not in vars(processor):
         raise ModelError(
-            f"model.path: rows have pictures, but {section.path!r} is a text-only model: it has no image processor",
-            hint="choose a vision-language model, or remove the pictures",
+            f"model.path: rows have images, but {section.path!r} is a text-only model: it has no image processor",
+            hint="choose a vision-language model, or remove the images",
         )
     if section.image_processor is not None:
         _set_image_processor(processor, section.image_processor)

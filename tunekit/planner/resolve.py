@@ -289,7 +289,7 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     if not generates(method) or method.generation.use_vllm != "auto":
         return setting, chosen, "set by the recipe"
     if setting.reads_pictures:
-        return setting, chosen, "prompts have pictures"
+        return setting, chosen, "prompts have images"
     if hardware.vllm is None:
         return setting, chosen, "unknown if vLLM is installed there"
     refused = backends.why_no_vllm(recipe, hardware, setting.model)

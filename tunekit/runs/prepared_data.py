@@ -257,8 +257,8 @@ def _check_all_have_pictures(sources: Iterable[Rows]) -> None:
     for rows in sources:
         bare = next((index for index, row in enumerate(rows.rows) if not row.get("images")), None)
         if bare is not None:
-            problem = f"{rows.place(bare)}: a prompt without pictures, but other prompts have pictures"
-            raise DataError(problem, hint="add pictures to all prompts, or to none")
+            problem = f"{rows.place(bare)}: a prompt without images, but other prompts have images"
+            raise DataError(problem, hint="add images to all prompts, or to none")
 
 
 def report_on_rows(

@@ -428,7 +428,7 @@ def runs_named(name: str, *, exact: bool = False) -> list[Run]:
         RunError: There is none, or the prefix is ambiguous.
     """
     if not is_name(name):
-        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; a folder path works too")
+        raise RunError(f"invalid run name {name!r}", hint="`tunekit runs` lists them; you can also pass a run folder")
     if (Path(name) / "status.json").is_file():
         return [Run(name)]
     if (RUNS / name / "status.json").is_file() and Path(name).name == name:
@@ -439,7 +439,7 @@ def runs_named(name: str, *, exact: bool = False) -> list[Run]:
     runs = {run.name: run for run in list_runs()}
     matches = matching(name, list(runs), noun="run", exact=exact)
     if not matches:
-        hint = "`tunekit runs` lists them; a folder path works too"
+        hint = "`tunekit runs` lists them; you can also pass a run folder"
         likely = _likely(name, runs)
         raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
     return [runs[match] for match in matches]

@@ -50,9 +50,9 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
     if not worst <= 1:
         model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         raise RunError(
-            f"{model} computes other logits for a row without pictures in a batch with pictures than alone: they "
+            f"{model} computes other logits for a row without images in a batch with images than alone: they "
             f"differ by {float(off):.2g}",
-            hint="set train.micro_batch_size=1, or add pictures to all rows or none",
+            hint="set train.micro_batch_size=1, or add images to all rows or none",
         )
 
 

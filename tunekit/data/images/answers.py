@@ -55,7 +55,7 @@ class PictureAnswers:
         """
         prompt, tools = row["prompt"], tools_of(row.get("tools")) or None
         if isinstance(prompt, str):
-            problem = f"{place}: prompt is plain text, but other rows have pictures"
+            problem = f"{place}: prompt is plain text, but other rows have images"
             raise DataError(problem, hint="make it a list of messages")
         question = self._chat.text(prompt, place, tools=tools, add_generation_prompt=True)
         answered = []

@@ -65,7 +65,7 @@ class PictureCollator:
         lengths = batch["attention_mask"].sum(1).tolist()
         for row, of_row, ids, length in zip(rows, pictures, batch["input_ids"].tolist(), lengths, strict=True):
             if ids[:length] != list(row["input_ids"]):
-                names = ", ".join(picture.path for picture in of_row) or "a row without pictures"
+                names = ", ".join(picture.path for picture in of_row) or "a row without images"
                 raise DataError(
                     f"{names}: the processor returns {length:,} tokens, but {len(row['input_ids']):,} were prepared",
                     hint="prepare the rows again with the installed versions",

@@ -100,7 +100,7 @@ class ImageTokens:
         if len(pieces) != len(pictures) + 1:
             raise DataError(
                 f"{place}: the chat template writes {counted(len(pieces) - 1, 'token')} {self.mark} for "
-                f"{counted(len(pictures), 'picture')}",
+                f"{counted(len(pictures), 'image')}",
                 hint="set model.chat_template to the model's own, and remove the token from the texts",
             )
         replaced, parts = self.spans_of(text, pictures), [pieces[0]]
@@ -157,7 +157,7 @@ class ImageTokens:
         if list(features) != list(ids):
             raise DataError(
                 f"{place}: {type(self.processor).__name__} returns {len(features):,} tokens for the row, "
-                f"but the sizes of its pictures give {len(ids):,}",
+                f"but the sizes of its images give {len(ids):,}",
                 hint="this image processor is unsupported for training",
             )
 

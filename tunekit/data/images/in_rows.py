@@ -68,7 +68,7 @@ def with_caption(row: Row, folder: Path | None, names: Mapping[str, str]) -> tup
         raise BadRow(f"{names.get('prompt', 'prompt')} must be a string, got {described(prompt)}")
     caption = checked_text(row["caption"], names.get("caption", "caption"))
     if MARK in prompt or MARK in caption:
-        raise BadRow("the text contains U+FFFC, which marks pictures here; remove it")
+        raise BadRow("the text contains U+FFFC, which marks images here; remove it")
     try:
         picture = find_picture(row["image"], names.get("image", "image"), folder)
     except BadRow as error:
@@ -117,12 +117,12 @@ def with_pictures(row: Row, folder: Path | None, store: Path | None = None) -> t
     if gathered.num_taken != len(beside or ()):
         raise BadRow(
             f"{counted(gathered.num_taken, f'{WRITTEN} mark')} in the texts, but "
-            f"{counted(len(beside or ()), 'picture')} in column images"
+            f"{counted(len(beside or ()), 'image')} in column images"
         )
     if not gathered.found:
         return row if beside is None else marked, []
     if gathered.holds_mark:
-        raise BadRow("the text contains U+FFFC, which marks pictures here; remove it")
+        raise BadRow("the text contains U+FFFC, which marks images here; remove it")
     return marked, [find_picture(value, where, folder, store).to_row() for value, where in gathered.found]
 
 
@@ -136,9 +136,9 @@ def _answers(row: Row, gathered: _Gathered) -> Row:
         gathered.holds_mark |= own.holds_mark
         pictures = [value for value, _ in own.found]
         if num_before and pictures and pictures != [value for value, _ in gathered.found[:num_before]]:
-            raise BadRow(f"{name} and prompt have different pictures")
+            raise BadRow(f"{name} and prompt have different images")
         if first is not None and pictures != first[1]:
-            raise BadRow(f"{first[0]} and {name} have different pictures")
+            raise BadRow(f"{first[0]} and {name} have different images")
         first = name, pictures
         if not num_before:
             gathered.found, gathered.num_taken = own.found, num_taken + own.num_taken
@@ -149,7 +149,7 @@ def _beside(row: Row) -> list[object] | None:
     """The pictures of a row's own column; None without one, and where it is empty."""
     columns = [name for name in COLUMNS if row.get(name) not in (None, "", [])]
     if len(columns) > 1:
-        raise BadRow("columns images and image both contain pictures; keep one of them")
+        raise BadRow("columns images and image both contain images; keep one of them")
     if not columns:
         return None
     value = row[columns[0]]
@@ -164,7 +164,7 @@ def _marked(name: str, value: object, gathered: _Gathered) -> object:
         return [_turn(turn, f"{name}[{i}]", gathered) for i, turn in enumerate(value)]
     if name in (*_TURNS, *_TEXTS) and isinstance(value, str) and gathered.beside and WRITTEN in value:
         if name in _TURNS:
-            raise BadRow(f"{name} is a plain text, but pictures need messages; make it a list of messages")
+            raise BadRow(f"{name} is a plain text, but images need messages; make it a list of messages")
         return _text(value, gathered)
     return value
 
@@ -182,7 +182,7 @@ def _turn(turn: object, where: str, gathered: _Gathered) -> object:
         return turn
     speaker = turn.get("role", turn.get("from"))
     if len(gathered.found) > num_before and speaker in ("assistant", "gpt"):
-        raise BadRow(f"{where} is an assistant message with a picture; models answer in text")
+        raise BadRow(f"{where} is an assistant message with an image; models answer in text")
     return {**turn, key: text}
 
 
@@ -237,4 +237,4 @@ def _before_first_question(row: Row, gathered: _Gathered, num: int) -> Row:
                 return {**row, name: turns}
     if isinstance(row.get("instruction"), str):
         return {**row, "instruction": "".join(gathered.mark(None, "") for _ in range(num)) + row["instruction"]}
-    raise BadRow("column images contains pictures, but the row has no user message for them")
+    raise BadRow("column images contains images, but the row has no user message for them")

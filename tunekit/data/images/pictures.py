@@ -99,10 +99,10 @@ def find_picture(value: object, where: str, folder: Path | None, store: Path | N
     if value.startswith("data:"):
         return _from_bytes(_decoded(value, where), where, store)
     if store is not None:
-        raise BadRow(f"{where}: '{shortened(value)}' is not a data URL; send the picture as data:image/png;base64,...")
+        raise BadRow(f"{where}: '{shortened(value)}' is not a data URL; send the image as data:image/png;base64,...")
     name = value.removeprefix("file://")
     if is_url(name):
-        raise BadRow(f"{where}: '{shortened(name)}' is a URL; download the picture and name its file")
+        raise BadRow(f"{where}: '{shortened(name)}' is a URL; download the image and name its file")
     return _from_file(name, where, folder)
 
 
@@ -117,18 +117,18 @@ def read_picture(picture: Picture) -> Any:
     try:
         raw = Path(picture.path).read_bytes()
     except OSError as error:
-        problem = f"{picture.path}: cannot read the picture: {error.strerror}"
+        problem = f"{picture.path}: cannot read the image: {error.strerror}"
         raise DataError(problem, hint="restore the file") from error
     if hashlib.sha256(raw).hexdigest() != picture.digest:
         raise DataError(
-            f"{picture.path}: the picture changed since the rows were prepared",
+            f"{picture.path}: the image changed since the rows were prepared",
             hint="restore it, or start a new run with the current rows",
         )
     try:
         image = Image.open(io.BytesIO(raw))
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{picture.path}: the picture is damaged: {error}", hint="replace it") from error
+        raise DataError(f"{picture.path}: the image is damaged: {error}", hint="replace it") from error
 
 
 def thumbnail(picture: Picture) -> str:
@@ -146,13 +146,13 @@ def thumbnail(picture: Picture) -> str:
 def _from_file(name: str, where: str, folder: Path | None) -> Picture:
     if folder is None:
         problem = f"{where}: '{shortened(name)}' is a path, but the rows come from another machine"
-        raise BadRow(f"{problem}; download the pictures and set data.image_folder, or put them into the rows as bytes")
+        raise BadRow(f"{problem}; download the images and set data.image_folder, or put them into the rows as bytes")
     root = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(root / Path(name).expanduser()))
     if not path.is_relative_to(root):
         raise BadRow(f"{where}: '{shortened(name)}' is outside of {root}; set data.image_folder to a folder around it")
     if not path.exists():
-        raise BadRow(f"{where}: no picture '{shortened(name)}' in {root}")
+        raise BadRow(f"{where}: no image '{shortened(name)}' in {root}")
     if not path.is_file():
         raise BadRow(f"{where}: '{shortened(name)}' is not a regular file")
     if path.stat().st_size > MAX_FILE_BYTES:
@@ -176,7 +176,7 @@ def _from_bytes(raw: bytes, where: str, store: Path | None) -> Picture:
             draft.write_bytes(raw)
             draft.replace(path)
         except OSError as error:
-            problem = f"cannot store pictures in {path.parent}: {error.strerror}"
+            problem = f"cannot store images in {path.parent}: {error.strerror}"
             raise DataError(problem, hint="free some space, or set XDG_CACHE_HOME") from error
     return picture
 
@@ -208,19 +208,19 @@ def _looked_at(raw: bytes, what: str, path: str) -> Picture:
             if width * height > MAX_PIXELS:
                 raise BadRow(f"{what} has {width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it")
             if getattr(image, "n_frames", 1) > 1:
-                raise BadRow(f"{what} is animated; save one of its frames as a picture")
+                raise BadRow(f"{what} is animated; save one of its frames as an image")
             sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
             is_cut = image.format == "JPEG" and not raw.rstrip(b"\0").endswith(b"\xff\xd9")
             # Only of an image that nothing was asked of yet.
             Image.open(io.BytesIO(raw)).verify()
     except UnidentifiedImageError:
-        raise BadRow(f"{what} is not a picture that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF)") from None
+        raise BadRow(f"{what} is not an image that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF)") from None
     except Image.DecompressionBombError:
         raise BadRow(f"{what} has more than {MAX_PIXELS:,} pixels; shrink it") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise BadRow(f"{what} is damaged: {error}") from None
     if is_cut:
-        raise BadRow(f"{what} is damaged: the file ends within the picture")
+        raise BadRow(f"{what} is damaged: the file ends within the image")
     if min(width, height) < 1:
         raise BadRow(f"{what} has no pixels")
     return Picture(path, *((height, width) if sideways else (width, height)), hashlib.sha256(raw).hexdigest())

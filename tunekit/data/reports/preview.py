@@ -224,7 +224,7 @@ def trained_sequences(
             visible, cut = whole[:length], whole[length:]
             sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer, pictures)
             if is_whole and len(whole) > max_length:
-                why = "pictures are never truncated" if pictures else f"data.too_long={too_long}"
+                why = "images are never truncated" if pictures else f"data.too_long={too_long}"
                 return (sequence,), 0, f"longer than data.max_length={max_length:,}, and {why}"
             return (sequence,), 0, "no token is included in the loss"
         cut = [] if rows.format == "text" or too_long == "truncate_turns" else encoded.ids.tolist()[max_length:]

@@ -214,7 +214,7 @@ def _of_numpy(value: Any, where: str) -> Any:
 def _of_picture(value: Any, where: str) -> str:
     """Return a picture as a data URL of the same pixels."""
     if value.mode not in PNG_MODES:
-        what = f"a picture of mode {value.mode}, which PNG does not hold"
+        what = f"an image of mode {value.mode}, which PNG does not hold"
         raise _UnwritableError(what, "convert it: picture.convert('RGB')", where)
     png = io.BytesIO()
     value.save(png, format="PNG")
@@ -230,7 +230,7 @@ def _unwritable(value: Any, where: str) -> _UnwritableError:
     if type(value).__name__ in ("NAType", "NaTType"):
         hint = _MISSING
     if isinstance(value, bytes | bytearray):
-        hint = "decode it to text; of a picture, pass a PIL image or its path"
+        hint = "decode it to text; of an image, pass a PIL image or its path"
     elif type(value).__module__.partition(".")[0] == "torch":
         hint = "convert it: tensor.tolist()"
     return _UnwritableError(f"{_named(value)} is not a JSON value", hint, where)

@@ -311,7 +311,7 @@ def _in_folder(folder: Path, name: str, key: str) -> tuple[list[LocalFile], tupl
     if not readable:
         hint = f"supported: {_KINDS}"
         if any(path.suffix.lower() in PICTURE_SUFFIXES for path in inside):
-            hint = "add a metadata.csv with the columns file_name and text: the name and the caption of each picture"
+            hint = "add a metadata.csv with the columns file_name and text: the name and the caption of each image"
         raise DataError(f"{key}.path: no supported files in folder '{name}'", hint=hint)
     unreadable = [path.name for path in inside if path not in readable and path.suffix.lower() not in PICTURE_SUFFIXES]
     notes = (f"{name}: files of unsupported formats ignored: {listed(unreadable)}",) if unreadable else ()

@@ -417,7 +417,7 @@ class Reader:
         if self._wording.system is not None:
             note += "; data.system begins those without a system message"
         if self._num_pictures:
-            note += f"; {counted(self._num_pictures, 'picture')}"
+            note += f"; {counted(self._num_pictures, 'image')}"
         if self._references:
             note += f"; passed to rewards: {listed(self._references)}"
         if self.columns:

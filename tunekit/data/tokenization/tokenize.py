@@ -159,8 +159,8 @@ class TokenReport:
         notes = self._notes_of_pictures(source)
         if self.num_too_long:
             notes.append(
-                f"{source}: {counted(self.num_too_long, 'row')} with pictures skipped: longer than "
-                f"data.max_length={max_length:,}, and pictures are never truncated"
+                f"{source}: {counted(self.num_too_long, 'row')} with images skipped: longer than "
+                f"data.max_length={max_length:,}, and images are never truncated"
             )
         return notes
 
@@ -179,7 +179,7 @@ class TokenReport:
         if not self.num_pictures:
             return []
         mean = self.num_picture_tokens / self.num_pictures
-        return [f"{source}: {counted(self.num_pictures, 'picture')}, {mean:,.0f} tokens each on average"]
+        return [f"{source}: {counted(self.num_pictures, 'image')}, {mean:,.0f} tokens each on average"]
 
 
 def tokenize(
@@ -341,7 +341,7 @@ def _split(
 def _nothing_to_learn(rows: Rows, report: TokenReport, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
     if report.num_too_long:
-        which = "rows with pictures" if report.num_pictures else "rows"
+        which = "rows with images" if report.num_pictures else "rows"
         return DataError(
             f"{problem}: all {which} are longer than data.max_length={max_length} "
             f"(longest row: {report.longest_tokens:,} tokens)",

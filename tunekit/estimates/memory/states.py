@@ -585,7 +585,7 @@ memory falls or rises evenly from layer to layer, so the layers between are neve
 PHASE_WORDS: dict[Phase, str] = {
     "load": "while loading the model",
     "generation": "during generation",
-    "pictures": "while the vision tower encodes pictures",
+    "pictures": "while the vision tower encodes images",
     "forward": "at the end of the forward pass",
     "reference": "in the forward pass of the reference",
     "head": "in the backward pass of the head",

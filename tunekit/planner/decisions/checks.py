@@ -254,12 +254,12 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
     """
     if not rows.has_pictures:
         if recipe.model.image_processor is not None:
-            raise PlanError("model.image_processor: no effect, the rows have no pictures", hint="unset it")
+            raise PlanError("model.image_processor: no effect, the rows have no images", hint="unset it")
         return
     data, parallel = recipe.data, recipe.parallel
     if not model.is_multimodal:
-        problem = f"model.path: rows have pictures, but {model.path} is a text-only model"
-        raise PlanError(problem, hint="choose a vision-language model, or remove the pictures from the rows")
+        problem = f"model.path: rows have images, but {model.path} is a text-only model"
+        raise PlanError(problem, hint="choose a vision-language model, or remove the images from the rows")
     settings = {
         "data.packing": data.packing,
         "data.padding_free": data.padding_free is True,
@@ -272,7 +272,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
     }
     for key, is_asked in settings.items():
         if is_asked:
-            raise PlanError(f"{key}: unsupported for rows with pictures", hint="unset it")
+            raise PlanError(f"{key}: unsupported for rows with images", hint="unset it")
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
@@ -379,11 +379,14 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     )
     if isinstance(recipe.adapter, FullAdapter) and recipe.adapter.is_partial:
         if layout.strategy not in ("single", "ddp"):
-            yield "training some of the parameters is untested there", "use ddp, or train all parameters"
+            yield "training some of the parameters is untested with this layout", "use ddp, or train all parameters"
         if recipe.train.fp8:
             yield "training some of the parameters is untested in float8", "unset train.fp8"
     if has_groups(recipe) and (layout.strategy == "zero3" or layout.offloads or layout.is_divided_at_load):
-        yield "several learning rates are untested there", "use ddp, fsdp2, zero1 or zero2 without offloading"
+        yield (
+            "several learning rates are untested with this layout",
+            "use ddp, fsdp2, zero1 or zero2 without offloading",
+        )
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
     yield from published_refusals(recipe, setting.model, layout)

@@ -541,7 +541,7 @@ def check_stopping(recipe: Recipe, schedule: Schedule | None) -> None:
     often = (schedule.num_steps - 1) // (patience + 1) // schedule.save_together * schedule.save_together
     ways += [f"set train.eval_steps={often}"] if often else []
     problem = f"train.early_stopping_patience: {patience} needs {patience + 1} evaluations before the last step, "
-    problem += f"{schedule.num_steps}; there {'is' if num == 1 else 'are'} {num}, "
+    problem += f"{schedule.num_steps}, but there {'is' if num == 1 else 'are'} {num}, "
     problem += "every step" if between == 1 else f"every {between} steps"
     raise PlanError(problem, hint=", or ".join(ways) or "unset it, or train longer")
 

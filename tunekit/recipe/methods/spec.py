@@ -253,7 +253,7 @@ class MethodSection(Section):
         settings = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
         for key, loss_on in settings:
             if loss_on not in (None, "assistant"):
-                what = f"cannot be {loss_on} {with_it}, whose loss is on complete answers"
+                what = f"cannot be {loss_on} {with_it}, whose loss covers complete answers"
                 yield Conflict(("data", *key), what, "unset it")
 
     def _conflicts_of_dropout(self, adapter: Adapter) -> Iterator[Conflict]:
