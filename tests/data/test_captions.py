@@ -47,7 +47,7 @@ def test_a_folder_of_pictures_with_its_metadata_is_rows_of_captions(name, folder
     ]
     assert [row["images"][0]["size"] for row in rows.rows] == [[4, 6], [5, 5]]
     (note,) = rows.notes
-    assert "2 rows of captions: image -> user, caption -> assistant; 2 pictures" in note
+    assert "2 rows of captions: image -> user, caption -> assistant; 2 images" in note
     assert "ignored" not in note
     assert "file_name -> image, text -> caption" in note
 
@@ -90,7 +90,7 @@ def test_a_column_of_images_with_text_is_one_of_captions(folder):
         (("../x.png", "a cat"), "file_name: '../x.png' is outside of "),
         (("", "a cat"), "file_name must be a path, a data URL or an image, got a string"),
         (("a.png", " "), "text is empty"),
-        (("a.png", f"a {MARK}"), "a text holds U+FFFC"),
+        (("a.png", f"a {MARK}"), "the text contains U+FFFC"),
         (
             ("main.py", "print()"),
             "file_name: no image 'main.py' in {folder} (data.format=text reads only the texts)",

@@ -75,7 +75,7 @@ def test_every_way_to_write_a_pair_is_read_alike(way, folder):
     assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
     assert (row["chosen"], row["rejected"]) == ([RED], [BLUE])
     assert [picture["path"] for picture in row["images"]] == [str((folder / "a.png").resolve())]
-    assert "1 picture" in rows.notes[0]
+    assert "1 image" in rows.notes[0]
 
 
 BROKEN = {
@@ -110,7 +110,7 @@ BROKEN = {
             "chosen": [RED],
             "rejected": [BLUE],
         },
-        "1 <image> mark in the texts, but 2 pictures in column images",
+        "1 <image> mark in the texts, but 2 images in column images",
     ),
     "a mark in a text prompt": (
         {"images": ["a.png"], "prompt": "<image>what?", "chosen": "red", "rejected": "blue"},

@@ -99,7 +99,7 @@ def test_every_way_to_write_a_picture_is_read_alike(way, folder):
     assert picture.path == str((folder / "a.png").resolve()) or "base64" in way
     assert read_picture(picture).size == (4, 6)
     assert rows.has_pictures
-    assert "1 picture" in rows.notes[0]
+    assert "1 image" in rows.notes[0]
     assert "ignored" not in rows.notes[0]
 
 
@@ -247,19 +247,19 @@ BROKEN = {
     "an empty data URL": (asked(image("data:image/png;base64,")), f"{AT} is empty"),
     "a mark too many": (
         {"images": ["a.png"], "messages": [{"role": "user", "content": "<image><image>"}, ANSWER]},
-        "2 <image> marks in the texts, but 1 picture in column images",
+        "2 <image> marks in the texts, but 1 image in column images",
     ),
     "a picture too many": (
         {"images": ["a.png", "b.jpg"], "messages": [{"role": "user", "content": "<image>"}, ANSWER]},
-        "1 <image> mark in the texts, but 2 pictures in column images",
+        "1 <image> mark in the texts, but 2 images in column images",
     ),
     "a part too many": (
         {"images": ["a.png"], **asked({"type": "image"}, {"type": "image"})},
-        "2 <image> marks in the texts, but 1 picture in column images",
+        "2 <image> marks in the texts, but 1 image in column images",
     ),
     "a part without a picture": (
         asked({"type": "image"}),
-        "1 <image> mark in the texts, but 0 pictures in column images",
+        "1 <image> mark in the texts, but 0 images in column images",
     ),
     "two columns": (
         {"images": ["a.png"], "image": "b.jpg", "messages": [{"role": "user", "content": "<image>"}, ANSWER]},

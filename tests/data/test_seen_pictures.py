@@ -64,9 +64,9 @@ def test_a_report_has_a_picture_as_one_piece_with_its_size_and_its_tokens(folder
     (source,) = report.sources
     pieces = [[piece for piece in sample.pieces if piece.picture] for sample in source.samples]
     assert [[piece.text for piece in row] for row in pieces] == [
-        ["[picture 0.png 20x30: 4 tokens]"],
-        ["[picture 1.png 27x41: 4 tokens]"],
-        ["[picture 2.png 34x30: 4 tokens]"],
+        ["[image 0.png 20x30: 4 tokens]"],
+        ["[image 1.png 27x41: 4 tokens]"],
+        ["[image 2.png 34x30: 4 tokens]"],
         [],
     ]
     assert all(

@@ -98,10 +98,10 @@ WRONG = {
     "a URL": (URL, "'https://example.com/a.png' is not a data URL"),
     "a path": ({"type": "image", "image": "/etc/hostname"}, "'/etc/hostname' is not a data URL"),
     "a text": ({"type": "image", "image": "data:image/png;base64,aGk="}, "is not an image that can be read"),
-    "nothing": ({"type": "image"}, "must be a path, a data URL or an image|0 pictures"),
+    "nothing": ({"type": "image"}, "must be a path, a data URL or an image|0 images"),
     "a video": ({"type": "video", "video": "a.mp4"}, "is of type video, but only text and images are supported"),
     "a part that is a number": (5, "must be an object"),
-    "a token of a picture": ({"type": "text", "text": "<image>"}, "2 tokens <image> for 1 picture"),
+    "a token of a picture": ({"type": "text", "text": "<image>"}, "2 tokens <image> for 1 image"),
 }
 
 

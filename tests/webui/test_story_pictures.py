@@ -41,7 +41,7 @@ def test_a_visitor_goes_from_a_zip_of_pictures_to_a_chat_about_one(workspace, tm
     expect(page.locator("#data-status")).to_contain_text("Nothing to show yet")
     page.locator("#data-upload input, input[type=file]").first.set_input_files(zipped(tmp_path / "pets.zip"))
     row = page.locator(".data-row").first
-    expect(row.locator(".data-picture")).to_have_text("[picture 0.png 64x48: 4 tokens]")
+    expect(row.locator(".data-picture")).to_have_text("[image 0.png 64x48: 4 tokens]")
     assert row.locator(".data-picture img").evaluate("one => one.naturalWidth") == 64
     assert "".join(row.locator(".data-trained").all_text_contents()) == "a red picture<|im_end|>"
     draft = page.locator("a.data-use").get_attribute("href")

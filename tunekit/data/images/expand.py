@@ -41,9 +41,9 @@ class PictureTokens:
 
     @property
     def words(self) -> str:
-        """The picture in place of its tokens: `[picture cat.png 640x480: 256 tokens]`."""
+        """The picture in place of its tokens: `[image cat.png 640x480: 256 tokens]`."""
         size = f"{self.picture.width}x{self.picture.height}"
-        named = " ".join(filter(None, ("picture", self.picture.name, size)))
+        named = " ".join(filter(None, ("image", self.picture.name, size)))
         return f"[{named}: {counted(self.stop - self.start, 'token')}]"
 
 
