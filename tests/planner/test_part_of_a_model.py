@@ -61,7 +61,7 @@ def test_a_model_whose_states_do_not_fit_on_a_device_fits_in_part():
         (
             QWEN_MOE,
             {"new_layers": 1},
-            "unknown if the layers of .* end in products",
+            "unknown whether the layers of .* end in products",
             "dense text model",
         ),
     ],

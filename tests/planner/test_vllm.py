@@ -68,7 +68,7 @@ def test_many_answers_get_no_more_than_trls_default_share():
 
 def test_it_is_left_out_where_it_is_not_known_to_be_or_does_not_fit():
     unknown = planned(H100.model_copy(update={"vllm": None}))
-    assert unknown.vllm is None and "unknown if vLLM is installed there" in why(unknown)
+    assert unknown.vllm is None and "unknown whether vLLM is installed there" in why(unknown)
     missing = planned(H100.model_copy(update={"vllm": False}))
     assert missing.vllm is None and "vLLM is not installed" in why(missing)
     assert "kv cache" in missing.memory.parts or "generation" in missing.memory.phases

@@ -291,7 +291,7 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     if setting.reads_pictures:
         return setting, chosen, "prompts have images"
     if hardware.vllm is None:
-        return setting, chosen, "unknown if vLLM is installed there"
+        return setting, chosen, "unknown whether vLLM is installed there"
     refused = backends.why_no_vllm(recipe, hardware, setting.model)
     why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:

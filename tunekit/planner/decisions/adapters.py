@@ -83,7 +83,7 @@ def _expansion_faults(model: ModelFacts, num_new: int) -> Faults:
     """Yield why a model cannot be given so many new layers."""
     is_dense = not model.num_experts and not model.is_multimodal and model.published_as is None
     if model.model_type not in model_types().defaults or not is_dense:
-        problem = f"adapter.new_layers: unknown if the layers of {model.path} ({model.model_type}) end in products"
+        problem = f"adapter.new_layers: unknown whether the layers of {model.path} ({model.model_type}) end in products"
         yield f"{problem} that can begin at zero", "use a dense text model, of a type such as llama, mistral or qwen3"
     elif not model.num_new_layers:
         divisors = [str(number) for number in range(1, model.num_layers + 1) if model.num_layers % number == 0]
