@@ -241,7 +241,7 @@ def test_a_model_without_its_adapter_is_no_reference_once_its_weights_lack_a_par
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_parts_are_taken_out_of_whole_weights(strategy):
     asked = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"}, parallel={"strategy": strategy})
-    with pytest.raises(PlanError, match=r"pissa splits unsharded weights; use ddp, or gaussian"):
+    with pytest.raises(PlanError, match=r"pissa decomposes unsharded weights; use ddp, or gaussian"):
         resolve(asked, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)
     free = recipe(adapter={"type": "lora", "init_lora_weights": "pissa"})
     plan = resolve(free, find_machine("2xh100").hardware(), LLAMA_1B, ROWS)

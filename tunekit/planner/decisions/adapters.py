@@ -270,7 +270,7 @@ def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterato
     if adapter.sees_rows and recipe.data.streaming:
         yield f"{name} samples rows at random, which a stream does not allow", "unset data.streaming, or use gaussian"
     if layout.strategy not in ("single", "ddp"):
-        what = "splits unsharded weights" if adapter.splits_base else "needs unsharded weights in each process"
+        what = "decomposes unsharded weights" if adapter.splits_base else "needs unsharded weights in each process"
         yield f"{name} {what}", "use ddp, or gaussian"
 
 
