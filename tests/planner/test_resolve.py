@@ -327,7 +327,7 @@ def test_the_figures_of_memory_say_on_which_side_they_err():
     compiled = resolve(recipe(model=torch, train={"torch_compile": True}), H100, LLAMA_1B, ROWS)
     assert compiled.memory_basis == f"{plan.memory_basis}; upper bound, since compiled layers store less"
     counted = resolve(recipe(), H100, LLAMA_1B, ROWS)
-    assert counted.memory_basis == f"{plan.memory_basis}, changed to what tunekit's kernels store"
+    assert counted.memory_basis == f"{plan.memory_basis}, adjusted for tunekit's kernels"
     assert counted.memory.is_fused and counted.memory.tensor_bytes < plan.memory.tensor_bytes
     upper = resolve(recipe(), H100, LLAMA_1B.model_copy(update={"model_type": "olmo2"}), ROWS)
     assert upper.memory_basis == f"{plan.memory_basis}; upper bound, since tunekit's kernels store less"

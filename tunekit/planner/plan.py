@@ -246,7 +246,7 @@ class Plan(Facts):
         """Basis of the memory figures: how they were checked, and on which side they err."""
         if self.device.kind == "cuda" and self.kernels != "torch":
             if self.memory.is_fused:
-                return f"{_BASIS[self.memory.confidence]}, changed to what tunekit's kernels store"
+                return f"{_BASIS[self.memory.confidence]}, adjusted for tunekit's kernels"
             return f"{_BASIS[self.memory.confidence]}; upper bound, since {self.kernels}'s kernels store less"
         if self.torch_compile:
             return f"{_BASIS[self.memory.confidence]}; upper bound, since compiled layers store less"
