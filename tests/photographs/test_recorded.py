@@ -23,8 +23,8 @@ def test_a_text_that_differs_is_shown_line_by_line():
     line = "Validate a recipe, its model and its data without training."
     with pytest.raises(AssertionError) as failed:
         check_recorded("help.txt", text.replace(line, "Check a recipe."))
-    assert f"- check       {line}\n" in re.sub(r"^- +", "- ", str(failed.value), flags=re.MULTILINE)
-    assert "+ check       Check a recipe.\n" in re.sub(r"^\+ +", "+ ", str(failed.value), flags=re.MULTILINE)
+    assert f"- check     {line}\n" in re.sub(r"^- +", "- ", str(failed.value), flags=re.MULTILINE)
+    assert "+ check     Check a recipe.\n" in re.sub(r"^\+ +", "+ ", str(failed.value), flags=re.MULTILINE)
     assert str(failed.value).endswith("python -m tests.photographs.record help")
 
 
