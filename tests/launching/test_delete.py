@@ -47,7 +47,7 @@ def test_a_run_is_kept_while_a_process_of_it_lives_whatever_it_said(tmp_path):
         words = f'{{"rank": 1, "pid": {process.pid}, "identity": "{identity_of(process.pid)}", "host": '
         words += f'"{os.uname().nodename}", "at": "backward", "step": 3, "time": 5.0, "since": 1.0}}'
         (run.path / "ranks" / "rank-1.json").write_text(words)
-        with pytest.raises(RunError, match="run is failed, but r still existsank 1 in backward of step 3 for 4 s"):
+        with pytest.raises(RunError, match="run is failed, but still running: rank 1 in backward of step 3 for 4 s"):
             tunekit.delete_run(run)
         process.communicate(b"\n")
     tunekit.delete_run(run)

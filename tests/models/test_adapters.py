@@ -85,7 +85,7 @@ def test_modules_whose_weights_are_read_past_them_get_no_adapter_and_are_refused
 
     recipe = {"model": str(tmp_path / "model"), "data": {"train": str(tmp_path / "chats.jsonl"), "max_length": 64}}
     target = min(past)
-    with pytest.raises(PlanError, match=f"the code of {kind} models reads the weights of {target} past the modules"):
+    with pytest.raises(PlanError, match=f"the code of {kind} models reads the weights of {target} directly"):
         tunekit.plan(recipe | {"adapter": {"type": "lora", "target_modules": [target]}})
 
 

@@ -250,7 +250,7 @@ def _check_over(run: Run) -> None:
         raise RunError(f"{run.name} is {state}", hint=f"stop it first: tunekit stop {run.path}")
     remaining = _Left(run)
     if remaining.look():
-        problem = f"{run.name} is {state}, but {remaining.words()} still exists"
+        problem = f"{run.name} is {state}, but still running: {remaining.words()}"
         raise RunError(problem, hint=f"stop it first: tunekit stop {run.path}")
 
 
