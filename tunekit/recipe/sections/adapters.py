@@ -60,7 +60,7 @@ class FullAdapter(Section):
 
     unfrozen_parameters: Annotated[list[str], Field(min_length=1)] | None = None
     """Train the parameters whose names contain a match of one of these regular expressions, such as `lm_head` or
-    `layers\\.(30|31)\\.mlp`, and `last_layers`; freeze the rest, in float32."""
+    `layers\\.(30|31)\\.mlp`, and `last_layers`; freeze the rest, which stays in float32."""
 
     new_layers: Annotated[int, Field(gt=0)] | None = None
     """Insert this number of copied decoder layers, evenly spaced and initialized as identities, and train only these

@@ -134,8 +134,8 @@ class ModelSection(Section):
     """Special tokens by role: `{pad_token: <pad>}`."""
 
     trust_remote_code: bool = False
-    """Run Python code that ships with the model. Only for code you have read: of a Hub model at the full commit in
-    `revision`, of a folder as it is when the run starts."""
+    """Run Python code that ships with the model. Only for code you have read: a Hub model needs the full commit in
+    `revision`; the code of a folder is pinned when the run starts."""
 
     @property
     def all_tokens(self) -> list[str]:
