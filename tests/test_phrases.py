@@ -1,10 +1,11 @@
 """Texts for users are in the words of TRL, PEFT and Transformers: a list of phrases that they must not contain.
 
 Messages and help texts in the packages (strings that are not docstrings, the strings under the fields of recipes, the
-docstrings of commands), their YAML tables, the English texts of the web UI, shipped recipes, and Markdown.
+docstrings of commands), their YAML tables, the English texts of the web UI, shipped recipes, notebooks, and Markdown.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -155,6 +156,10 @@ def user_texts() -> Iterator[tuple[str, str]]:
             if file.name not in RECORDED:
                 text = re.sub(r"^```.*?^```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
                 yield file.relative_to(ROOT).as_posix(), " ".join(text.split())
+    for file in sorted(ROOT.glob("examples/*.ipynb")):
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        texts = (" ".join("".join(cell["source"]).split()) for cell in cells if cell["cell_type"] == "markdown")
+        yield from ((file.relative_to(ROOT).as_posix(), text) for text in texts)
 
 
 def banned_in(text: str) -> Iterator[str]:
