@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work folder")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in the work folder")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)

@@ -262,7 +262,9 @@ def main() -> None:
     """Train, and write the model folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the model folder to write")
-    parser.add_argument("--eyes", type=Path, default=Path("eyes.pt"), help="file of the eyes; read where it is there")
+    parser.add_argument(
+        "--eyes", type=Path, default=Path("eyes.pt"), help="file of the vision tower; reused if it exists"
+    )
     parser.add_argument("--eye-steps", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--rows", type=int, default=32, help="rows per step")

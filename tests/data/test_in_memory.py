@@ -114,7 +114,7 @@ def test_keys_that_a_table_adds_to_every_object_are_left_out():
         (3, "train_dataset: takes rows, got int; pass a list of dicts, a datasets.Dataset or a DataFrame"),
         (
             [{"image": Image.new("CMYK", (2, 2))}],
-            "train_dataset[0]['image']: an image of mode CMYK, which PNG does not hold; convert it: "
+            "train_dataset[0]['image']: an image of mode CMYK, which PNG does not support; convert it: "
             "picture.convert('RGB')",
         ),
     ],

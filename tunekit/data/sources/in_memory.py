@@ -214,7 +214,7 @@ def _of_numpy(value: Any, where: str) -> Any:
 def _of_picture(value: Any, where: str) -> str:
     """Return a picture as a data URL of the same pixels."""
     if value.mode not in PNG_MODES:
-        what = f"an image of mode {value.mode}, which PNG does not hold"
+        what = f"an image of mode {value.mode}, which PNG does not support"
         raise _UnwritableError(what, "convert it: picture.convert('RGB')", where)
     png = io.BytesIO()
     value.save(png, format="PNG")

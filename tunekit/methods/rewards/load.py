@@ -159,7 +159,7 @@ def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | N
         raise RunError(
             f"method.rewards: {path} returned {len(values)} values for {num_expected} completions; the first was "
             f"{_shown(columns, 0)}",
-            hint="return one number per completion, or None where the reward does not apply",
+            hint="return one number per completion, or None if the reward does not apply",
         )
     return [None if value is None else _number(path, value, columns, index) for index, value in enumerate(values)]
 
@@ -173,7 +173,7 @@ def _number(path: str, value: Any, columns: dict[str, Any], index: int) -> float
         return number
     shown_value = value if isinstance(value, int | float | str) else f"a value of type {type(value).__name__}"
     problem = f"method.rewards: {path} returned {shown_value} for {_shown(columns, index)}"
-    raise RunError(problem, hint="return a finite number, or None where the reward does not apply")
+    raise RunError(problem, hint="return a finite number, or None if the reward does not apply")
 
 
 def _raised(path: str, function: Callable[..., Any], columns: dict[str, Any], error: Exception) -> RunError:
@@ -183,7 +183,7 @@ def _raised(path: str, function: Callable[..., Any], columns: dict[str, Any], er
     what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return RunError(
         f"method.rewards: {path} raised {what} ({where.filename}:{where.lineno}) for {_culprit(function, columns)}",
-        hint="a reward must accept every completion; return 0 or None where it cannot score one",
+        hint="a reward must accept every completion; return 0 or None for those it cannot score",
     )
 
 

@@ -17,7 +17,7 @@ class RewardMethod(MethodSection):
         learning_rate=LearningRate(1e-5, 1e-4, "Llama 2, arXiv 2307.09288"),
         metrics=("loss", "accuracy", "margin"),
         loss_description="This is a reward model: it scores texts and does not generate. Losses are Bradley-Terry: "
-        "ln 2 where both answers have the same score. Accuracy is the share of pairs whose chosen answer scores "
+        "ln 2 if both answers have the same score. Accuracy is the share of pairs whose chosen answer scores "
         "higher, the margin the difference. Scores are comparable between answers to one prompt only. "
         "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches "
         "need `config.pad_token_id`.",
