@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +145,21 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(name, dam
     aside = copied.path / "checkpoints" / "checkpoint-8.bad"
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == left
     assert newest_complete(copied.path).skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [(os.mkfifo, "not a regular file"), (Path.mkdir, "not a regular file"), (lambda file: file.write_text(DEEP), "")],
+)
+def test_a_manifest_that_is_none_is_not_waited_for(put, why, copied):
+    file = copied.path / "checkpoints" / "checkpoint-8" / MANIFEST
+    file.unlink()
+    put(file)
+    newest = newest_complete(copied.path)
+    assert newest.step == 6 and why in newest.skipped[0] and MANIFEST in newest.skipped[0]
+
+
+DEEP = "[" * 200_000
 
 
 def test_a_status_is_told_from_sizes_alone_and_a_resume_reads_what_is_there(copied):

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.estimates.facts import Facts
+from tunekit.files import read_regular
 from tunekit.recipe.load import reload_recipe
 
 
@@ -253,7 +254,7 @@ def take_newest(run_folder: Path) -> Newest:
 
 def manifest_of(folder: Path) -> Manifest:
     """The manifest of a whole checkpoint."""
-    return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    return Manifest.model_validate_json(read_regular(folder / MANIFEST))
 
 
 def whole_in(run_folder: Path) -> list[tuple[int, Path]]:
