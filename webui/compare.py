@@ -120,8 +120,8 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
         drawing = None if chosen is None else drawn(runs, chosen, view, words)
         parts = [differences(runs, words), results(runs, words), answers(runs, words)]
         choice = gr.Dropdown(choices=choices, value=chosen and chosen.key)
-        seen = repr((marks, chosen and chosen.key, view, faults))
-        return [faults, gr.Column(visible=True), choice, drawing, *parts, seen]
+        state = repr((marks, chosen and chosen.key, view, faults))
+        return [faults, gr.Column(visible=True), choice, drawing, *parts, state]
     except tunekit.TunekitError as error:
         return [told(error), gr.Column(visible=False), *[gr.skip()] * 5, ""]
 
