@@ -106,8 +106,8 @@ REFUSED = {
     ),
     "preferences": (
         {"method": "dpo"},
-        "FSDP2, full shard, expert parallel 8: transformers divides only the trained model into expert parallel "
-        "layers, not all that dpo computes; use fsdp2 without ep_size",
+        "FSDP2, full shard, expert parallel 8: transformers splits only the trained model into expert parallel "
+        "layers, not the other computations of dpo; use fsdp2 without ep_size",
     ),
     "an optimizer": (
         {"train": {"optim": "rmsprop"}},
