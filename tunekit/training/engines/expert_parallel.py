@@ -95,12 +95,17 @@ def joined_groups(groups: Sequence[dict[str, Any]], optimizer: Optimizer, model:
     for number, (name, parameter) in enumerate(model.named_parameters()):
         order |= {name: number, id(parameter): number}
 
+    def place(member: Any) -> int:
+        return order[member if isinstance(member, str) else id(member)]
+
     def joined(numbers: Sequence[int]) -> dict[str, Any]:
-        first, *others = (groups[number] for number in numbers)
-        if not others:
-            return first
-        members = [member for group in (first, *others) for member in group["params"]]
-        return {**first, "params": sorted(members, key=lambda at: order[at if isinstance(at, str) else id(at)])}
+        if len(numbers) == 1:
+            return groups[numbers[0]]
+        members = [member for number in numbers for member in groups[number]["params"]]
+        return {
+            **groups[numbers[0]],
+            "params": sorted(members, key=lambda at: order[at if isinstance(at, str) else id(at)]),
+        }
 
     return [joined(numbers) for numbers in groups_by_origin(optimizer)]
 
