@@ -7,9 +7,10 @@ Several set-ups of these libraries run something else than what they were asked 
 step `verify` believes nothing that can be looked at: the number of processes, the engine, the placement of real
 parameters, their types, and whether the optimizer has them.
 
-Tensor parallel goes through transformers: each layer is divided when the model is loaded, and FSDP2 with it. The
-trainer leaves such a model to itself (`is_distributed_loading_by_transformers`), and cannot resume it (transformers
-5.23), so that there are no checkpoints. The devices that divide a layer see the same rows.
+Tensor and expert parallel go through transformers: layers or experts are divided when the model is loaded, and FSDP2
+with them. The trainer leaves such a model to itself (`is_distributed_loading_by_transformers`), and cannot resume it
+(transformers 5.24). Tensor parallel has no checkpoints, and its devices see the same rows; those of expert parallel
+have the form of all FSDP2 layouts (`expert_parallel`), and each device sees other rows.
 
 The result is one model or adapter as Hugging Face has it, written by the main process from every engine.
 """
