@@ -52,7 +52,8 @@ def placed_like(value: Tensor, like: DTensor) -> DTensor:
     """Return this process's part of a whole tensor, as another one is divided. Nothing is sent."""
     target = _in_order(like)
     part = distribute_tensor(value.to(like.device), target.device_mesh, target.placements, src_data_rank=None)
-    return _with_part(like, part.to_local())
+    # A state may have another shape than its weight.
+    return part if target is like else _with_part(like, part.to_local())
 
 
 def can_be_copied(states: Any) -> Any:
