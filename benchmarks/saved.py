@@ -150,7 +150,7 @@ def measured(cell: Cell, folder: Path) -> dict[str, Any]:
             in_processes(num, worked, resumed(run, from_=str(AT)).path)
         rows = list(_rows(run.path))
         trained = [event["eval_loss"] for event in run.events() if event["event"] == "eval"][-1]
-        (saved,) = in_processes(1, loss_of_saved, str(run.model_path), rows, cell.dtype)
+        (saved,) = in_processes(1, loss_of_saved, str(run.model_path), rows, cell)
     except (AssertionError, TunekitError) as error:
         return {"verdict": "failed", "detail": str(error).strip().splitlines()[-1]}
     share = abs(saved - trained) / trained
@@ -167,18 +167,18 @@ def _rows(run: Path) -> Iterator[tuple[list[int], list[int]]]:
         yield row["input_ids"], row["labels"]
 
 
-def loss_of_saved(folder: str, rows: Sequence[tuple[list[int], list[int]]], dtype: str) -> float:
+def loss_of_saved(folder: str, rows: Sequence[tuple[list[int], list[int]]], cell: Cell) -> float:
     """Return the mean loss of all trained tokens by what was saved, loaded without tunekit."""
     import torch
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    is_adapter = (Path(folder) / "adapter_config.json").exists()
+    products, is_adapter = getattr(torch, cell.dtype), ADAPTERS[cell.adapter]["type"] != "full"
     cls = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    how = {"dtype": getattr(torch, dtype)} if is_adapter else {"dtype": torch.float32}
-    model = cls.from_pretrained(folder, **how, **_quantization(folder)).eval()
+    # A frozen base is in the type of the products, trained weights are float32.
+    model = cls.from_pretrained(folder, dtype=products if is_adapter else torch.float32, **_quantization(cell)).eval()
     total, count = 0.0, 0
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=products == torch.bfloat16):
         for ids, labels in rows:
             logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float()
             targets = torch.tensor(labels[1:])
@@ -187,10 +187,9 @@ def loss_of_saved(folder: str, rows: Sequence[tuple[list[int], list[int]]], dtyp
     return total / count
 
 
-def _quantization(folder: str) -> dict[str, Any]:
-    """Return how the base of QLoRA is loaded: as its recipe in the model card's folder says."""
-    recipe = Path(folder).parent / "recipe.yaml"
-    if "qlora" not in recipe.read_text(encoding="utf-8"):
+def _quantization(cell: Cell) -> dict[str, Any]:
+    """Return how the base of an adapter is loaded: in 4 bits for QLoRA."""
+    if cell.adapter != "qlora":
         return {}
     import torch
     from transformers import BitsAndBytesConfig
@@ -199,7 +198,7 @@ def _quantization(folder: str) -> dict[str, Any]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if "bfloat16" in recipe.read_text(encoding="utf-8") else torch.float32,
+        bnb_4bit_compute_dtype=getattr(torch, cell.dtype),
     )
     return {"quantization_config": config}
 
@@ -239,10 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORDS", help="cells with all of these in their names")
     parser.add_argument("--sample", type=int, help="so many cells, drawn evenly")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
-    asked = parser.parse_args(argv)
-    chosen = [cell for cell in cells() if all(words in cell.name.split(", ") for words in asked.only)]
-    if asked.sample is not None:
-        chosen = random.Random(0).sample(chosen, min(asked.sample, len(chosen)))
+    args = parser.parse_args(argv)
+    chosen = [cell for cell in cells() if all(words in cell.name.split(", ") for words in args.only)]
+    if args.sample is not None:
+        chosen = random.Random(0).sample(chosen, min(args.sample, len(chosen)))
     results = known()
     with tempfile.TemporaryDirectory(prefix="saved-") as scratch:
         folder = Path(scratch)
@@ -255,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     line = {"commit": commit(), "cell": asdict(cell), "result": results[cell]}
                     file.write(json.dumps(line) + "\n")
             print(f"{results[cell]['verdict']:10} {cell.name}: {results[cell]['detail']}", flush=True)
-    if asked.save:
+    if args.save:
         RESULTS.write_text(page(results), encoding="utf-8")
     print(dict(Counter(results[cell]["verdict"] for cell in chosen)))
     return int(any(results[cell]["verdict"] not in ("same", "refused") for cell in chosen))

@@ -37,11 +37,11 @@ def test_a_weight_that_was_saved_otherwise_is_seen(folder):
     run = folder / "run"
     file = run / "model" / "adapter_model.safetensors"
     rows = list(_rows(run))
-    (before,) = in_processes(1, loss_of_saved, str(file.parent), rows, "float32")
+    (before,) = in_processes(1, loss_of_saved, str(file.parent), rows, cell)
     weights = load_file(file)
     name = next(name for name in weights if "lora_B" in name)
     save_file({**weights, name: 1.01 * weights[name]}, file, {"format": "pt"})
-    (after,) = in_processes(1, loss_of_saved, str(file.parent), rows, "float32")
+    (after,) = in_processes(1, loss_of_saved, str(file.parent), rows, cell)
     assert abs(after - before) / before > TOLERANCES["float32"]
 
 

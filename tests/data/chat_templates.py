@@ -1,4 +1,4 @@
-"""What is trained with each chat template that recipes take by name, kept in a file, so that a change of any shows.
+"""Trained text of each chat template that recipes take by name, kept in a file, so that a change of any shows.
 
     python -m tests.data.chat_templates
 
@@ -46,7 +46,7 @@ def trained_text(row: dict, tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def recorded(template: NamedTemplate) -> dict[str, str]:
-    """What each conversation becomes, or why it is refused."""
+    """Return what each conversation becomes, or why it is refused."""
     texts = {}
     for name, row in CONVERSATIONS.items():
         try:

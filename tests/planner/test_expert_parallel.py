@@ -22,19 +22,19 @@ EXPERTS = 48 * 128 * 3 * 2048 * 768
 
 
 def planned(machine="8xh100", model=A3B, parallel=None, **sections):
-    asked = recipe(**{"adapter": "full", "parallel": {"ep_size": 8} if parallel is None else parallel, **sections})
-    return resolve(asked, find_machine(machine).hardware(), model, ROWS)
+    request = recipe(**{"adapter": "full", "parallel": {"ep_size": 8} if parallel is None else parallel, **sections})
+    return resolve(request, find_machine(machine).hardware(), model, ROWS)
 
 
 def test_experts_are_divided_where_all_of_a_layer_would_not_fit():
-    found = names("8xh100", model=A3B, adapter="full")
-    assert [name for name in found if "expert" in name] == [
+    layouts = names("8xh100", model=A3B, adapter="full")
+    assert [name for name in layouts if "expert" in name] == [
         "FSDP2, full shard, expert parallel 8",
         "FSDP2, full shard, expert parallel 4",
         "FSDP2, full shard, expert parallel 2",
     ]
-    first = found.index("FSDP2, full shard, expert parallel 8")
-    assert found.index("FSDP2, full shard") < first < found.index("ZeRO-3, optimizer on the CPU")
+    first = layouts.index("FSDP2, full shard, expert parallel 8")
+    assert layouts.index("FSDP2, full shard") < first < layouts.index("ZeRO-3, optimizer on the CPU")
     assert not [name for name in names("8xh100", adapter="full") if "expert" in name]
 
 
@@ -64,10 +64,10 @@ def test_tokens_are_sent_instead_of_experts():
     sent = {}
     for size in (1, 8):
         layout = Layout(strategy="fsdp2", dp_shard_size=8, ep_size=size)
-        found = transfers_of(
+        all_transfers = transfers_of(
             A3B, FullAdapter(), "bfloat16", layout, num_nodes=1, num_tokens=4096, gradient_checkpointing=True
         )
-        sent[size] = {transfer.what: transfer.sent_bytes for transfer in found}
+        sent[size] = {transfer.what: transfer.sent_bytes for transfer in all_transfers}
     share = 7 / 8
     assert "exchanging tokens of experts" not in sent[1]
     tokens = 2 * 3 * 48 * 8 * 4096 * 2048 * 2
@@ -131,9 +131,9 @@ def test_what_cannot_be_run_is_refused_by_name(name):
     sections, message = REFUSED[name]
     sections = dict(sections)
     if "model_section" in sections:
-        asked = recipe(adapter="full", parallel={"ep_size": 8}, model=sections["model_section"])
+        request = recipe(adapter="full", parallel={"ep_size": 8}, model=sections["model_section"])
         with pytest.raises(PlanError) as caught:
-            resolve(asked, find_machine("8xh100").hardware(), A3B, ROWS)
+            resolve(request, find_machine("8xh100").hardware(), A3B, ROWS)
     else:
         with pytest.raises(PlanError) as caught:
             planned(**sections)

@@ -126,14 +126,20 @@ PROBED = {
 }  # fmt: skip
 
 
+def refusal(damage, folder, read):
+    """Return the words in which a folder is refused once it is damaged."""
+    damage(folder)
+    with pytest.raises(ModelError) as refused:
+        read(ModelSection(path="model"))
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("name", PROBED)
 def test_a_folder_that_is_no_model_is_one_line(name, folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     damage, message = PROBED[name]
-    damage(folder)
-    with pytest.raises(ModelError) as refused:
-        probe_model(ModelSection(path="model"))
-    assert str(refused.value).startswith("model.path: ") and message in str(refused.value)
+    words = refusal(damage, folder, probe_model)
+    assert words.startswith("model.path: ") and message in words
 
 
 TOKENIZERS = {
@@ -153,10 +159,7 @@ TOKENIZERS = {
 def test_a_tokenizer_that_is_none_is_one_line(name, folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     damage, message = TOKENIZERS[name]
-    damage(folder)
-    with pytest.raises(ModelError) as refused:
-        load_tokenizer(ModelSection(path="model"))
-    assert message in str(refused.value)
+    assert message in refusal(damage, folder, load_tokenizer)
 
 
 def test_links_within_a_folder_to_weights_and_to_what_the_hubs_library_keeps_are_followed(folder):

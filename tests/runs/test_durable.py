@@ -1,4 +1,4 @@
-"""What a resume needs is on the disk before its checkpoint is visible: the power may fail after."""
+"""Files that a resume needs are on the disk before its checkpoint is visible: the power may fail after."""
 
 import os
 import resource

@@ -148,7 +148,7 @@ def test_families_are_those_that_transformers_has_a_plan_for():
         "deepseek_ocr2_text", "diffusion_gemma_text", "dots3_note_vision_encoder", "openai_privacy_filter",
         "qwen3_omni_moe_talker_text", "unlimited_ocr_text",
     }  # fmt: skip
-    plans = {name: getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None) or {} for name in CONFIG_MAPPING_NAMES}
+    plans = {name: CONFIG_MAPPING[name].base_model_ep_plan or {} for name in CONFIG_MAPPING_NAMES}
     divided = {name for name, plan in plans.items() if "ep_dispatch_experts" in plan.values()}
     # What is no decoder by itself is none that a recipe names.
     assert divided == families()["expert_parallel"] | parts

@@ -10,16 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import tunekit
 from tests.on_demand import OnDemand
-from tests.processes import in_processes
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
-from tests.training.engines import made, work_in
-from tests.training.test_resume import cut_off
+from tests.training.test_resume import whole_and_resumed
 from tunekit.api import verbs
 from tunekit.data.prepare import read_dataset
 from tunekit.errors import ModelError
 from tunekit.recipe.chat_templates import NamedTemplate, named_templates
 from tunekit.runs import fingerprints
-from tunekit.runs.run import Run
 
 CHATML = {"chat_template": "chatml", "add_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 
@@ -33,10 +30,10 @@ def folder(tmp_path_factory):
         file.unlink()
     (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
     backend = make_tokenizer().backend_tokenizer
-    kept = json.loads(backend.to_str())
-    kept["added_tokens"] = []
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = []
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=type(backend).from_str(json.dumps(kept)), eos_token="</s>", pad_token="<pad>"
+        tokenizer_object=type(backend).from_str(json.dumps(content)), eos_token="</s>", pad_token="<pad>"
     )
     tokenizer.save_pretrained(folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
@@ -63,7 +60,7 @@ def runs(folder):
 
 
 def answer_of(model_folder, num_tokens=40):
-    """What transformers generates by the files of a folder alone, and the last token of it."""
+    """Return what transformers generates by the files of a folder alone, and the last token of it."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     question = [{"role": "user", "content": "double 3"}]
@@ -119,14 +116,8 @@ def test_a_run_that_continues_has_the_template_and_the_end_of_the_first(folder, 
 def test_a_run_with_a_named_template_resumes_exactly(folder, tmp_path):
     recipe = recipe_in(folder, "x", adapter="lora")
     recipe["train"] = {"max_steps": 6, "save_steps": 2, "global_batch_size": 8}
-    whole, cut = (
-        Run(made({**recipe, "output": {"dir": str(tmp_path / name), "sample_prompts": []}})) for name in ("a", "b")
-    )
-    work_in(whole.path, 1)
-    in_processes(1, cut_off, cut.path)
-    assert cut.state == "failed"
-    work_in(cut.path, 1)
-    weights = [load_file(run.model_path / "adapter_model.safetensors") for run in (whole, cut)]
+    runs = whole_and_resumed(recipe, tmp_path)
+    weights = [load_file(run.model_path / "adapter_model.safetensors") for run in runs]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
 

@@ -9,11 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
-from tests.processes import in_processes
-from tests.training.engines import made, work_in
 from tests.training.equality import SPREADS, SUBJECTS, eval_loss_of, recipe_of, train
-from tests.training.test_resume import cut_off
-from tunekit.runs.run import Run
+from tests.training.test_resume import whole_and_resumed
 
 DDP_2, _, FSDP2_2 = SPREADS[:3]
 FULL, LORA = SUBJECTS[0], SUBJECTS[5]
@@ -70,13 +67,7 @@ def test_new_tokens_are_trained_and_saved(adapter, spreads, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_new_tokens_resumes_exactly(tmp_path):
     recipe = recipe_in(tmp_path / "files", {"type": "lora", "rank": 4})
-    recipe["output"] = {"sample_prompts": []}
-    whole = Run(made({**recipe, "output": {"dir": str(tmp_path / "whole")}}))
-    work_in(whole.path, 1)
-    cut = Run(made({**recipe, "output": {"dir": str(tmp_path / "cut")}}))
-    in_processes(1, cut_off, cut.path)
-    assert cut.state == "failed"
-    work_in(cut.path, 1)
-    weights = [load_file(run.model_path / "adapter_model.safetensors") for run in (whole, cut)]
+    runs = whole_and_resumed(recipe, tmp_path)
+    weights = [load_file(run.model_path / "adapter_model.safetensors") for run in runs]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name

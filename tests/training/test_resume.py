@@ -64,6 +64,18 @@ def cut_off(folder):
     raise AssertionError("it was not cut off")
 
 
+def whole_and_resumed(recipe, folder):
+    """Return two runs of a recipe in one process: one that nothing cuts off, and one that was cut off and resumed."""
+    whole, cut = (
+        Run(made({**recipe, "output": {"dir": str(folder / name), "sample_prompts": []}})) for name in ("whole", "cut")
+    )
+    work_in(whole.path, 1)
+    in_processes(1, cut_off, cut.path)
+    assert cut.state == "failed"
+    work_in(cut.path, 1)
+    return whole, cut
+
+
 def events(run, kind):
     return [event for event in run.events() if event["event"] == kind]
 

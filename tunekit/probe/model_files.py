@@ -195,26 +195,26 @@ def _indexed(folder: Path, path: str) -> list[str]:
 
 def _read_header(file: Path, path: str) -> Tensors:
     """Names, shapes and types from the header of a safetensors file: 8 bytes of length, then JSON."""
-    broken = ModelError(f"model.path: {path!r}: {file.name} is damaged", hint="copy or download it again")
+    damaged = ModelError(f"model.path: {path!r}: {file.name} is damaged", hint="copy or download it again")
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
-            raise broken
+            raise damaged
         (length,) = struct.unpack("<Q", prefix)
         if length > min(size - 8, MAX_HEADER_BYTES):
-            raise broken
+            raise damaged
         try:
             header = parse_json(stream.read(length).decode("utf-8"))
         except ValueError as error:
-            raise broken from error
+            raise damaged from error
     if not isinstance(header, dict):
-        raise broken
+        raise damaged
     header.pop("__metadata__", None)
     if not header or not all(_is_entry(entry) for entry in header.values()):
-        raise broken
+        raise damaged
     if max(entry["data_offsets"][1] for entry in header.values()) != size - 8 - length:
-        raise broken
+        raise damaged
     return {name: (tuple(entry["shape"]), dtype_name(entry["dtype"])) for name, entry in header.items()}
 
 

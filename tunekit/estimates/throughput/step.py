@@ -282,8 +282,9 @@ class _Sender:
         """
         layout, passes = self.layout, self.passes
         sends = partial(self.ring, layout.num_shards, layout.tp_size)
-        weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size - self.kept_experts_bytes
-        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size - self.kept_experts_bytes
+        experts = self.kept_experts_bytes
+        weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size - experts
+        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size - experts
         match layout.strategy:
             case "fsdp2" | "zero3":
                 twice = layout.strategy == "zero3" or layout.reshard_after_forward

@@ -205,9 +205,11 @@ _FLASH_WORDS = {
 }
 
 
-def divides_experts(model: ModelFacts) -> bool:
-    """Return whether transformers has a plan to divide a model's experts among devices."""
-    return _is_among("expert_parallel", model)
+def why_not_divided(model: ModelFacts) -> str | None:
+    """Return why the experts of a model are not divided among devices; None where they can be."""
+    if _is_among("expert_parallel", model):
+        return None
+    return f"transformers has no plan to divide the experts of {model.model_type}"
 
 
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:

@@ -344,8 +344,8 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
             yield f"parallel.ep_size: {model.path} has no layers with experts", "unset it"
         elif model.num_experts % size:
             yield f"parallel.ep_size: {size} does not divide the {model.num_experts} experts of {model.path}", None
-        elif not backends.divides_experts(model):
-            yield f"parallel.ep_size: transformers has no plan to divide the experts of {model.model_type}", "unset it"
+        elif (why := backends.why_not_divided(model)) is not None:
+            yield f"parallel.ep_size: {why}", "unset it"
         together = [name for name in ("tp_size", "cp_size", "sp_size") if (values[name] or 1) > 1]
         if together:
             yield f"parallel.ep_size and parallel.{together[0]}: untested together", "unset one"
@@ -509,7 +509,7 @@ def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]
 
 
 def _divided_at_load(layout: Layout) -> tuple[str, str]:
-    """What transformers divides a model into as it loads it, and the layout without it."""
+    """Return what transformers divides a model into as it loads it, and the layout without it."""
     if layout.tp_size > 1:
         return "tensor parallel layers", "use fsdp2 without tp_size"
     return "expert parallel layers", "use fsdp2 without ep_size"
@@ -517,8 +517,8 @@ def _divided_at_load(layout: Layout) -> tuple[str, str]:
 
 def _expert_refusals(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield what is not known to work where experts are divided: parameters lie on two meshes."""
-    if not backends.divides_experts(model):
-        yield f"transformers has no plan to divide the experts of {model.model_type}", "unset parallel.ep_size"
+    if (why := backends.why_not_divided(model)) is not None:
+        yield why, "unset parallel.ep_size"
     if (optim := recipe.train.optimizer) not in EXPERT_OPTIMS:
         yield f"{optim} is untested with expert parallel layers", f"use train.optim={CLOSEST_OPTIM}"
     if recipe.train.ema_decay is not None:

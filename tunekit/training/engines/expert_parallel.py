@@ -103,10 +103,7 @@ def joined_groups(groups: Sequence[dict[str, Any]], optimizer: Optimizer, model:
         if len(numbers) == 1:
             return groups[numbers[0]]
         members = [member for number in numbers for member in groups[number]["params"]]
-        return {
-            **groups[numbers[0]],
-            "params": sorted(members, key=lambda at: order[at if isinstance(at, str) else id(at)]),
-        }
+        return {**groups[numbers[0]], "params": sorted(members, key=place)}
 
     return [joined(numbers) for numbers in groups_by_origin(optimizer)]
 

@@ -253,8 +253,8 @@ def states(trainer: Trainer) -> dict[str, dict[str, Any]]:
     optimizer: dict[str, Any] = dict(get_optimizer_state_dict(trainer.model, trainer.optimizer, options=options))
     if trainer.is_distributed_loading_by_transformers:
         groups = expert_parallel.joined_groups(optimizer["param_groups"], trainer.optimizer, trainer.model)
-        optimizer = expert_parallel.can_be_copied(expert_parallel.in_order({**optimizer, "param_groups": groups}))
-        weights = expert_parallel.can_be_copied(expert_parallel.in_order(weights))
+        stored = expert_parallel.in_order((weights, {**optimizer, "param_groups": groups}))
+        weights, optimizer = expert_parallel.can_be_copied(stored)
     return {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": optimizer}}
 
 
