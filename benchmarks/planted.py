@@ -185,7 +185,9 @@ def near_tests(fault: Fault, durations: Mapping[str, float], root: Path = ROOT) 
     for file, text in files.items():
         found[file] += 1000 * (file in mirrors) + 100 * bool(imports.search(text))
     near = [file for file in sorted(found, key=lambda file: (-found[file], file)) if found[file]][:NEAR_FILES]
-    beside = [file for file in files if file.parent == Path("tests", *folders[:2]) and file not in near]
+    rooms = [Path("tests", *folders[:2]), Path("tests", *folders[:1])]
+    room = next((room for room in rooms if any(file.parent == room for file in files)), rooms[0])
+    beside = [file for file in files if file.parent == room and file not in near]
     beside.sort(key=lambda file: (-sum(word in files[file] for word in words), len(files[file]), file))
     near += beside[: max(0, LEAST_FILES - len(near))]
     taken, seconds = [], 0.0

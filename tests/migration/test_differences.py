@@ -453,6 +453,8 @@ def test_adapters_of_llama_factorys_new_trainer() -> None:
     assert (adapter.type, adapter.rank, adapter.alpha, adapter.target_modules) == ("qlora", 16, 32, "all-linear")
     assert v1(peft_config={"name": "freeze", "freeze_trainable_layers": 3}).recipe.adapter.last_layers == 3
     report = v1(peft_config=lora, quant_config={"name": "bnb", "quantization_bit": 8})
+    assert (report.recipe.adapter.type, report.recipe.adapter.quant_type) == ("qlora", "int8")
+    report = v1(peft_config=lora, quant_config={"name": "bnb", "quantization_bit": 2})
     assert [line.key for line in report.of_kind("unsupported")] == [
         "quant_config.name",
         "quant_config.quantization_bit",

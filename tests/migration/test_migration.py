@@ -90,8 +90,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.optim": "lion_8bit", "train.global_batch_size": 4, "train.num_epochs": 2, "data.max_length": 2048,
     },
     "axolotl-doubtful.yaml": {
-        "data.loss_on": "all", "adapter.type": "lora", "train.learning_rate": 1e-6, "train.num_epochs": 20,
-        "output.name": "second-try", "model.dtype": "auto", "train.optim": None,
+        "data.loss_on": "all", "adapter.type": "qlora", "adapter.quant_type": "int8", "train.learning_rate": 1e-6,
+        "train.num_epochs": 20, "output.name": "second-try", "model.dtype": "auto", "train.optim": None,
     },
     "axolotl-pure-bf16.yaml": {
         "adapter.type": "full", "train.pure_bf16": True, "train.optim": "adamw_torch_fused", "model.dtype": "auto",
@@ -453,7 +453,6 @@ def test_the_recipe_says_no_default(name) -> None:
 
 UNSUPPORTED = {
     "axolotl-doubtful.yaml": {
-        "load_in_8bit": "an 8-bit base is unsupported",
         "lora_dropuot": "unknown key of Axolotl; did you mean 'lora_dropout'?",
         "optimizer": "train.optim must be one of",
     },
@@ -972,3 +971,28 @@ def test_a_base_in_gptq_is_kept_below_an_adapter(switch, kind, tmp_path) -> None
     made = migrate(tmp_path / "config.yaml")
     assert made.recipe.adapter.type == kind
     assert not made.of_kind("unsupported")
+
+
+EIGHT_BITS = {
+    "axolotl": (f"{AXOLOTL_FULL}adapter: lora\nlora_r: 8\nload_in_8bit: true\n", "load_in_8bit"),
+    "llama-factory": (
+        "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: d\ntemplate: qwen\n"
+        "quantization_bit: 8\nquantization_method: bnb\n",
+        "quantization_bit",
+    ),
+    "ms-swift": ("model: m\ndataset: d\ntuner_type: lora\nquant_method: bnb\nquant_bits: 8\n", "quant_bits"),
+    "trl": (
+        "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nload_in_8bit: true\nmax_length: 512\n",
+        "load_in_8bit",
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", EIGHT_BITS)
+def test_a_base_in_8_bits_is_carried_over_and_its_activations_named(tool, tmp_path) -> None:
+    text, key = EIGHT_BITS[tool]
+    (tmp_path / "config.yaml").write_text(text)
+    made = migrate(tmp_path / "config.yaml", tool=tool)
+    assert (made.recipe.adapter.type, made.recipe.adapter.quant_type) == ("qlora", "int8")
+    (line,) = [line for line in made.of_kind("different") if line.key == key]
+    assert "LLM.int8() quantizes activations too" in line.words

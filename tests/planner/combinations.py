@@ -28,6 +28,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "new layers": {"adapter": {"type": "full", "new_layers": 4}},
     "unfrozen parameters": {"adapter": {"type": "full", "unfrozen_parameters": ["norm"]}},
     "qlora": {"adapter": {"type": "qlora"}},
+    "int8": {"adapter": {"type": "qlora", "quant_type": "int8"}},
     "ia3": {"adapter": {"type": "ia3"}},
     "vera": {"adapter": {"type": "vera"}},
     "oft": {"adapter": {"type": "oft"}},

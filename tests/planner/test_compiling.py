@@ -54,7 +54,7 @@ REFUSED = {
         {"train": {"torch_compile": True}},
         "train.torch_compile: torch compiles CPU code with g++, which is not installed; install g++",
     ),
-    "4 bits": (H100, {"adapter": "qlora", "train": {"torch_compile": True}}, "bitsandbytes 4-bit weights cannot be"),
+    "4 bits": (H100, {"adapter": "qlora", "train": {"torch_compile": True}}, "4-bit weights cannot be"),
     "zero": (
         TWO,
         {"adapter": "full", "parallel": {"strategy": "zero2"}, "train": {"torch_compile": True}},

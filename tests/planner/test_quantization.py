@@ -104,6 +104,32 @@ def test_a_kept_base_takes_the_bytes_of_its_layout():
     assert quantised_bytes(model, QloraAdapter()) == num // 2 + num // 128 * 2 + num // 128 // 2
 
 
+INT8 = {"type": "qlora", "quant_type": "int8"}
+
+
+def test_a_base_in_8_bits_takes_a_byte_a_value_and_a_scale_an_output():
+    plan = planned(known_model("meta-llama/Llama-3.1-8B"), INT8)
+    assert precision(plan) == "bfloat16 compute, 8-bit base"
+    outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    quantized = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    rest = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
+    assert plan.memory.parts["weights"] == quantized + 4 * outputs + 2 * rest
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
+def test_a_base_in_8_bits_is_not_divided(strategy):
+    with pytest.raises(PlanError, match="int8 weights cannot be sharded or broadcast") as error:
+        planned(known_model("meta-llama/Llama-3.1-8B"), INT8, "8xh100", strategy=strategy)
+    assert error.value.hint == "use ddp, adapter.quant_type=nf4, or adapter.type=lora"
+    assert planned(known_model("meta-llama/Llama-3.1-8B"), INT8, "8xh100").layout.strategy == "ddp"
+
+
+def test_experts_are_not_quantized_to_8_bits():
+    with pytest.raises(PlanError, match=r"adapter\.quant_type: int8 is for linear layers") as error:
+        planned(known_model("Qwen/Qwen3-30B-A3B"), INT8)
+    assert error.value.hint == "use nf4, or set adapter.type=lora"
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_kept_weights_of_other_packages_are_not_divided(strategy):
     with pytest.raises(PlanError, match="weights published in AWQ cannot be sharded or broadcast") as error:

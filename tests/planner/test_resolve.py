@@ -338,7 +338,7 @@ def test_types_that_are_not_quantized_are_refused_in_4_bits_alone(kind):
     model = LLAMA_1B.model_copy(update={"model_type": kind})
     resolve(recipe(adapter="lora"), H100, model, ROWS)
     with pytest.raises(
-        PlanError, match=f"4-bit training is unsupported for {kind} models: .*; set adapter.type=lora or full"
+        PlanError, match=f"quantized training is unsupported for {kind} models: .*; set adapter.type=lora or full"
     ):
         resolve(recipe(adapter="qlora"), H100, model, ROWS)
 

@@ -89,7 +89,7 @@ def test_a_server_takes_nothing_of_the_devices():
     [
         (H100.model_copy(update={"vllm": False}), {}, r"vLLM is not installed.*pip install 'tunekit\[vllm\]'"),
         (ON_ROCM, {}, "vLLM is supported on CUDA devices only"),
-        (H100, {"adapter": "qlora"}, "TRL merges the adapter into the 4-bit weights"),
+        (H100, {"adapter": "qlora"}, "TRL merges the adapter into the quantized weights"),
         (
             H100,
             {"train": {"ema_decay": 0.9}, "data": {"eval_size": 0.1}},

@@ -174,11 +174,17 @@ def start_words(origin: Origin, adapter: Adapter) -> tuple[str, str]:
     if isinstance(adapter, FullAdapter):
         return choice, f"adapter of {origin.name} merged into {origin.base.path} in float32, all parameters trained"
     why = f"adapter of {origin.name} trained further, on {origin.base.path}"
-    was, is_now = isinstance(origin.adapter, QloraAdapter), isinstance(adapter, QloraAdapter)
+    was, is_now = (_base_words(each) for each in (origin.adapter, adapter))
     if was != is_now:
-        kinds = ("a 4-bit base", "an unquantized one")
-        why += f"; trained on {kinds[not was]}, continues on {kinds[not is_now]} with slightly different outputs"
+        why += f"; trained on {was}, continues on {is_now} with slightly different outputs"
     return choice, why
+
+
+def _base_words(adapter: PeftAdapter) -> str:
+    """Return what the base of an adapter is stored as."""
+    if not isinstance(adapter, QloraAdapter):
+        return "an unquantized one"
+    return "an 8-bit base" if adapter.bits == 8 else "a 4-bit base"
 
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
@@ -395,7 +401,7 @@ class PackedWeights(Facts):
     weights: Mapping[str, int]
     """Bytes of each as it is kept, with its scales, by the name of its module."""
     quant_type: str | None = None
-    """Data type of bitsandbytes' 4 bits."""
+    """Data type by the name of `adapter.quant_type`; None where it has none."""
     double_quant: bool | None = None
     """True if constants of bitsandbytes' 4 bits are quantized too."""
 
@@ -640,10 +646,11 @@ class ModelFacts(Facts):
         dense = read_past_of(self.model_type)
         return Linears({name: sizes for name, sizes in self.linears.items() if _leaf(name) not in dense})
 
-    @property
-    def keeps_packed(self) -> bool:
-        """True if QLoRA keeps linear layers as they are published, outside bitsandbytes' 4 bits."""
-        return self.published_as in KEPT_PACKED
+    def is_packed_for(self, adapter: Adapter) -> bool:
+        """Return whether QLoRA holds linear layers in few bits outside bitsandbytes' 4: in 8, or as published."""
+        if not isinstance(adapter, QloraAdapter):
+            return False
+        return self.published_as in KEPT_PACKED or (self.published_as is None and adapter.bits == 8)
 
     @cached_property
     def latent_widths(self) -> dict[str, int]:

@@ -325,7 +325,7 @@ def _end_answers(model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
 def merged(found: Trained, dtype: Dtype) -> Any:
     """A model as a whole on the CPU, with its adapter made part of its weights in their type.
 
-    An adapter that was trained over a 4-bit base is merged into the unquantised one.
+    An adapter that was trained over a quantized base is merged into the unquantized one.
     """
     from tunekit.models.load import check_mergeable
 
@@ -370,7 +370,7 @@ def _notes(found: Trained, kind: Kind) -> Iterator[str]:
         if found.adapter.is_of_4bit_base:
             yield "adapted weights merged into their dequantized 4-bit values"
         else:
-            yield "trained on a 4-bit base, but merged into the unquantized one: answers differ slightly"
+            yield "trained on a quantized base, but merged into the unquantized one: answers differ slightly"
     if kind == "adapter":
         yield f"load it on top of {found.base.path} with PEFT"
 

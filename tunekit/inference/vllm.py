@@ -67,7 +67,7 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
         return RunError("vLLM is supported on CUDA devices only", hint=other)
     adapter = found.adapter
     if isinstance(adapter, QloraAdapter):
-        return RunError(f"{found.name} was trained on a 4-bit base, which vLLM does not load", hint=other)
+        return RunError(f"{found.name} was trained on a quantized base, which vLLM does not load", hint=other)
     if found.base.rope_scaling is not None:
         return RunError(f"vLLM loads the base of {found.name} without its rope_scaling", hint=other)
     if found.base.all_tokens:

@@ -21,7 +21,7 @@ def prepare(draft: Draft) -> None:
     kind = draft.get("adapter")
     if kind in ("lora", "qlora"):
         is_small = kind == "qlora" or draft.get("load_in_4bit") is True or draft.get("gptq") is True
-        draft.put("adapter.type", "qlora" if is_small else "lora", "adapter")
+        hf.put_quantized(draft, 4 if is_small else 8 if draft.get("load_in_8bit") is True else 16, "adapter")
     else:
         draft.put("adapter.type", "full")
     for target, key in (("data.train", "datasets"), ("data.eval", "test_datasets")):
@@ -186,7 +186,7 @@ def experts(draft: Draft, entry: Entry) -> Fate:
     """The wish to quantize the experts of a layer with its linear layers."""
     if not truth(entry.value):
         return Fate("silent", "is off")
-    if draft.values["adapter.type"] != "qlora":
+    if draft.values["adapter.type"] != "qlora" or draft.values.get("adapter.quant_type") == "int8":
         raise UnfitError("adapter: qlora quantizes experts to 4 bits; 8 bits are unsupported")
     return Fate("decided", "adapter: qlora quantizes experts too")
 

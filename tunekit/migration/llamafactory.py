@@ -33,10 +33,12 @@ def prepare(draft: Draft) -> None:
     draft.put("method.type", method, "stage")
     if method == "cpo":
         draft.put("method.loss_type", "simpo", "pref_loss")
-    is_small = draft.get("quantization_bit") in (4, "4") and _is_bitsandbytes(draft.get("quantization_method", "bnb"))
-    kind = draft.get("finetuning_type")
-    adapter = "full" if kind in ("full", "freeze") else "oft" if kind == "oft" else "qlora" if is_small else "lora"
-    draft.put("adapter.type", adapter, "finetuning_type", "quantization_bit")
+    kind, keys = draft.get("finetuning_type"), ("finetuning_type", "quantization_bit")
+    if kind in ("full", "freeze", "oft"):
+        draft.put("adapter.type", "oft" if kind == "oft" else "full", *keys)
+    else:
+        is_by_bitsandbytes = _is_bitsandbytes(draft.get("quantization_method", "bnb"))
+        hf.put_quantized(draft, draft.get("quantization_bit") if is_by_bitsandbytes else None, *keys)
     for target, key in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
 
@@ -250,13 +252,9 @@ def _differing(columns: dict[str, Any]) -> dict[str, str]:
 
 def bits(draft: Draft, entry: Entry) -> Fate:
     """The bits of a quantised model."""
-    if draft.values["adapter.type"] == "qlora":
-        return carried("adapter.type", "qlora")
     if not draft.has_adapter:
         raise UnfitError("quantized weights cannot be trained: adapter: qlora trains an adapter on top of them")
-    if draft.values["adapter.type"] == "oft":
-        raise UnfitError("oft is unsupported on a quantized base: adapter: qlora trains LoRA on it")
-    raise UnfitError("unsupported quantization: adapter: qlora uses a 4-bit base by bitsandbytes")
+    return hf.bits(draft, entry)
 
 
 def quantization_method(draft: Draft, entry: Entry) -> Fate:

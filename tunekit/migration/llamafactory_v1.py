@@ -18,9 +18,11 @@ def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
     _set_batch(draft)
     kind = draft.get("peft_config.name")
-    is_small = draft.get("quant_config.quantization_bit") in (4, "4")
-    adapter = {"lora": "qlora" if is_small else "lora"}.get(str(kind), "full")
-    draft.put("adapter.type", adapter, "peft_config.name", "quant_config.quantization_bit")
+    keys = ("peft_config.name", "quant_config.quantization_bit")
+    if kind == "lora":
+        hf.put_quantized(draft, draft.get("quant_config.quantization_bit"), *keys)
+    else:
+        draft.put("adapter.type", "full", *keys)
     for target, key in (("data.train", "train_dataset"), ("data.eval", "eval_dataset")):
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
 
@@ -150,8 +152,10 @@ def trained(draft: Draft, entry: Entry) -> Fate:
 def quantization(draft: Draft, entry: Entry) -> Fate:
     """The base below an adapter in 4 bits."""
     if draft.values["adapter.type"] != "qlora":
-        raise UnfitError("adapter: qlora uses a 4-bit base by bitsandbytes")
-    if entry.key.endswith("name") and lower(entry.value) not in ("auto", "bnb"):
+        raise UnfitError("adapter: qlora uses a base of 4 or 8 bits by bitsandbytes")
+    if not entry.key.endswith("name"):
+        return hf.bits(draft, entry)
+    if lower(entry.value) not in ("auto", "bnb"):
         raise UnfitError(f"{entry.value} is unsupported: adapter: qlora quantizes with bitsandbytes")
     return carried("adapter.type", "qlora")
 

@@ -48,11 +48,13 @@ def prepare(draft: Draft) -> None:
     if kind == "simpo":
         draft.put("method.loss_type", "simpo", "rlhf_type")
     tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", "lora")))
-    is_small = draft.get("quant_bits", draft.get("quantization_bit")) == 4 and draft.get("quant_method", "bnb") == "bnb"
-    kinds = {"full": "full", "llamapro": "full", "adalora": "adalora"}
-    adapter = kinds.get(tuner, "lora")
-    adapter = "qlora" if is_small and adapter != "full" else adapter
-    draft.put("adapter.type", adapter, "tuner_type", "train_type", "sft_type")
+    is_by_bitsandbytes = draft.get("quant_method", "bnb") == "bnb"
+    bits = draft.get("quant_bits", draft.get("quantization_bit")) if is_by_bitsandbytes else None
+    keys, kinds = ("tuner_type", "train_type", "sft_type"), {"full": "full", "llamapro": "full", "adalora": "adalora"}
+    if tuner in kinds and (kinds[tuner] == "full" or bits not in (4, 8)):
+        draft.put("adapter.type", kinds[tuner], *keys)
+    else:
+        hf.put_quantized(draft, bits, *keys)
     if tuner == "llamapro":
         draft.put("adapter.new_layers", draft.get("llamapro_num_new_blocks", 4), "llamapro_num_new_blocks")
     for target, key in (("data.train", "dataset"), ("data.eval", "val_dataset")):
@@ -267,13 +269,6 @@ def _mapping(draft: Draft, entry: Entry) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise UnfitError("must be a mapping")
     return value
-
-
-def bits(draft: Draft, entry: Entry) -> Fate:
-    """The bits of a quantised model."""
-    if draft.values["adapter.type"] == "qlora":
-        return carried("adapter.type", "qlora")
-    raise UnfitError("unsupported quantization: adapter: qlora uses a 4-bit base by bitsandbytes")
 
 
 def tuner(draft: Draft, entry: Entry) -> Fate:

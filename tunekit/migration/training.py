@@ -263,6 +263,14 @@ def tuner(draft: Draft, entry: Entry) -> Fate:
     return carried("adapter.type", draft.values["adapter.type"])
 
 
+def put_quantized(draft: Draft, bits: object, *keys: str) -> None:
+    """Lay in an adapter on a base that bitsandbytes has in so many bits: 4, 8, or another number for none."""
+    num = {"4": 4, "8": 8}.get(str(bits))
+    draft.put("adapter.type", "lora" if num is None else "qlora", *keys)
+    if num == 8:
+        draft.put("adapter.quant_type", "int8", *keys)
+
+
 def four_bits(draft: Draft, entry: Entry) -> Fate:
     """Weights of 4 bits, beside which an adapter is trained."""
     if not truth(entry.value):
@@ -270,6 +278,27 @@ def four_bits(draft: Draft, entry: Entry) -> Fate:
     if draft.values["adapter.type"] != "qlora":
         raise UnfitError("4-bit weights need an adapter to train: adapter: qlora")
     return carried("adapter.type", "qlora")
+
+
+def eight_bits(draft: Draft, entry: Entry) -> Fate:
+    """Weights of 8 bits, beside which an adapter is trained."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    if draft.values["adapter.type"] != "qlora":
+        raise UnfitError("8-bit weights need an adapter to train: adapter: qlora")
+    return bits(draft, entry)
+
+
+def bits(draft: Draft, entry: Entry) -> Fate:
+    """The bits of a quantized base."""
+    if draft.values["adapter.type"] == "oft":
+        raise UnfitError("oft is unsupported on a quantized base: adapter: qlora trains LoRA on it")
+    if draft.values["adapter.type"] != "qlora":
+        raise UnfitError("unsupported quantization: adapter: qlora uses a base of 4 or 8 bits")
+    if draft.values.get("adapter.quant_type") != "int8":
+        return carried("adapter.type", "qlora")
+    words = "adapter.quant_type: int8 has the same weights, but LLM.int8() quantizes activations too"
+    return Fate("different", words)
 
 
 def rewards(draft: Draft, entry: Entry) -> Fate:

@@ -24,8 +24,11 @@ def prepare(draft: Draft) -> None:
     draft.original.entries = tuple(map(_switched_off, draft.original.entries))
     hf.set_batch(draft, "per_device_train_batch_size", devices="num_processes", default_micro=8)
     draft.put("method.type", _method(draft), "task")
-    small = "qlora" if draft.get("load_in_4bit") is True else "lora"
-    draft.put("adapter.type", small if draft.get("use_peft") else "full", "use_peft")
+    if draft.get("use_peft"):
+        bits = 4 if draft.get("load_in_4bit") is True else 8 if draft.get("load_in_8bit") is True else 16
+        hf.put_quantized(draft, bits, "use_peft")
+    else:
+        draft.put("adapter.type", "full", "use_peft")
     _sources(draft)
 
 
@@ -96,8 +99,9 @@ def finish(draft: Draft) -> None:
         what = "TRL trains on every token of a chat unless assistant_only_loss is on; the recipe on the assistant's"
         draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all does the same)", remedy="data.loss_on")
     hf.suspect_beta(draft)
-    if draft.get("load_in_4bit") and not draft.get("use_peft"):
-        draft.suspect("load_in_4bit", "load_in_4bit without use_peft: 4-bit weights cannot be trained")
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if draft.get(key) and not draft.get("use_peft"):
+            draft.suspect(key, f"{key} without use_peft: quantized weights cannot be trained")
 
 
 # Single keys

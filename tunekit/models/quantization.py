@@ -1,4 +1,5 @@
-"""Weights in 4 bits: linear layers as bitsandbytes has them, and the experts of a layer as one stack of matrices.
+"""Weights in 4 bits: linear layers as bitsandbytes has them, and the experts of a layer as one stack of matrices. In 8
+bits, linear layers with a scale for each output.
 
 In transformers 5 the experts of a layer are parameters of three dimensions and no linear layers, so that bitsandbytes
 leaves them as they are, and they are nine tenths of such a model. Here they are quantized as they are read, expert
@@ -21,15 +22,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_map
 from transformers import BitsAndBytesConfig
+from transformers.core_model_loading import ConversionOps
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.integrations.mxfp4 import FP4_VALUES, Mxfp4Dequantize
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
-from transformers.utils.quantization_config import Mxfp4Config, QuantizationMethod
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin, QuantizationMethod
 
 from tunekit.estimates.models.model_config import read_past_of
-from tunekit.models.packed import Packed
+from tunekit.models.packed import Packed, Rows
 from tunekit.recipe.sections.adapters import QloraAdapter
 
 if TYPE_CHECKING:
@@ -41,8 +46,8 @@ BLOCK_SIZE = 64
 SHARDED = "sharded_stacks"
 """Name of the attribute by which a module of experts has the stacks whose bytes are parameters that FSDP2 shards."""
 
-METHOD, KEPT = "tunekit_4bit", "tunekit_mxfp4"
-"""Quantization methods under which transformers knows `ExpertsQuantizer` and `KeptQuantizer`."""
+METHOD, KEPT, INT8 = "tunekit_4bit", "tunekit_mxfp4", "tunekit_int8"
+"""Quantization methods under which transformers knows `ExpertsQuantizer`, `KeptQuantizer` and `Int8Quantizer`."""
 
 
 @dataclass(frozen=True)
@@ -338,13 +343,75 @@ class _Keep(Mxfp4Dequantize):  # type: ignore[misc]
         return {full_layer_name: nn.Parameter(Stack(storage, is_transposed=True), requires_grad=False)}
 
 
-def quantization_config(adapter: QloraAdapter, dtype: torch.dtype) -> BitsAndBytesConfig:
+@register_quantization_config(INT8)
+class Int8Config(QuantizationConfigMixin):  # type: ignore[misc]
+    """Quantization of a model by `Int8Quantizer`."""
+
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = INT8
+
+
+@register_quantizer(INT8)
+class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
+    """Quantizer that leaves a model its linear layers, and gives them weights of 8 bits as they are read."""
+
+    is_trainable = True
+    _stored: dict[str, bool]
+    """True for each quantized weight that its module has transposed, (inputs, outputs)."""
+
+    def is_serializable(self) -> bool:
+        """Return that the model is not saved, only what is trained beside it."""
+        return False
+
+    def _process_model_before_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
+        left_out = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        past = read_past_of(model.config.model_type)
+        self._stored = {
+            f"{name}.weight": isinstance(module, Conv1D)
+            for name, module in model.named_modules()
+            if (type(module) is nn.Linear or isinstance(module, Conv1D))
+            and name.rpartition(".")[2] not in past
+            and should_convert_module(name, left_out)
+        }
+
+    def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
+        """Return whether a parameter is kept in 8 bits."""
+        return param_name in self._stored
+
+    def is_transposed(self, name: str) -> bool:
+        """Return whether a module has its weight as (inputs, outputs)."""
+        return self._stored[name]
+
+    def get_quantize_ops(self) -> "_QuantizeInt8":
+        """Return what quantizes a parameter that is read."""
+        return _QuantizeInt8(self)
+
+
+class _QuantizeInt8(ConversionOps):  # type: ignore[misc]
+    def __init__(self, hf_quantizer: Int8Quantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Tensor]:
+        converted: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            values, is_transposed = (
+                value[0] if isinstance(value, list) else value,
+                self.hf_quantizer.is_transposed(name),
+            )
+            rows = Rows.of(values.T if is_transposed else values)
+            converted[name] = nn.Parameter(Stack(rows, is_transposed=is_transposed), requires_grad=False)
+        return converted
+
+
+def quantization_config(adapter: QloraAdapter, dtype: torch.dtype) -> QuantizationConfigMixin:
     """Return how transformers quantizes a model that it reads.
 
     Args:
         adapter: The section that asks for it.
         dtype: Type of the products.
     """
+    if adapter.bits == 8:
+        return Int8Config()
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=adapter.quant_type,

@@ -193,7 +193,7 @@ def products_of(
     e = BYTES[dtype]
     mlp, casted = leaves & _MLP, autocast and e == 2
     fused = kernels and is_fused(model, adapter)
-    in_4_bits = isinstance(adapter, QloraAdapter) and not model.keeps_packed
+    in_4_bits = isinstance(adapter, QloraAdapter) and not model.is_packed_for(adapter)
     # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
     mask = 1 if device == "cuda" else 4 if casted else e
     return Products(
@@ -230,7 +230,7 @@ def is_fused(model: ModelFacts, adapter: Adapter) -> bool:
     """Return whether tunekit's kernels compute all of a decoder layer, with what is trained of it."""
     if isinstance(adapter, LoraAdapter) and (adapter.use_dora or adapter.lora_bias):
         return False
-    if isinstance(adapter, QloraAdapter) and model.keeps_packed:
+    if model.is_packed_for(adapter):
         return False
     return model.model_type in model_types().fused and isinstance(adapter, FullAdapter | LoraAdapter)
 

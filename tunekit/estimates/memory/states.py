@@ -32,6 +32,7 @@ from functools import cache
 from typing import Literal
 
 from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
+from tunekit.estimates.models.model_config import model_types
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.adapters import (
     AdaloraAdapter,
@@ -253,7 +254,7 @@ def dense_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
 
 
 def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype, trained_dtype: Dtype = "float32") -> int:
-    """Bytes of the model's own weights: in `trained_dtype` where they are trained, else in `dtype`, or in 4 bits.
+    """Bytes of the model's own weights: in `trained_dtype` where they are trained, else in `dtype`, or in few bits.
 
     Embeddings, norms, routers and head are not quantized.
     """
@@ -265,7 +266,7 @@ def weights_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype, trained_dty
 
 
 def num_quantised(model: ModelFacts) -> int:
-    """Number of parameters that QLoRA keeps in 4 bits: of linear layers but the head, and of experts.
+    """Number of parameters that QLoRA keeps in few bits: of linear layers but the head, and of experts.
 
     Of a model published in MXFP4 it keeps the experts as they are, and nothing else; of other packed ones the linear
     layers that are packed.
@@ -276,22 +277,31 @@ def num_quantised(model: ModelFacts) -> int:
 
 
 def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
-    """Bytes of the weights that are kept in 4 bits."""
+    """Bytes of the weights that are kept in few bits."""
     if not isinstance(adapter, QloraAdapter):
         return 0
     if model.published_as == "mxfp4":
         return num_quantised(model) // 2 + num_quantised(model) // BLOCK_MXFP4
     if model.packed is not None:
         return sum(model.packed.weights.values())
+    if adapter.bits == 8:
+        sizes, of_outputs = model.quantised_linears.shapes.items(), model.model_type in model_types().stored_transposed
+        return sum(times * bytes_in_8_bits(size[of_outputs], size[not of_outputs]) for size, times in sizes)
     shapes = (*model.quantised_linears.shapes.items(), *model.expert_stacks.items())
     return sum(times * bytes_in_4_bits(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
 
 
 def scales_bytes(model: ModelFacts, adapter: Adapter) -> int:
     """Bytes of what belongs to weights in few bits besides their values: scales and tables."""
-    bits = 4 if model.packed is None else model.packed.bits
-    values = num_quantised(model) * bits // 8 if isinstance(adapter, QloraAdapter) else 0
-    return quantised_bytes(model, adapter) - values
+    if not isinstance(adapter, QloraAdapter):
+        return 0
+    bits = adapter.bits if model.packed is None else model.packed.bits
+    return quantised_bytes(model, adapter) - num_quantised(model) * bits // 8
+
+
+def bytes_in_8_bits(outputs: int, inputs: int) -> int:
+    """Bytes of a weight in 8 bits with a float32 scale for each output (arXiv 2208.07339, section 2.1)."""
+    return outputs * inputs + 4 * outputs
 
 
 def bytes_in_4_bits(size: int, *, double: bool) -> int:
@@ -308,14 +318,14 @@ def bytes_in_4_bits(size: int, *, double: bool) -> int:
 
 
 def dequantised_bytes(model: ModelFacts, adapter: Adapter, dtype: Dtype) -> int:
-    """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used.
+    """Bytes of the largest quantized weight in the compute type, in which each one is for as long as it is used.
 
     Experts are counted where they are computed. Packed weights are made dense a part at a time.
     """
     if not isinstance(adapter, QloraAdapter) or model.published_as == "mxfp4":
         return 0
     size = max((outputs * inputs for outputs, inputs in model.quantised_linears.shapes), default=0)
-    return BYTES[dtype] * size + (CHUNK_BYTES * min(CHUNK_VALUES, size) if model.keeps_packed else 0)
+    return BYTES[dtype] * size + (CHUNK_BYTES * min(CHUNK_VALUES, size) if model.is_packed_for(adapter) else 0)
 
 
 def trained_bytes(

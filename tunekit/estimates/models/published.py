@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tunekit.estimates.facts import PackedWeights
-from tunekit.estimates.memory.states import bytes_in_4_bits
+from tunekit.estimates.memory.states import bytes_in_4_bits, bytes_in_8_bits
 
 SIZES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
@@ -22,6 +22,9 @@ NO_TENSORS = ("weight_format", "quant_state.bitsandbytes__nf4", "quant_state.bit
 
 _MARKS = {"bitsandbytes": ".weight.absmax", "bitsandbytes_8bit": ".SCB", "gptq": ".qweight", "awq": ".qweight"}
 """Ending of a tensor that only a packed weight has, by the methods whose weights can be kept."""
+
+_TYPES = {"bitsandbytes_8bit": "int8"}
+"""Values of `adapter.quant_type` by method."""
 
 CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 """Formats of compressed-tensors that are made dense as they are read."""
@@ -74,7 +77,7 @@ def packed_weights(
     return PackedWeights(
         bits=bits,
         weights=weights,
-        quant_type=str(stated.get("bnb_4bit_quant_type") or "fp4") if is_4bit else None,
+        quant_type=str(stated.get("bnb_4bit_quant_type") or "fp4") if is_4bit else _TYPES.get(method),
         double_quant=bool(stated.get("bnb_4bit_use_double_quant")) if is_4bit else None,
     )
 
@@ -107,7 +110,7 @@ def _bytes(outputs: int, inputs: int, stated: Mapping[str, Any], method: str, bi
     if method == "bitsandbytes":
         return bytes_in_4_bits(outputs * inputs, double=bool(stated.get("bnb_4bit_use_double_quant")))
     if method == "bitsandbytes_8bit":
-        return outputs * inputs + 4 * outputs
+        return bytes_in_8_bits(outputs, inputs)
     size = int(stated.get("group_size") or 128)
     groups = math.ceil(inputs / size) if size > 0 else 1
     order = 4 * inputs if method == "gptq" and stated.get("desc_act") else 0

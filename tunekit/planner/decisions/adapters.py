@@ -34,8 +34,11 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     if reason := model_types().without_adapters.get(model.model_type):
         yield f"adapter.type: adapters are unsupported for {model.model_type} models: {reason}", "set adapter.type=full"
     if isinstance(adapter, QloraAdapter) and (reason := model_types().not_quantized.get(model.model_type)):
-        problem = f"adapter.type: 4-bit training is unsupported for {model.model_type} models: {reason}"
+        problem = f"adapter.type: quantized training is unsupported for {model.model_type} models: {reason}"
         yield problem, "set adapter.type=lora or full"
+    if isinstance(adapter, QloraAdapter) and adapter.bits == 8 and model.published_as is None and model.expert_stacks:
+        problem = f"adapter.quant_type: int8 is for linear layers, and the experts of {model.path} are none"
+        yield problem, "use nf4, or set adapter.type=lora"
     if isinstance(adapter, LoraAdapter):
         yield from expert_faults(model, adapter)
         yield from _parameter_faults(model, adapter)

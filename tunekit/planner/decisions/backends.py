@@ -354,7 +354,7 @@ def compile_faults(
     if hardware.device.kind == "cpu" and hardware.cxx is False:
         yield "train.torch_compile: torch compiles CPU code with g++, which is not installed", "install g++"
     if isinstance(recipe.adapter, QloraAdapter):
-        problem = "train.torch_compile: bitsandbytes 4-bit weights cannot be compiled"
+        problem = f"train.torch_compile: {recipe.adapter.bits}-bit weights cannot be compiled"
         yield problem, "unset it, or use adapter.type=lora"
 
 
@@ -384,8 +384,8 @@ def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | No
         return f"tiled MLPs are untested with {model.model_type}"
     if not isinstance(adapter, FullAdapter | LoraAdapter):
         return f"tiled MLPs are untested with adapter.type={adapter.type}"
-    if isinstance(adapter, QloraAdapter) and model.keeps_packed:
-        return f"tiled MLPs are untested with {model.published_as} weights"
+    if model.is_packed_for(adapter):
+        return f"tiled MLPs are untested with {model.published_as or 'int8'} weights"
     if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora):
         return f"tiled MLPs are untested with adapter.{'dropout' if adapter.dropout else 'use_dora'}"
     if train.pure_bf16:
@@ -425,7 +425,7 @@ def choose_compile(
     if (device.compute_capability or (0, 0)) < TRITON_CAPABILITY:
         return False, f"only known to pay off from compute capability 8.0; this is {device.name}"
     if isinstance(recipe.adapter, QloraAdapter):
-        return False, "4-bit weights cannot be compiled"
+        return False, f"{recipe.adapter.bits}-bit weights cannot be compiled"
     if saves_activations:
         return False, "untested with activation offloading or tiled MLPs"
     why_not = why_not_compiled_in(layout)
@@ -582,7 +582,7 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[
     if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
         return f"vLLM is supported on CUDA devices only; this is {hardware.device.name}", "unset use_vllm"
     if isinstance(recipe.adapter, QloraAdapter):
-        why = "TRL merges the adapter into the 4-bit weights for vLLM and unmerges it, which rounds them each "
+        why = "TRL merges the adapter into the quantized weights for vLLM and unmerges it, which rounds them each "
         return f"{why}time", "use adapter.type=lora, or unset use_vllm"
     if model.loaded_for(recipe.model).rope_scaling is not None:
         return "vLLM loads the model without model.rope_scaling", "unset use_vllm"

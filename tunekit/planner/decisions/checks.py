@@ -473,8 +473,12 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
 
 
 def _qlora_refusals(adapter: QloraAdapter, setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield layouts that do not divide or send weights in 4 bits."""
+    """Yield layouts that do not divide or send quantized weights."""
     model, other = setting.model, "use ddp, or adapter.type=lora"
+    if model.published_as is None and model.is_packed_for(adapter):
+        if layout.strategy not in ("single", "ddp"):
+            yield "int8 weights cannot be sharded or broadcast", "use ddp, adapter.quant_type=nf4, or adapter.type=lora"
+        return
     adapted = model.adapted(adapter).kinds
     if layout.strategy == "fsdp2" and setting.hardware.shards_4bit is False:
         yield "FSDP2 of torch 2.11 does not shard 4-bit weights", "install torch 2.12 or newer, or use ddp"

@@ -69,7 +69,7 @@ def published_refusals(recipe: Recipe, model: ModelFacts, layout: Layout) -> Ite
     if method is None:
         return
     other = "use ddp, or adapter.type=lora"
-    if is_kept and model.keeps_packed and layout.strategy not in ("single", "ddp"):
+    if model.is_packed_for(recipe.adapter) and layout.strategy not in ("single", "ddp"):
         yield f"weights published in {NAMES[method]} cannot be sharded or broadcast", other
     if is_kept and method == "bitsandbytes" and layout.strategy == "fsdp2":
         yield "transformers cannot load weights published in bitsandbytes 4 bits in one process for all", other

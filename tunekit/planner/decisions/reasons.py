@@ -94,7 +94,9 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
 def precision_reason(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
     trained_dtype = recipe.train.trained_dtype
-    stored = {"full": f"{trained_dtype} weights", "qlora": "4-bit base"}.get(recipe.adapter.type, f"{dtype} base")
+    stored = f"{trained_dtype} weights" if recipe.adapter.type == "full" else f"{dtype} base"
+    if isinstance(recipe.adapter, QloraAdapter):
+        stored = f"{recipe.adapter.bits}-bit base"
     if recipe.train.pure_bf16:
         stored += " and gradients"
         why += _bf16_words(recipe.train)

@@ -398,17 +398,28 @@ _UNREAD = {name: LoraAdapter.model_fields[name].default for name in _READ_BY}
 
 
 class QloraAdapter(LoraAdapter):
-    """LoRA on a base model quantized to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314), or as it is published."""
+    """LoRA on a base model quantized to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314) or to 8, or as published."""
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
     """LoRA on a 4-bit base model. A base published in GPTQ, AWQ, MXFP4 or bitsandbytes' 4 or 8 bits keeps its
     format."""
 
-    quant_type: Literal["nf4", "fp4"] = "nf4"
-    """4-bit data type of the base weights."""
+    quant_type: Literal["nf4", "fp4", "int8"] = "nf4"
+    """Data type of the base weights: 4 bits (`nf4`, `fp4`), or `int8`: 8 bits with a scale for each output of a linear
+    layer, as LLM.int8() stores them (arXiv 2208.07339), here with unquantized activations."""
 
     double_quant: bool = True
-    """Quantize the quantization constants too: saves about 0.05 bytes per weight."""
+    """Quantize the quantization constants of 4 bits too: saves about 0.05 bytes per weight."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight that is quantized as it is loaded."""
+        return 8 if self.quant_type == "int8" else 4
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        yield from super()._conflicts_within()
+        if self.bits == 8 and self.is_of_4bit_base:
+            yield Conflict(("init_lora_weights",), "loftq is for 4-bit quant_types", "use gaussian, or unset it")
 
 
 class Ia3Adapter(PeftAdapter):
