@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import yaml
@@ -62,13 +62,27 @@ sys.argv = ["pytest"]
 import pytest
 
 class AsGiven:
-    def __init__(self, files):
-        self.files = files
+    def __init__(self, files, only, failures):
+        self.files, self.only, self.failures = files, set(only), failures
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(self, items):
+    def pytest_collection_modifyitems(self, config, items):
         yield
+        if self.only:
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self.only])
+            items[:] = [item for item in items if item.nodeid in self.only]
         items.sort(key=lambda item: next((n for n, one in enumerate(self.files) if item.nodeid.startswith(one)), 0))
+
+    def pytest_runtest_logreport(self, report):
+        self.note(report)
+
+    def pytest_collectreport(self, report):
+        self.note(report)
+
+    def note(self, report):
+        if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+            with open(self.failures, "a", encoding="utf-8") as file:
+                file.write(json.dumps(report.nodeid) + "\\n")
 
 for line in sys.stdin:
     asked = json.loads(line)
@@ -80,15 +94,16 @@ for line in sys.stdin:
         os.dup2(1, 2)
         status = 3
         with contextlib.suppress(SystemExit):
-            status = pytest.main(asked["args"], plugins=[AsGiven(asked["args"])])
+            status = pytest.main(asked["args"], plugins=[AsGiven(asked["files"], asked["only"], asked["failures"])])
         sys.stdout.flush()
         os._exit(status)
     os.waitpid(child, 0)
     print("done", flush=True)
 """
-"""Runs pytest in a child of its own for each line of arguments, with the nearest files first."""
+"""Runs pytest in a child of its own for each line of arguments, with the nearest files first.
 
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", re.MULTILINE)
+Single tests are chosen by a plugin: a command line does not take every name of a test."""
+
 _COMMAND = "import sys\nfrom tunekit.cli.app import main\nsys.exit(main())\n"
 
 
@@ -293,11 +308,14 @@ class Copy:
             for path, text in texts.items():
                 self._write(path, text)
 
-    def test(self, *args: str, limit_seconds: float | None = None) -> Outcome:
-        """Run pytest with some arguments."""
-        args = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *args]
-        output, hung = self._run(args, limit_seconds)
-        return Outcome(tuple(dict.fromkeys(_FAILED.findall(output))), hung, output[-2000:])
+    def test(self, *args: str, tests: Sequence[str] = (), limit_seconds: float | None = None) -> Outcome:
+        """Run pytest with some arguments on files, folders or single tests; on all of them where none is named."""
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        only = [test for test in tests if "::" in test]
+        assert not only or len(only) == len(tests), "either files or single tests"
+        asked = {"args": ["-q", "--tb=no", "-p", "no:cacheprovider", *args, *files], "files": files, "only": only}
+        printed, hung, failed = self._run(asked, limit_seconds)
+        return Outcome(tuple(dict.fromkeys(failed)), hung, printed[-2000:])
 
     def close(self) -> None:
         """End what runs here, and the process that it was forked from."""
@@ -368,8 +386,10 @@ class Copy:
     def _git(self, *words: str) -> None:
         subprocess.run(["git", *words], cwd=self.root, check=True, capture_output=True)
 
-    def _run(self, args: Sequence[str], limit_seconds: float | None) -> tuple[str, bool]:
-        """What pytest printed, and whether it was ended as it took too long, with all that it had started."""
+    def _run(self, asked: Mapping[str, Any], limit_seconds: float | None) -> tuple[str, bool, list[str]]:
+        """Return what pytest printed, whether it was ended with all it had started as it took too long, and the
+        tests that failed.
+        """
         if self._forking is None:
             self._forking = subprocess.Popen(
                 [str(self._python), "-c", _FORKING, *LIBRARIES],
@@ -381,13 +401,17 @@ class Copy:
                 bufsize=0,
             )
         forking, printed = self._forking, self._temporary / "printed.txt"
+        failures = self._temporary / "failures.jsonl"
         assert forking.stdin is not None and forking.stdout is not None
-        printed.write_text("", encoding="utf-8")
-        forking.stdin.write(json.dumps({"args": args, "output": str(printed)}).encode() + b"\n")
+        for path in (printed, failures):
+            path.write_text("", encoding="utf-8")
+        request = {**asked, "output": str(printed), "failures": str(failures)}
+        forking.stdin.write(json.dumps(request).encode() + b"\n")
         hung = not select.select([forking.stdout], [], [], limit_seconds)[0]
         self._end_what_is_left()
         _line_of(forking.stdout)
-        return printed.read_text(encoding="utf-8", errors="replace"), hung
+        failed = [json.loads(line) for line in failures.read_text(encoding="utf-8").splitlines()]
+        return printed.read_text(encoding="utf-8", errors="replace"), hung, failed
 
 
 def _line_of(stream: IO[bytes]) -> bytes:

@@ -194,7 +194,7 @@ class Bench:
         how = ("-x", *TIERS["quick"], *self._left_out())
         with copy.planted([fault]):
             for tests in ([before], files) if (before := self._caught_before.get(fault.id)) is not None else (files,):
-                outcome = copy.test(*how, *tests, limit_seconds=LIMIT_SECONDS)
+                outcome = copy.test(*how, tests=tests, limit_seconds=LIMIT_SECONDS)
                 if outcome.hung or outcome.failed:
                     break
             if any("::" not in test for test in outcome.failed) and not copy.can_import(fault.module):
@@ -207,7 +207,7 @@ class Bench:
         unknown = [test for test in dict.fromkeys(tests) if self.known.innocent(test) is None]
         if unknown:
             copy = self._free.get()
-            failed = copy.test(*unknown, limit_seconds=LIMIT_SECONDS * 4).failed
+            failed = copy.test(tests=unknown, limit_seconds=LIMIT_SECONDS * 4).failed
             self._free.put(copy)
             for test in unknown:
                 self.known.add_innocent(test, fails=test in failed)
@@ -230,7 +230,7 @@ class Bench:
             if files or chosen is None:
                 copy = self._free.get()
                 with copy.planted(group):
-                    failed = copy.test(*TIERS[stage], *workers, *self._left_out(), *files).failed
+                    failed = copy.test(*TIERS[stage], *workers, *self._left_out(), tests=files).failed
                 self._free.put(copy)
             self._try_without(failed)
             again = [test for test in failed if not self.known.innocent(test)]
@@ -244,7 +244,7 @@ class Bench:
         failed: tuple[str, ...] = ()
         if own:
             with copy.planted([fault]):
-                failed = copy.test(*own).failed
+                failed = copy.test(tests=own).failed
         self.known.add(fault, stage, next((test for test in own if test in failed), None))
 
     def affected(self, faults: Sequence[Fault]) -> None:
