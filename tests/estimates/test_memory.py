@@ -14,6 +14,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import activation_bytes_per_layer, cast_weights_bytes, products_of
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import BYTES, num_live_layers
+from tunekit.models.fake_quantization import to_fake_quantized
 from tunekit.models.load import freeze_ranks, peft_config
 from tunekit.recipe.sections.adapters import (
     AdaloraAdapter,
@@ -24,6 +25,7 @@ from tunekit.recipe.sections.adapters import (
     QloraAdapter,
     VeraAdapter,
 )
+from tunekit.recipe.sections.section import QatSection
 
 TOKENS = 2 * 64
 
@@ -98,12 +100,14 @@ def quantise(model) -> None:
     model.is_loaded_in_4bit = True
 
 
-def saved_bytes(num_layers, adapter, dtype, rows, device="cuda") -> int:
+def saved_bytes(num_layers, adapter, dtype, rows, device="cuda", qat=None) -> int:
     """Bytes of distinct storages, other than parameters, that autograd saves in a decoder's forward pass."""
     weights = torch.float32 if isinstance(adapter, FullAdapter) else getattr(torch, dtype)
     model = build(num_layers).to(weights)
     if isinstance(adapter, QloraAdapter):
         quantise(model)
+    if qat is not None:
+        to_fake_quantized(model, qat)
     model, base = with_adapter(model, adapter)
     model.train()
     own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
@@ -159,6 +163,25 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     predicted = 2 * TOKENS * activation_bytes_per_layer(products_of(facts, adapter, dtype), length)
     predicted += cast_weights_bytes(facts, adapter, dtype) + 2 * products_of(facts, adapter, dtype).matrices
     assert predicted == measured
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "qat",
+    [QatSection(group_size=8), QatSection(group_size=None), QatSection(group_size=8, activation_dtype="int8")],
+    ids=["groups", "outputs", "inputs too"],
+)
+def test_rounded_weights_are_counted_as_autograd_saves_them(qat, dtype):
+    of_four, of_two = (saved_bytes(num, FullAdapter(), dtype, "even", qat=qat) for num in (4, 2))
+    facts = facts_of(build(2))
+    products = products_of(facts, FullAdapter(), dtype, qat=qat)
+    predicted = 2 * TOKENS * (activation_bytes_per_layer(products, None) + products.rounds)
+    predicted += cast_weights_bytes(facts, FullAdapter(), dtype) + 2 * products.rounded
+    if qat.activation_dtype is None:
+        assert predicted == of_four - of_two
+    else:
+        # An input that layers share is counted besides, which none of them keeps.
+        assert of_four - of_two < predicted < 1.1 * (of_four - of_two)
 
 
 PARTS = [FullAdapter(last_layers=1), FullAdapter(unfrozen_parameters=[r"layers\.2\..*_proj"])]

@@ -21,7 +21,7 @@ def workspace(tmp_path, monkeypatch):
         "a/same.yaml": SAME,
         "a/named.yml": SAME | {"chat_template": "chatml"},
         "a/different.yaml": SAME | {"special_tokens": {"cls_token": "<c>"}},
-        "b/partly.json": SAME | {"qat": {"weight_dtype": "int4"}, "min_sample_len": 9},
+        "b/partly.json": SAME | {"qat": {"quantize_embedding": True}, "min_sample_len": 9},
         "b/none.yaml": {key: value for key, value in SAME.items() if key != "base_model"} | {"lora_r": 8},
         "b/launcher.yaml": {"compute_environment": "LOCAL_MACHINE", "num_processes": 8},
         ".git/same.yaml": SAME,
@@ -54,7 +54,7 @@ def test_each_configuration_has_an_outcome_and_other_files_are_left_aside() -> N
     }
     assert sorted(made.reasons) == [
         ("axolotl", "min_sample_len", 1),
-        ("axolotl", "qat.weight_dtype", 1),
+        ("axolotl", "qat.quantize_embedding", 1),
         ("axolotl", "special_tokens.cls_token", 1),
     ]
 
@@ -69,7 +69,7 @@ def test_the_command_shows_one_table_and_writes_all_recipes() -> None:
     answer = run_command("migrate", "configs", "-o", "recipes")
     assert answer.returncode == 0, answer.stderr
     lines = [line.split() for line in answer.stdout.splitlines()]
-    assert ["b/partly.json", "Axolotl", "partly", "qat.weight_dtype,", "min_sample_len"] in lines
+    assert ["b/partly.json", "Axolotl", "partly", "qat.quantize_embedding,", "min_sample_len"] in lines
     assert ["Axolotl", "4", "2", "1", "1", "0"] in lines
     assert "2 other files ignored" in answer.stdout
     assert "recipes: 5 recipes written" in answer.stdout

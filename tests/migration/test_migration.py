@@ -468,8 +468,8 @@ UNSUPPORTED = {
     "torchtune-doubtful.yaml": {
         "dataset.new_system_prompt": "set system messages in the rows",
         "gradient_acumulation_steps": "did you mean 'gradient_accumulation_steps'?",
-        "quantizer._component_": "quantization-aware training is unsupported",
-        "quantizer.groupsize": "quantization-aware training is unsupported",
+        "quantizer._component_": "quantization-aware training with adapters is unsupported",
+        "quantizer.groupsize": "quantization-aware training with adapters is unsupported",
         "lr_scheduler._component_": "get_exponential_schedule: `tunekit explain train.lr_scheduler_type` lists",
     },
     "swift-doubtful.sh": {
@@ -996,3 +996,23 @@ def test_a_base_in_8_bits_is_carried_over_and_its_activations_named(tool, tmp_pa
     assert (made.recipe.adapter.type, made.recipe.adapter.quant_type) == ("qlora", "int8")
     (line,) = [line for line in made.of_kind("different") if line.key == key]
     assert "LLM.int8() quantizes activations too" in line.words
+
+
+def test_quantization_aware_training_is_carried_over_where_it_rounds_alike(tmp_path) -> None:
+    def of(text: str) -> Migration:
+        (tmp_path / "config.yaml").write_text(text)
+        return migrate(tmp_path / "config.yaml")
+
+    made = of(f"{AXOLOTL_FULL}qat:\n  weight_dtype: int4\n  activation_dtype: int8\n  group_size: 64\n")
+    assert made.recipe.train.qat.model_dump() == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 64}
+    made = of(
+        f"{AXOLOTL_FULL}qat:\n  weight_dtype: int4\n  quantize_embedding: true\n  fake_quant_after_n_steps: 100\n"
+    )
+    assert made.recipe.train.qat is None
+    assert {line.key for line in made.of_kind("unsupported")} == {
+        "qat.weight_dtype", "qat.quantize_embedding", "qat.fake_quant_after_n_steps",
+    }  # fmt: skip
+    torchtune = (CONFIGS / "torchtune-full-distributed.yaml").read_text()
+    quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
+    made = of(f"{torchtune}\nquantizer:\n  _component_: {quantizer}\n  groupsize: 32\n")
+    assert made.recipe.train.qat.model_dump() == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}

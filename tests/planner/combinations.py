@@ -49,6 +49,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "float32": {"model": {"dtype": "float32"}},
     "pure_bf16": {"adapter": {"type": "full"}, "train": {"pure_bf16": True}},
     "fp8": {"adapter": {"type": "full"}, "train": {"fp8": True}},
+    "qat": {"adapter": {"type": "full"}, "train": {"qat": {"activation_dtype": "int8"}}},
     "neftune": {"method": {"type": "sft", "trainer_args": {"neftune_noise_alpha": 5.0}}},
     "adamw_8bit": {"train": {"optim": "adamw_8bit"}},
     "paged_adamw_8bit": {"train": {"optim": "paged_adamw_8bit"}},

@@ -1,7 +1,7 @@
 """The commands for what comes after a run: taking its model elsewhere, and telling of it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from typer import Argument, Option
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tunekit.exporting.export import Export
+    from tunekit.exporting.verify import Kind
 
 
 def export(
@@ -21,6 +22,9 @@ def export(
     ] = None,
     merged: Annotated[bool, Option("--merged", help="Merge the adapter into the weights.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Export the adapter only.")] = False,
+    quantized: Annotated[
+        bool, Option("--quantized", help="Quantize the weights as train.qat trained them (torchao).")
+    ] = False,
     dtype: Annotated[
         cli.DtypeName,
         Option(metavar="TYPE", help="Merged weights: auto, float32, bfloat16 or float16; auto: as the base model."),
@@ -40,12 +44,14 @@ def export(
     as_json: Annotated[bool, Option("--json", help="Print the export report as JSON.")] = False,
 ) -> None:
     """Export a run's model for other tools and verify it by reloading."""
-    options = cli.passed_on(locals(), "merged", "adapter", "as_json")
+    options = cli.passed_on(locals(), "merged", "adapter", "quantized", "as_json")
     from tunekit.display.console import make_console
     from tunekit.exporting import export as exporting
 
-    if merged and adapter:
-        raise TunekitError("--merged and --adapter exclude each other", hint="pass one of them")
+    kinds = {"merged": merged, "adapter": adapter, "quantized": quantized}
+    chosen = [name for name, is_set in kinds.items() if is_set]
+    if len(chosen) > 1:
+        raise TunekitError(f"--{chosen[0]} and --{chosen[1]} exclude each other", hint="pass one of them")
     console = make_console(outlives_readers=True)
     words = {
         "loading": "loading the model",
@@ -54,10 +60,9 @@ def export(
         "converting": "converting it to GGUF",
         "pushing": f"uploading it to {push}",
     }
-    kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
     exported = exporting.export(
         **options,
-        kind=kind,
+        kind=cast("Literal['auto'] | Kind", chosen[0] if chosen else "auto"),
         on_event=lambda event: (
             None if as_json or event["phase"] not in words else console.print(words[event["phase"]], style="dim")
         ),

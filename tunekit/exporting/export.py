@@ -24,7 +24,7 @@ from tunekit.exporting.gguf import BYTES_PER_PARAM, GgufType, check_convertible,
 from tunekit.exporting.hub import check_target
 from tunekit.exporting.hub import push as send
 from tunekit.exporting.ollama import MODELFILE, modelfile
-from tunekit.exporting.verify import Check, Subject
+from tunekit.exporting.verify import Check, Kind, Subject
 from tunekit.files import has_controls
 from tunekit.inference.inference_model import (
     Trained,
@@ -46,8 +46,6 @@ from tunekit.training.model_card import write_card
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Kind = Literal["adapter", "merged"]
 
 EXPORT = "export.json"
 """File of an export that says what it is and how it was checked."""
@@ -100,7 +98,7 @@ def export(
     run: Run | str | Path,
     dest: str | Path | None = None,
     *,
-    kind: Literal["auto", "adapter", "merged"] = "auto",
+    kind: Literal["auto"] | Kind = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     checkpoint: str | None = None,
     max_shard_size: str = SHARD,
@@ -115,8 +113,9 @@ def export(
     Args:
         run: The run, its folder, or its name in `runs/`.
         dest: New or empty folder. Default: `export/` in the run folder.
-        kind: `adapter`, or `merged`: whole weights. `auto` is `merged`.
-        dtype: Type of merged weights; `auto`: as the base model, or a run that trained all weights, has them.
+        kind: `adapter`, or `merged`: whole weights, or `quantized`: those of a run with `train.qat` in the types that
+            it was trained for, as torchao stores them. `auto` is `merged`.
+        dtype: Type of whole weights; `auto`: as the base model, or a run that trained all weights, has them.
         checkpoint: The step of the checkpoint to export, rather than the result.
         max_shard_size: Largest file of whole weights, such as `5GB`.
         gguf: Whole weights as a GGUF file of this type too, by the converter of llama.cpp.
@@ -209,6 +208,8 @@ def _check_options(
         raise RunError("--gguf: an adapter alone cannot be converted", hint="remove --adapter")
     if kind == "adapter" and max_shard_size != SHARD:
         raise RunError("--max-shard-size: an adapter is one file", hint="remove it")
+    if kind == "quantized" and gguf is not None:
+        raise RunError("--gguf: llama.cpp quantizes unquantized weights itself", hint="remove --quantized")
     if found.judges and gguf is not None:
         raise RunError(f"--gguf: {found.name} is a reward model, which llama.cpp does not support", hint="remove it")
     if push is None and hub_only:
@@ -222,6 +223,10 @@ def _kind(found: Trained, kind: str, dtype: str) -> Kind:
         raise RunError(f"{found.name} was fully fine-tuned and has no adapter", hint="remove --adapter")
     if kind == "adapter" and dtype != "auto":
         raise RunError(f"--dtype {dtype}: an adapter stays in float32, its training dtype", hint="remove it")
+    if kind == "quantized" and found.qat is None:
+        raise RunError(f"{found.name} was not trained for quantized weights", hint="set train.qat, and train again")
+    if kind == "quantized":
+        return "quantized"
     return "adapter" if kind == "adapter" else "merged"
 
 
@@ -288,10 +293,12 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
     from tunekit.models.load import copy_processor
 
     model, tokenizer = None, tokenizer_of(found)
-    if kind == "merged":
+    if kind != "adapter":
         model = merged(found, dtype)
         if not found.judges:
             _end_answers(model, tokenizer)
+    if kind == "quantized":
+        model = _quantized(model, found, dtype, draft)
     tell({"event": "export", "phase": "writing"})
     try:
         with tokenizers_errors():
@@ -308,6 +315,25 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
     except (OSError, SafetensorError) as error:
         problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"
         raise RunError(problem, hint="free some space there, or pass a folder on another disk") from error
+
+
+def _quantized(model: Any, found: Trained, dtype: Dtype, draft: Path) -> Any:
+    """Return a model with its linear layers in the types that it was trained for.
+
+    Transformers quantizes weights as it reads them, so they are written first.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from tunekit.models.fake_quantization import export_config
+
+    assert found.qat is not None
+    whole = draft / "unquantized"
+    model.save_pretrained(whole)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        whole, dtype=dtype, quantization_config=export_config(found.qat), trust_remote_code=found.base.trust_remote_code
+    )
+    shutil.rmtree(whole)
+    return quantized
 
 
 def _end_answers(model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -373,6 +399,12 @@ def _notes(found: Trained, kind: Kind) -> Iterator[str]:
             yield "trained on a quantized base, but merged into the unquantized one: answers differ slightly"
     if kind == "adapter":
         yield f"load it on top of {found.base.path} with PEFT"
+    if kind == "merged" and found.qat is not None:
+        yield f"unrounded weights: training computed with {found.qat.words}, which --quantized exports"
+    if kind == "quantized" and found.qat is not None:
+        yield f"{found.qat.words}, stored by torchao; others need torchao to load it"
+        if found.qat.weight_dtype == "int4":
+            yield "torchao stores each int4 weight in a byte"
 
 
 def _publish(draft: Path, to: Path) -> None:

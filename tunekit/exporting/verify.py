@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+Kind = Literal["adapter", "merged", "quantized"]
+"""An adapter, whole weights, or whole weights in few bits."""
+
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest error of the logits of a position, as a share of their spread over the vocabulary (root mean squares)."""
 
@@ -70,12 +73,12 @@ class Subject:
 
     run: str
     checkpoint: str | None
-    kind: Literal["adapter", "merged"]
+    kind: Kind
     dtype: Dtype
     folder: str
 
     @classmethod
-    def of(cls, found: Trained, kind: Literal["adapter", "merged"], dtype: Dtype, folder: Path) -> "Subject":
+    def of(cls, found: Trained, kind: Kind, dtype: Dtype, folder: Path) -> "Subject":
         """The export of a model to a folder."""
         assert found.run is not None
         checkpoint = None if found.step is None else Path(found.folder).name
@@ -129,7 +132,8 @@ def check(subject: Subject) -> Check:
     num_conversations = _compare_templates(theirs, ours)
     device, dtype = _where(trained, subject.dtype)
     prompts = [_ids(theirs, prompt, chat=trained.is_chat) for prompt in _prompts(trained)]
-    model: Any = load_trained(trained, dtype=dtype, device=device, as_trained=False)
+    is_quantized = subject.kind == "quantized"
+    model: Any = load_trained(trained, dtype=dtype, device=device, as_trained=is_quantized)
     answers = [_answer(model, ids, judges=trained.judges) for ids in prompts]
     changes = None
     if trained.adapter is not None:

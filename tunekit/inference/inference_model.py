@@ -24,6 +24,7 @@ from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.sections.adapters import AnyPeftAdapter, FullAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.section import QatSection
 from tunekit.runs.available_actions import check_readable, prospects
 from tunekit.runs.checkpoints.complete import whole_in
 from tunekit.runs.checkpoints.listing import named
@@ -59,6 +60,11 @@ class Trained:
     run: Run | None = None
     step: int | None = None
     before: "Trained | None" = None
+
+    @property
+    def qat(self) -> QatSection | None:
+        """Rounding of its linear layers in training; None without, and where no run made it."""
+        return None if self.run is None else self.run.recipe.train.qat
 
     @property
     def judges(self) -> bool:
@@ -197,7 +203,8 @@ def load_trained(
         found: Which.
         dtype: Type of its weights; `auto`: as they are stored.
         device: Where they go.
-        as_trained: Whether the base of a QLoRA adapter is quantised as it was in training, rather than whole.
+        as_trained: Whether weights are rounded as in training: the base of a QLoRA adapter is quantized, and linear
+            layers of quantization-aware training round theirs.
 
     Raises:
         ModelError: It cannot be loaded.
@@ -212,6 +219,10 @@ def load_trained(
         quantization=adapter if as_trained and isinstance(adapter, QloraAdapter) else None,
         head_seed=0 if found.judges else None,
     )
+    if as_trained and found.qat is not None:
+        from tunekit.models.fake_quantization import to_fake_quantized
+
+        to_fake_quantized(model, found.qat)
     if adapter is not None:
         from peft import get_peft_model
 

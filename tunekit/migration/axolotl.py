@@ -6,7 +6,19 @@ from dataclasses import replace
 from tunekit.migration import axolotl_rows as rows
 from tunekit.migration import images
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, figure, is_off, names, number, reason, text, truth
+from tunekit.migration.draft import (
+    Draft,
+    UnfitError,
+    carried,
+    figure,
+    is_off,
+    names,
+    number,
+    reason,
+    text,
+    truth,
+    whole,
+)
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
@@ -180,6 +192,25 @@ def modules(draft: Draft, entry: Entry) -> Fate:
         words = "a list names modules by suffix, not by regular expression; all linear layers are used"
         raise UnfitError(words)
     return draft.carry(entry, "adapter.target_modules", "all-linear" if value == ["all-linear"] else value)
+
+
+_QAT_TYPES = {"weight_dtype": ("int4",), "activation_dtype": ("int8",)}
+"""Types of quantization-aware training that are those of torchao's `Int8DynamicActivationInt4WeightConfig`."""
+
+
+def qat(draft: Draft, entry: Entry) -> Fate:
+    """A setting of quantization-aware training."""
+    name = entry.key.rpartition(".")[2]
+    if draft.has_adapter:
+        raise UnfitError("train.qat requires full fine-tuning")
+    if draft.get("qat.activation_dtype") is None:
+        raise UnfitError("without activation_dtype Axolotl rounds weights with zero points; train.qat does not")
+    if name == "group_size":
+        return draft.carry(entry, "train.qat.group_size", whole(entry.value))
+    value = str(entry.value).lower().removeprefix("torch.")
+    if value not in _QAT_TYPES[name]:
+        raise UnfitError(f"{value}: only {_QAT_TYPES[name][0]} is rounded as by Axolotl")
+    return draft.carry(entry, f"train.qat.{name}", value)
 
 
 def experts(draft: Draft, entry: Entry) -> Fate:

@@ -138,6 +138,10 @@ def _load(plan: Plan, folder: Path, device: str) -> Any:
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
         head_seed=0 if plan.recipe.method.spec.classifies else None,
     )
+    if plan.recipe.train.qat is not None:
+        from tunekit.models.fake_quantization import to_fake_quantized
+
+        to_fake_quantized(model, plan.recipe.train.qat)
     return (model if is_full else PeftModel.from_pretrained(model, folder)).eval()
 
 

@@ -86,12 +86,16 @@ def _card_of(base: ModelSection, *, asks_hub: bool) -> Path | None:
     return Path(path)
 
 
+WHOLE = ("merged", "quantized")
+"""Kinds of exports that are whole weights."""
+
+
 def write_card(
     run: Run,
     result: Mapping[str, Any],
     folder: Path,
     *,
-    kind: Literal["trained", "adapter", "merged"] = "trained",
+    kind: Literal["trained", "adapter", "merged", "quantized"] = "trained",
     step: int | None = None,
 ) -> None:
     """Write README.md beside the weights.
@@ -104,7 +108,7 @@ def write_card(
         step: Of the checkpoint that they are from; None where they are the result, to which the figures belong.
     """
     recipe, plan = run.recipe, run.plan
-    full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
+    full = isinstance(recipe.adapter, FullAdapter) or kind in WHOLE
     evaluated = [score for _, score in newest_scores(evaluations_of(run), step)]
     licence = licence_of(plan.base, asks_hub=kind != "trained")
     data = _metadata(run, licence, evaluated, is_full=full)
@@ -188,7 +192,7 @@ def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str,
 
 
 def _merged(recipe: Recipe, kind: str) -> str:
-    if kind != "merged" or isinstance(recipe.adapter, FullAdapter):
+    if kind not in WHOLE or isinstance(recipe.adapter, FullAdapter):
         return ""
     whole = ", unquantized" if isinstance(recipe.adapter, QloraAdapter) else ""
     return f", merged into the base model{whole}"
@@ -209,7 +213,7 @@ def _context(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
         return
     method = "" if scaling.rope_type is None else f"{scaling.rope_type}, "
     words = f"rotary embeddings scaled: {method}factor {scaling.factor:g}; parameters in config.json"
-    if kind != "merged" and not isinstance(plan.recipe.adapter, FullAdapter):
+    if kind not in WHOLE and not isinstance(plan.recipe.adapter, FullAdapter):
         words += (
             "; with PEFT, load the base model with that config: `AutoModelForCausalLM.from_pretrained(BASE, "
             "config=AutoConfig.from_pretrained(THIS_FOLDER))`"
@@ -222,7 +226,7 @@ def _tokens(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
     if not plan.new_tokens:
         return
     words = f"{len(plan.new_tokens)} added to the tokenizer: {', '.join(plan.base.all_tokens)}"
-    if kind != "merged" and not isinstance(plan.recipe.adapter, FullAdapter):
+    if kind not in WHOLE and not isinstance(plan.recipe.adapter, FullAdapter):
         num = max(plan.new_tokens) + 1
         words += f"; with PEFT, resize the base model first: `model.resize_token_embeddings({num})` where "
         words += "it has fewer"

@@ -38,6 +38,7 @@ from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.section import QatSection
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
@@ -123,6 +124,8 @@ class Products:
         quantised: Whether weights are kept in 4 bits, and made dense for each product.
         trained_bytes: Bytes of a trained weight, and of its gradient.
         fused: Whether tunekit's kernels compute the layers.
+        rounded: Bytes that a layer keeps of its rounded weights; 0 where they are computed with as they are.
+        rounds: Bytes per token that it keeps of its rounded inputs.
     """
 
     model: ModelFacts
@@ -147,6 +150,8 @@ class Products:
     quantised: bool
     trained_bytes: int
     fused: bool = False
+    rounded: int = 0
+    rounds: int = 0
 
     @property
     def stream_bytes(self) -> int:
@@ -177,6 +182,7 @@ def products_of(
     autocast: bool = True,
     trained_dtype: Dtype = "float32",
     kernels: bool = False,
+    qat: QatSection | None = None,
 ) -> Products:
     """Return the products of a step, computed in `dtype`, with `kernels` by tunekit's where these know the layers.
 
@@ -223,7 +229,28 @@ def products_of(
         quantised=in_4_bits,
         trained_bytes=BYTES[trained_dtype],
         fused=fused,
+        rounded=0 if qat is None else _rounded_bytes(model, qat, e, casted=casted),
+        rounds=0 if qat is None or qat.activation_dtype is None else _rounds_bytes(model, e),
     )
+
+
+def _rounded_bytes(model: ModelFacts, qat: QatSection, e: int, *, casted: bool) -> int:
+    """Bytes that a layer keeps of its rounded weights for the backward pass (torchao 0.18, traced by hand).
+
+    Each keeps the integers in the type of the weights, two scales for each group, and the values, which are those that
+    autocast casts.
+    """
+    num, groups = (
+        sum(outputs * inputs // size for outputs, inputs in model.linears.values() for size in [sizes or inputs])
+        for sizes in (1, qat.group_size)
+    )
+    each = 4 if casted else 2 * e
+    return (each * num + 2 * (4 if casted else e) * groups) // model.num_layers
+
+
+def _rounds_bytes(model: ModelFacts, e: int) -> int:
+    """Bytes per token that a layer keeps of rounded inputs, at most: of each linear layer the integers and values."""
+    return 2 * e * sum(inputs for _, inputs in model.linears.values()) // model.num_layers
 
 
 def is_fused(model: ModelFacts, adapter: Adapter) -> bool:
@@ -379,9 +406,10 @@ def layers_of(
     model, e = products.model, products.e
     stream, casts = products.stream_bytes * model.hidden_size * num_tokens, products.cast_bytes
     copies = casts // model.num_layers + products.matrices + (products.dora.copies if products.dora else 0)
+    copies += products.rounded
 
     def attention(length: int | None) -> int:
-        return _attention_bytes(products, length, scores_length) * num_tokens + copies
+        return (_attention_bytes(products, length, scores_length) + products.rounds) * num_tokens + copies
 
     if mlp_tile_tokens is None:
         mlps = _mlps(products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)

@@ -32,7 +32,7 @@ from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.section import LowRank, Optim
+from tunekit.recipe.sections.section import LowRank, Optim, QatSection
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """Bytes of a process besides these parts. On a CPU: the libraries, the tokenized rows and the allocator's cache, 0.5
@@ -120,6 +120,7 @@ def estimate(
     mlp_tile_tokens: int | None = None,
     kernels: bool = False,
     pictures: PictureLoad | None = None,
+    qat: QatSection | None = None,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -148,11 +149,12 @@ def estimate(
         mlp_tile_tokens: Tokens that an MLP computes at a time; None for all.
         kernels: Whether tunekit's kernels compute what they know, rather than torch's operations.
         pictures: Pictures of a micro-batch; None without, or where no more is known of the model's tower.
+        qat: Rounding of linear layers, or None.
     """
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.autocasts
     products = products_of(
-        shard, adapter, dtype, device, autocast=autocast, trained_dtype=trained_dtype, kernels=kernels
+        shard, adapter, dtype, device, autocast=autocast, trained_dtype=trained_dtype, kernels=kernels, qat=qat
     )
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
@@ -247,7 +249,7 @@ def estimate(
         host_bytes=kept_state.host_bytes,
         nvme_bytes=kept_state.nvme_bytes,
         offloaded_bytes=offloaded,
-        confidence=_confidence(model, adapter, layout, passes, offloads=offloaded > 0),
+        confidence=_confidence(model, adapter, layout, passes, qat, offloads=offloaded > 0),
         is_fused=products.fused,
     )
 
@@ -343,13 +345,17 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
     return {part: sizes[part] for part in get_args(Part) if sizes[part]}
 
 
-def _confidence(model: ModelFacts, adapter: Adapter, layout: Layout, passes: Passes, *, offloads: bool) -> Confidence:
+def _confidence(
+    model: ModelFacts, adapter: Adapter, layout: Layout, passes: Passes, qat: QatSection | None, *, offloads: bool
+) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike.
 
     Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
     """
     if not is_traced(model) or (passes.reads_pictures and model.tower is None):
         return "outside the model"
+    if qat is not None:
+        return "closed form"
     if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.token_rows(model, adapter):
         return "closed form"
     if not isinstance(adapter, FullAdapter | LoraAdapter) or (isinstance(adapter, FullAdapter) and adapter.is_partial):

@@ -364,6 +364,8 @@ def why_not_offloaded(recipe: Recipe, device: Device, layout: Layout) -> str | N
         return "on a CPU, activations are in host memory already"
     if layout.strategy != "single":
         return "activation offloading is untested on several devices, which can split long rows instead"
+    if recipe.train.qat is not None:
+        return "activation offloading is untested with train.qat"
     if recipe.train.fp8 or recipe.train.torch_compile is True:
         return f"activation offloading is untested with train.{'fp8' if recipe.train.fp8 else 'torch_compile'}"
     if "activation_offloading" not in config_fields(recipe.method.type):
@@ -390,6 +392,8 @@ def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | No
         return f"tiled MLPs are untested with adapter.{'dropout' if adapter.dropout else 'use_dora'}"
     if train.pure_bf16:
         return "gradients of tiles would be summed in bfloat16"
+    if train.qat is not None:
+        return "tiled MLPs are untested with train.qat"
     if train.fp8 or train.torch_compile is True:
         return f"tiled MLPs are untested with train.{'fp8' if train.fp8 else 'torch_compile'}"
     if recipe.model.kernels == "liger":
@@ -426,6 +430,8 @@ def choose_compile(
         return False, f"only known to pay off from compute capability 8.0; this is {device.name}"
     if isinstance(recipe.adapter, QloraAdapter):
         return False, f"{recipe.adapter.bits}-bit weights cannot be compiled"
+    if recipe.train.qat is not None:
+        return False, "untested with train.qat"
     if saves_activations:
         return False, "untested with activation offloading or tiled MLPs"
     why_not = why_not_compiled_in(layout)
@@ -466,6 +472,42 @@ def float8_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
         yield problem, "unset it"
 
 
+def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Refuse quantization-aware training of what is not quantized by it."""
+    qat, train = recipe.train.qat, recipe.train
+    if qat is None:
+        return
+    if not isinstance(recipe.adapter, FullAdapter) or recipe.adapter.is_partial or recipe.adapter.new_layers:
+        yield "train.qat: requires full fine-tuning of all parameters", "unset it, or use adapter.type=full"
+    if recipe.method.spec.trains_on != "tokens":
+        yield f"train.qat: untested with {recipe.method.type}", "unset it, or use method.type=sft"
+    if hardware.torchao is False:
+        yield "train.qat: torchao is not installed", "pip install 'tunekit[fp8]'"
+    if recipe.model.kernels not in ("auto", "torch"):
+        yield f"train.qat: unsupported with {recipe.model.kernels}'s kernels", "unset model.kernels"
+    others = {"fp8": train.fp8, "pure_bf16": train.pure_bf16, "torch_compile": train.torch_compile is True}
+    for name in [name for name, is_set in {**others, "tiled_mlp": train.tiled_mlp is True}.items() if is_set]:
+        yield f"train.qat: untested with train.{name}", "unset one of them"
+    if model.num_experts or model.is_multimodal:
+        kind = "experts" if model.num_experts else "image models"
+        yield f"train.qat: untested with {kind}", "unset it"
+    odd = sorted({sizes[1] for sizes in model.linears.values() if qat.group_size and sizes[1] % qat.group_size})
+    if odd:
+        words = f"train.qat.group_size: {qat.group_size} does not divide the inputs of all linear layers"
+        yield f"{words}: {', '.join(map(str, odd))}", "use a divisor of them, or null for one scale per output"
+    if model.model_type in model_types().stored_transposed:
+        yield f"train.qat: torchao does not quantize the layers of {model.model_type}", "unset it"
+
+
+def why_no_qat_in(layout: Layout) -> str | None:
+    """Return why a layout does not train quantization-aware; None where it does."""
+    if layout.strategy.startswith("zero"):
+        return "quantization-aware training is untested with DeepSpeed ZeRO"
+    if layout.is_divided_at_load or layout.cp_size > 1 or layout.sp_size > 1:
+        return "quantization-aware training is untested with tensor, expert, context or sequence parallelism"
+    return None
+
+
 def why_no_float8_in(layout: Layout) -> str | None:
     """Return why a layout does not train in float8; None where it does."""
     if layout.strategy.startswith("zero"):
@@ -488,6 +530,11 @@ def compile_reasons(recipe: Recipe, model: ModelFacts, compiled: bool, why: str)
         number = f"{num_float8(model):,} of {len(model.linears):,} linear layers, without the head"
         why = "set by the recipe; throughput and memory are estimated without it"
         reasons.append(Reason(topic="float8", choice=number, why=why))
+    if (qat := recipe.train.qat) is not None:
+        why = f"{len(model.linears):,} linear layers round in training, evaluations and samples"
+        reasons.append(
+            Reason(topic="QAT", choice=qat.words, why=f"{why}; `tunekit export --quantized` writes their values")
+        )
     return tuple(reasons)
 
 
@@ -523,6 +570,8 @@ def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
 def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[Kernels, str]:
     """Choose the kernels for a layout, with the reason; a requested kind was checked before."""
     requested, device = recipe.model.kernels, hardware.device
+    if recipe.train.qat is not None:
+        return "torch", "linear layers round their weights, which fused kernels do not"
     if requested != "auto":
         return requested, "set by the recipe" if requested != "tunekit" else f"set by the recipe; {_forms(hardware)}"
     why_not = why_no_kernels("tunekit", layout)

@@ -172,6 +172,7 @@ class Setting:
             # On CPUs they were not measured.
             kernels=self.device.kind == "cuda" and self.kernels_in(layout) == "tunekit",
             pictures=self._pictures(layout, size),
+            qat=self.recipe.train.qat,
         )
 
     def _pictures(self, layout: Layout, size: int) -> PictureLoad | None:

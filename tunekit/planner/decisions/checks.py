@@ -147,6 +147,7 @@ def _faults(
         if obstacle is not None:
             yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
     yield from backends.float8_faults(recipe, hardware, model, dtype)
+    yield from backends.qat_faults(recipe, hardware, model)
 
 
 def _bitsandbytes_faults(optim: Optim, device: Device) -> Iterator[tuple[str, str]]:
@@ -438,6 +439,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield backends.why_not_compiled_in(layout), "unset train.torch_compile"
     if recipe.train.fp8:
         yield backends.why_no_float8_in(layout), "unset train.fp8, or use fsdp2"
+    if recipe.train.qat is not None:
+        yield backends.why_no_qat_in(layout), "unset train.qat, or use fsdp2"
     if recipe.train.activation_offloading is True:
         yield backends.why_not_offloaded(recipe, setting.device, layout), "unset train.activation_offloading"
     if recipe.train.tiled_mlp is True:

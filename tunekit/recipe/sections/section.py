@@ -170,6 +170,26 @@ class OptimArgs(Section):
     `scale: 128`)."""
 
 
+class QatSection(Section):
+    """Quantization-aware training (QAT): linear layers compute with rounded weights, whose gradients pass unrounded."""
+
+    weight_dtype: Literal["int4", "int8"] = "int4"
+    """Type that weights are rounded to."""
+
+    activation_dtype: Literal["int8"] | None = None
+    """Type that the inputs of linear layers are rounded to, each token with its own scale. Default: unrounded."""
+
+    group_size: Annotated[int, Field(gt=0)] | None = 32
+    """Inputs of an output whose weights share a scale. null: all inputs."""
+
+    @property
+    def words(self) -> str:
+        """Types and groups as a plan states them."""
+        groups = "per output" if self.group_size is None else f"in groups of {self.group_size}"
+        inputs = f", {self.activation_dtype} inputs" if self.activation_dtype else ""
+        return f"{self.weight_dtype} weights {groups}{inputs}"
+
+
 class TrainSection(Section):
     """Optimization: duration, batch size, learning rate, checkpoints."""
 
@@ -254,6 +274,10 @@ class TrainSection(Section):
     fp8: bool = False
     """Compute linear layers in 8-bit floating point (torchao). For full fine-tuning on Hopper or newer; refused
     elsewhere."""
+
+    qat: QatSection | None = None
+    """Train for an export in few bits (torchao's QAT): sft with full fine-tuning; `tunekit export --quantized` writes
+    the quantized model. Default: none."""
 
     seed: Annotated[int, Field(ge=0)] = 42
     """Random seed of adapter initialization, data order and dropout."""
