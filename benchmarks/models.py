@@ -439,16 +439,19 @@ def _qlora() -> str:
 
 
 def _in_4_bits(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model the values that QLoRA has: of linear layers but the head and those whose weights its code reads past
-    them, and of all experts of a layer.
+    """Give a model the values that QLoRA has: of linear layers, and of all experts of a layer.
+
+    The head stays, and so do layers that transformers never quantizes or whose weights its code reads past them.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     head, past = model.get_output_embeddings(), read_past_of(model.config.model_type)
+    kept = list(model._keep_in_fp32_modules)
     for name, module in model.named_modules():
         is_linear = type(module) in (torch.nn.Linear, Conv1D) and module is not head
-        is_linear = is_linear and name.rpartition(".")[2] not in past
+        is_linear = is_linear and name.rpartition(".")[2] not in past and should_convert_module(name, kept)
         stacks = [
             weight for weight in module.parameters(recurse=False) if weight.dim() == 3 and "has_gate" in vars(module)
         ]

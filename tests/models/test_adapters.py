@@ -24,11 +24,12 @@ import tunekit
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.errors import ModelError, PlanError
-from tunekit.estimates.memory.states import trained_tensors
+from tunekit.estimates.memory.states import quantised_bytes, trained_tensors
 from tunekit.estimates.models.model_config import model_types
 from tunekit.models.load import attach_adapter, load_model, num_trained
+from tunekit.models.quantization import stored_tensors
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, OftAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, OftAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 
 SIZES = {
@@ -147,6 +148,32 @@ def test_no_other_code_of_a_causal_model_reads_weights_past_its_modules():
             read.setdefault(folder, set()).update(linears_read_past(file.read_text(encoding="utf-8")))
     heads = model_types().heads
     assert {folder: names - heads for folder, names in read.items() if names - heads} == known
+
+
+def test_linear_layers_that_transformers_never_quantizes_are_known():
+    """Read from transformers' own files: importing all of its models takes minutes."""
+    kept = {}
+    for kind in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+        folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(kind)
+        for file in folder.glob("modeling_*.py"):
+            code = file.read_text(encoding="utf-8")
+            lists = re.findall(r"^    _keep_in_fp32_modules = (\[[^\]]*\])", code, re.MULTILINE)
+            names = {name for one in lists for name in ast.literal_eval(one) if name.endswith("_proj")}
+            kept |= {kind: names} if names else {}
+    known = model_types().unquantized_linears
+    assert kept.keys() == known.keys() and all(kept[kind] <= set(names) for kind, names in known.items())
+
+
+# No adapter is trained of Mistral Large 4: PEFT renames what it saves.
+@pytest.mark.parametrize("kind", sorted(model_types().unquantized_linears.keys() - {"mistral_large4"}))
+def test_weights_in_4_bits_are_counted_as_they_are_held(kind, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    section, adapter = ModelSection(path=str(tmp_path)), QloraAdapter()
+    model = load_model(section, dtype="float32", device="cpu", quantization=adapter)
+    stored = [stored_tensors(weight) for weight in model.parameters()]
+    held = sum(tensor.nbytes for tensors in stored if len(tensors) > 1 for tensor in tensors)
+    assert quantised_bytes(probe_model(section), adapter) == held
 
 
 NAMED_OTHERWISE = ["bert", "biogpt", "mamba", "modernbert-decoder", "openai-gpt", "opt", "rembert", "roc_bert", "rwkv"]

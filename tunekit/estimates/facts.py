@@ -643,8 +643,9 @@ class ModelFacts(Facts):
         """Those that QLoRA keeps in 4 bits, or as a checkpoint has them packed."""
         if self.packed is not None:
             return Linears({name: sizes for name, sizes in self.linears.items() if name in self.packed.weights})
-        dense = read_past_of(self.model_type)
-        return Linears({name: sizes for name, sizes in self.linears.items() if _leaf(name) not in dense})
+        dense, ends = read_past_of(self.model_type), model_types().unquantized_linears.get(self.model_type, ())
+        linears = {name: sizes for name, sizes in self.linears.items() if _leaf(name) not in dense}
+        return Linears({name: sizes for name, sizes in linears.items() if not name.endswith(ends)})
 
     def is_packed_for(self, adapter: Adapter) -> bool:
         """Return whether QLoRA holds linear layers in few bits outside bitsandbytes' 4: in 8, or as published."""

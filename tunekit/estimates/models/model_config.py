@@ -56,6 +56,8 @@ class ModelTypes(BaseModel):
     """Types that are not trained, with the reason."""
     read_past: dict[str, frozenset[str]]
     """Of types whose code reads weights past their modules: last names of these, which get no adapter and no 4 bits."""
+    unquantized_linears: dict[str, tuple[str, ...]]
+    """Of types with linear layers that are never quantized: the ends of their names."""
     without_gradient: frozenset[str]
     """Last names of modules that give the loss no gradient."""
     shares_layers: frozenset[str]
