@@ -1,5 +1,6 @@
 """The pages as one application, built once for each language."""
 
+import json
 import warnings
 from html import escape
 from pathlib import Path
@@ -37,6 +38,16 @@ for (const kind of ["click", "auxclick"])
     const link = event.target.closest && event.target.closest("#shell-language");
     if (link) link.search = location.search;
   }, true);
+// Tabs and the history tell pages apart, and readers learn the language. Gradio gives all pages one title, in English.
+document.documentElement.lang = "LANGUAGE";
+const titled = () => {
+  const page = TITLES[location.pathname.split("/").pop()];
+  const run = new URLSearchParams(location.search).get("run");
+  const title = [run, page, "NAME"].filter(Boolean).join(" · ");
+  if (document.title !== title) document.title = title;
+};
+new MutationObserver(titled).observe(document.head, { childList: true, subtree: true, characterData: true });
+titled();
 </script>
 """.replace(
     "FACES",
@@ -86,11 +97,18 @@ def _mount(app: FastAPI, site: Site, words: Words) -> None:
             mcp_server=False,
             max_file_size=site.max_upload_bytes,
             css="\n".join(path.read_text(encoding="utf-8") for path in sorted(STYLES.glob("*.css"))),
-            head=HEAD,
+            head=_head(words),
         )
     # Only where pages count as launched does gradio check that a file which a request names was uploaded; else it would
     # take any file of this machine.
     pages.has_launched = True
+
+
+def _head(words: Words) -> str:
+    """Fonts, and what all pages of a language run."""
+    titles = json.dumps({name: words(f"shell.page_{name}") for name in PAGES}, ensure_ascii=False)
+    name = json.dumps(words("shell.name"), ensure_ascii=False)
+    return HEAD.replace("LANGUAGE", words.language).replace("TITLES", titles).replace('"NAME"', name)
 
 
 def build_pages(site: Site, words: Words) -> gr.Blocks:

@@ -42,8 +42,12 @@ def test_a_visit_of_every_page_asks_no_other_machine_and_has_no_errors(server, b
 @pytest.mark.slow
 def test_the_other_language_shows_the_same_page_of_the_same_run(server, open_page):
     page = open_page(f"{server.url}runs?run=nothing")
+    page.wait_for_function("document.title === 'nothing · Runs · tunekit'")
+    assert page.locator("html").get_attribute("lang") == "en"
     page.locator("#shell-language").click()
     page.wait_for_url("**/zh/runs?run=nothing")
+    page.wait_for_function("document.title === 'nothing · 运行 · tunekit'")
+    assert page.locator("html").get_attribute("lang") == "zh"
     assert page.locator("#shell-language").inner_text() == "English"
     assert page.locator("nav a[aria-current=page]").inner_text() == "运行"
 
