@@ -106,13 +106,17 @@ class ResumeForm:
         manage.expand(**follow).then(**follow)
         filled = mend.click(mended, self._run_name, [self.edits, manage], show_progress="hidden")
         filled.then(**follow)
-        started = self.go_on.click(self._start, [*inputs, self.queue], problem)
+        started = self.go_on.click(self._start, [*inputs, self.queue], [problem, self.edits])
         started.then(refresh, **again)
 
-    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> Any:
+    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> tuple[Any, Any]:
+        """Resume, and return the message and the edits, which are empty once they are the run's."""
         try:
             run = self._site.run(name)
             check_edits(self._site, run, lines_of(edits))
+            effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
+            if saved := [one.key for one in effects if one.effect == "saved state"]:
+                raise tunekit.TunekitError(self._words("controls.needs_weights_only", keys=", ".join(saved)))
             with _lock:
                 if name in _starting:
                     raise tunekit.TunekitError(self._words("controls.already"))
@@ -125,9 +129,9 @@ class ResumeForm:
                 with _lock:
                     _starting.discard(name)
         except tunekit.TunekitError as error:
-            return message(told(error))
+            return message(told(error)), gr.skip()
         situation.forget(run)
-        return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>")
+        return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"), ""
 
 
 def message(html: str) -> Any:

@@ -197,11 +197,13 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}\ntrain.learning_rate=1")
     expect(page.locator("#controls-effects")).to_contain_text("requires “Weights only”")
     page.locator("#controls-go-on").click()
-    expect(page.locator("#controls-problem")).to_contain_text("cannot resume with these edits")
+    told = "train.learning_rate: tick “Weights only”, or remove the edit"
+    expect(page.locator("#controls-problem")).to_contain_text(told)
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}")
     expect(page.locator("#controls-effects tr")).to_have_count(2)
     page.locator("#controls-go-on").click()
     expect(page.locator("#controls-problem")).to_contain_text("Resumed.")
+    expect(page.locator("#controls-effects tr")).to_have_count(0)
     expect(head).to_contain_text(f"step {earlier.step + 3} of {earlier.step + 3}")
     expect(head).to_contain_text("finished")
     assert run.state == "finished"
