@@ -103,12 +103,12 @@ def hidden_low(rank: int) -> tuple[Tensor, Tensor, float]:
     return new(TOKENS, rank, learns=True), new(INNER, rank, learns=True), 2.0
 
 
-def stepped(states: torch.dtype, blocks: int | None = None, scaled: bool = False) -> None:
+def stepped(states: torch.dtype, blocks: int | None = None, scaled: bool = False, in_byte: int = 1) -> None:
     """A step of an optimizer over a matrix of an MLP."""
     size = INNER * HIDDEN
     scales = (None, None) if blocks is None else (new(size // blocks, dtype=torch.float32),) * 2
     adamw_step(
-        *(new(size), new(size), new(size, dtype=states), new(size, dtype=states), *scales),
+        *(new(size), new(size), *(new(size // in_byte, dtype=states) for _ in range(2)), *scales),
         key=2**62 + 3,
         gradient_scale=new(1, dtype=torch.float32) if scaled else None,
         **{"decay": 0.999, "step_size": 2e-5, "rate1": 0.1, "beta2": 0.999, "rate2": 0.001, "root": 0.5, "eps": 1e-8},
@@ -127,6 +127,7 @@ ENTRIES: dict[str, dict[str, Callable[[], object]]] = {
         "bfloat16 states": lambda: stepped(torch.bfloat16),
         "float32 states, scaled": lambda: stepped(torch.float32, scaled=True),
         "8-bit states": lambda: stepped(torch.uint8, blocks=256),
+        "4-bit states": lambda: stepped(torch.uint8, blocks=128, in_byte=2),
     },
     "dropout": {
         "lora": lambda: trained(adapted(HIDDEN, HIDDEN, dropout=0.05)),

@@ -8,12 +8,19 @@ import torch
 
 from tests.kernels.interpreter import interpreted
 from tunekit.kernels import adamw
-from tunekit.kernels.adamw import BLOCK, GROUP, M_EXPONENTS, V_EXPONENTS, AdamW, decoded, encoded
+from tunekit.kernels.adamw import AdamW
+from tunekit.kernels.adamw_codes import M_EXPONENTS, V_EXPONENTS, decoded, decoded_4bit, encoded, encoded_4bit
+from tunekit.kernels.adamw_kernel import BLOCK, BLOCK_4BIT, GROUP, LEAST_SCALE, M_LIMITS
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
-SIZES = [(1,), (3, 5), (BLOCK,), (GROUP + 300,)]
-"""One value, less than a block, one exactly, and more than what a program updates."""
+EPS = torch.finfo(torch.float32).eps
+
+SIZES = [(1,), (3, 5), (BLOCK,), (GROUP + 300,), (3, 16, 128), (GROUP + 256,)]
+"""One value, less than a block, one exactly, more than what a program updates, and the two with states in 4 bits."""
+
+SHAPES = [(64, 64), (33, 128), (5,), (70, 72), (3, 16, 128), (32, 128), (4095,), (GROUP + 256,)]
+"""Matrices, more dimensions, less than 4096 values, exactly as many, and no multiple of 128."""
 
 
 def parameters_of(dtype, seed=0):
@@ -50,7 +57,14 @@ def test_in_float32_it_is_the_adamw_of_torch(kernel):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "states"),
-    [(torch.float32, "float32"), (torch.float32, "8bit"), (torch.bfloat16, "bfloat16"), (torch.bfloat16, "8bit")],
+    [
+        (torch.float32, "float32"),
+        (torch.float32, "8bit"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.bfloat16, "8bit"),
+        (torch.float32, "4bit"),
+        (torch.bfloat16, "4bit"),
+    ],
 )
 def test_kernel_and_torch_give_the_same_bits(dtype, states):
     in_torch, in_triton = parameters_of(dtype), parameters_of(dtype)
@@ -163,7 +177,7 @@ def test_blocks_of_zeros_stay_zeros():
     assert not codes.any() and not scales.any() and scales.shape == (2,)
 
 
-@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit", "4bit"])
 def test_a_resumed_optimizer_gives_the_same_bits(states, tmp_path):
     through, broken = parameters_of(torch.bfloat16), parameters_of(torch.bfloat16)
     take_steps(AdamW(through, **OPTIONS, states=states, seed=3), 5)
@@ -188,6 +202,122 @@ def test_another_seed_gives_other_bits_and_the_same_seed_the_same():
         take_steps(AdamW(parameters, lr=1e-3, seed=seed), 2)
         found.append(parameters[-1])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.fixture(scope="module")
+def torchao_optim():
+    """torchao's optimizers, whose steps are not compiled."""
+    optim = pytest.importorskip("torchao.optim")
+    with torch.compiler.set_stance("force_eager"):
+        yield optim
+
+
+def states_of_torchao(optimizer, parameter):
+    """m and v of torchao's optimizer, and their scales if they are in 4 bits, by our names."""
+    state = optimizer.state[parameter]
+    of_names = {"m": state["exp_avg"], "v": state["exp_avg_sq"]}
+    if not hasattr(of_names["m"], "codes"):
+        return of_names
+    scales = {f"{name}_scale": value.scale for name, value in of_names.items()}
+    return {name: value.codes for name, value in of_names.items()} | scales
+
+
+def begin_as(parameter, optimizer, other, reference):
+    """Give a parameter the values and states of torchao's, and return m and v in float64."""
+    with torch.no_grad():
+        parameter.copy_(other)
+    state = optimizer.state[parameter]
+    if not state:
+        return [torch.zeros(parameter.numel(), dtype=torch.float64)] * 2
+    expected = states_of_torchao(reference, other)
+    assert expected.keys() == state.keys() - {"step"}
+    for name, value in expected.items():
+        state[name].copy_(value)
+    if "m_scale" not in state:
+        return [state[name].flatten().double() for name in ("m", "v")]
+    return [decoded_4bit(state[name], state[f"{name}_scale"], signed=name == "m").double() for name in ("m", "v")]
+
+
+def in_float64(parameter, m, v, step):
+    """m, v and weights after a step, exact but for what they are before it."""
+    weight, gradient = parameter.detach().flatten().double(), parameter.grad.flatten().double()
+    (beta1, beta2), lr = OPTIONS["betas"], OPTIONS["lr"]
+    m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient.square()
+    update = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + OPTIONS["eps"])
+    return m, v, (1 - lr * OPTIONS["weight_decay"]) * weight - lr * update
+
+
+def assert_codes(packed, exact, table):
+    """Codes are of the values of a table that are nearest to numbers, but where two are as near to 1e-6."""
+    largest = exact.abs().view(-1, BLOCK_4BIT).amax(-1).clamp(min=LEAST_SCALE).repeat_interleave(BLOCK_4BIT)
+    nearest = ((exact / largest)[:, None] - table).abs().topk(2, dim=1, largest=False)
+    is_clear = nearest.values[:, 1] - nearest.values[:, 0] > 1e-6
+    assert is_clear.float().mean() > 0.999
+    found = torch.stack([packed >> 4, packed & 15], dim=-1).flatten().long()
+    assert torch.equal(found[is_clear], nearest.indices[:, 0][is_clear])
+
+
+def test_steps_in_4_bits_are_those_of_torchao_and_of_the_formula_in_float64(torchao_optim):
+    """Both begin each step with the same weights and states, and are held against float64 to what float32 rounds."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    theirs = [torch.nn.Parameter(one.detach().clone()) for one in ours]
+    optimizer, reference = AdamW(ours, **OPTIONS, states="4bit"), torchao_optim.AdamW4bit(theirs, **OPTIONS)
+    signed = torch.tensor(torchao_optim.quant_utils.create_dynamic_map(True, 3, 4), dtype=torch.float64)
+    tables = {"m": signed, "v": torch.arange(1, 17, dtype=torch.float64) / 16}
+    for step in range(1, 6):
+        moments, exact = [], []
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape) * torch.logspace(-6, 2, one.numel()).view(one.shape)
+            other.grad = one.grad.clone()
+            moments.append(begin_as(one, optimizer, other, reference))
+            exact.append(in_float64(one, *moments[-1], step))
+        optimizer.step()
+        reference.step()
+        for one, other, (old_m, _), (m, v, weight) in zip(ours, theirs, moments, exact, strict=True):
+            is_4bit = one.numel() >= 4096 and one.numel() % 128 == 0
+            for parameter, state in ((one, optimizer.state[one]), (other, states_of_torchao(reference, other))):
+                error = (parameter.flatten().double() - weight).abs()
+                # torchao takes 1 - b^t in float32.
+                assert bool((error <= 2 * EPS * weight.abs() + 1e-5 * OPTIONS["lr"]).all())
+                assert ("m_scale" in state) == is_4bit
+                if is_4bit:
+                    for name, number in (("m", m), ("v", v)):
+                        assert_codes(state[name], number, tables[name])
+                        largest = number.abs().view(-1, BLOCK_4BIT).amax(-1).clamp(min=LEAST_SCALE)
+                        torch.testing.assert_close(state[f"{name}_scale"].double(), largest, rtol=4 * EPS, atol=0)
+                else:
+                    sizes = old_m.abs() + one.grad.flatten().abs()
+                    assert bool(((state["m"].flatten().double() - m).abs() <= 2 * EPS * sizes).all())
+                    torch.testing.assert_close(state["v"].flatten().double(), v, rtol=4 * EPS, atol=1e-30)
+
+
+def test_codes_in_4_bits_are_torchaos_to_the_last_bit(torchao_optim):
+    """Around each limit between two values, at both ends, and for zeros, and back."""
+    functions = torchao_optim.quant_utils
+    signed = torch.tensor(functions.create_dynamic_map(True, 3, 4))
+    for table, is_signed in ((signed, True), (torch.linspace(0, 1, 17)[1:], False)):
+        limits = torch.tensor(M_LIMITS) if is_signed else (table[1:] + table[:-1]) / 2
+        beside = [limits]
+        for direction in (-10.0, 10.0):
+            moved = limits
+            for _ in range(20):
+                moved = torch.nextafter(moved, torch.tensor(direction))
+                beside.append(moved)
+        x = torch.cat([*beside, table, table.new_tensor([0.0, 1.0]), *([torch.tensor([-1.0])] if is_signed else [])])
+        x = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK_4BIT - 1))).view(-1, BLOCK_4BIT - 1)
+        x = torch.nn.functional.pad(x, (0, 1), value=1.0).flatten()
+        packed, scales = encoded_4bit(x, signed=is_signed)
+        assert torch.equal(scales, torch.ones_like(scales))
+        expected = functions.quantize_4bit_with_qmap(x, table)
+        assert torch.equal(torch.stack([packed >> 4, packed & 15], dim=-1).flatten(), expected)
+        scales = torch.rand(len(scales))
+        codes = expected.view(len(scales), -1)
+        assert torch.equal(
+            decoded_4bit(packed, scales, signed=is_signed), functions.dequant_with_qmap(codes, table, scales).flatten()
+        )
+    packed, scales = encoded_4bit(torch.zeros(256), signed=False)
+    assert not packed.any() and torch.equal(scales, torch.full((2,), 1e-12))
 
 
 def test_a_transposed_parameter_is_updated_where_it_is():

@@ -20,6 +20,13 @@ def model_of(dtype):
     return torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.ReLU(), torch.nn.Linear(33, 7)).to(dtype)
 
 
+def model_of_blocks(dtype):
+    """Weights of 1024 rows of 20, of 33 rows of 1024, and of 2145 values: parts of the first two have whole blocks."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(20, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 33), torch.nn.Linear(33, 65))
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
 def take_steps(model, optimizer, dtype, num_steps):
     for step in range(num_steps):
         torch.manual_seed(100 + step)
@@ -32,7 +39,7 @@ def whole(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def sharded(dtype, states):
+def sharded(dtype, states, model_of=model_of):
     """Weights after some steps, and after as many with a break in which the states go through a state dict."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -100,6 +107,54 @@ def test_8_bit_states_of_parts_go_on_with_the_same_bits_and_err_as_those_of_the_
         assert np.array_equal(one, broken)
         assert all(np.array_equal(one, other) for other in rest)
     assert 0 < distance(first[0], wholes["float32"]) < 1.5 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 4])
+def test_4_bit_states_of_parts_are_those_of_the_whole(num):
+    """Gradients are the mean of those of all processes, which are the same. Of 4 parts, one has no more than 6 rows."""
+    model = model_of_blocks(torch.float32)
+    optimizer = AdamW(model.parameters(), **OPTIONS, states="4bit", seed=4)
+    for _ in range(2):
+        take_steps(model, optimizer, torch.float32, NUM_STEPS)
+    is_4bit = ["m_scale" in optimizer.state[parameter] for parameter in model.parameters()]
+    assert is_4bit == [True, False, True, False, False, False]
+    for found in in_processes(num, sharded, torch.float32, "4bit", model_of_blocks):
+        for one, broken, other in zip(*found, whole(model), strict=True):
+            assert np.array_equal(one, broken)
+            assert np.array_equal(one, other.numpy())
+
+
+def four_bit_parts():
+    """What each process holds of states of four weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    parts = []
+    for shape in ((64, 64), (128, 65), (127, 64), (3, 4096)):
+        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
+        optimizer = AdamW([parameter], states="4bit")
+        optimizer.step()
+        state = optimizer.state[parameter]
+        parts.append(
+            {name: (str(value.dtype), value.to_local().nbytes) for name, value in state.items() if value.dim()}
+        )
+    torch.distributed.destroy_process_group()
+    return parts
+
+
+@pytest.mark.slow
+def test_parts_have_4_bits_in_all_processes_or_in_none():
+    """In 4 bits are 64 x 65 and 2 x 4096 values, of which the second process has half the rows; 64 x 64 are no whole
+    blocks in the other one, which has 63 rows.
+    """
+    first, second = in_processes(2, four_bit_parts)
+    assert [sorted(state) == ["m", "m_scale", "v", "v_scale"] for state in first] == [False, False, False, True]
+    assert first[3] == second[3]
+    assert first[3]["m"] == ("torch.uint8", 4096) and first[3]["m_scale"] == ("torch.float32", 4 * 64)
+    assert {kind for kind, _ in second[2].values()} == {"torch.float32"}
 
 
 def rounded_parts(placement):

@@ -28,7 +28,7 @@ from tunekit.data.images.collate import PICTURES, TEXT
 from tunekit.estimates.learning_rates import plain_name
 from tunekit.estimates.memory.states import has_low_rank, rows_per_block, uses_muon
 from tunekit.estimates.models.model_config import head_dim_of
-from tunekit.recipe.sections.section import OptimArgs
+from tunekit.recipe.sections.section import Optim, OptimArgs
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -363,7 +363,8 @@ def give_optimizer(trainer: "RunTrainer", train: "TrainSection") -> None:
             trainer, "low_rank", lambda name, weight: has_low_rank(plain_name(name), weight.shape, low_rank), True
         )
         return
-    states: States = "8bit" if train.optimizer.endswith("8bit") else train.trained_dtype
+    of_bits: dict[Optim, States] = {"tunekit_adamw_8bit": "8bit", "tunekit_adamw_4bit": "4bit"}
+    states = of_bits.get(train.optimizer, train.trained_dtype)
     trainer.optimizer_cls_and_kwargs = (AdamW, {**kwargs, "states": states, "seed": train.seed})
 
 

@@ -28,6 +28,7 @@ from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.section import BLOCK_OPTIMS
 
 
 def resolve(
@@ -456,7 +457,7 @@ def _changes(recipe: Recipe, free: Recipe, setting: Setting) -> Iterator[tuple[s
             saves = free.train.model_copy(update={name: "auto"})
             yield f"train.{name}=auto", free.model_copy(update={"train": saves})
     train, data = free.train, free.data
-    for optim in ("tunekit_adamw_8bit",) if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
+    for optim in BLOCK_OPTIMS if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
         yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
     pure = _in_bf16(free, setting.dtype)
     if pure is not None:

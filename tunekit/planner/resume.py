@@ -13,7 +13,7 @@ from tunekit.planner.decisions.reasons import (
 )
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.section import Optim
+from tunekit.recipe.sections.section import BLOCK_OPTIMS, Optim
 
 WHOLE = ("single", "ddp")
 """Strategies whose processes hold all of the weights and states, so that a checkpoint is that of one of them."""
@@ -24,14 +24,16 @@ def obstacle(saved: Layout, layout: Layout, optim: Optim = "adamw_torch_fused") 
 
     torch's sharded checkpoints are read by any number of processes, and so are those of processes that hold everything.
     Each is also taken apart or put together for the other. What DeepSpeed divides, it takes back as it was; and blocks
-    of 8-bit states are those of as many parts as before.
+    of 8-bit or 4-bit states are those of as many parts as before.
     """
     as_before = f"parallel.strategy={saved.strategy} parallel.num_processes={saved.num_processes}"
     if layout.why_not_resumed is not None:
         return Refusal(layout.why_not_resumed, f"resume with {as_before}")
-    if optim == "tunekit_adamw_8bit" and saved.num_shards != layout.num_shards:
+    if optim in BLOCK_OPTIMS and saved.num_shards != layout.num_shards:
         parts = f"{saved.num_shards} part{'s' * (saved.num_shards > 1)} of each weight"
-        return Refusal(f"the 8-bit states of {optim} are in blocks of {parts}", f"resume with {as_before}")
+        return Refusal(
+            f"the {BLOCK_OPTIMS[optim]}-bit states of {optim} are in blocks of {parts}", f"resume with {as_before}"
+        )
     if not saved.strategy.startswith("zero") and not layout.strategy.startswith("zero"):
         return None
     if saved.strategy == layout.strategy and _divides(saved) == _divides(layout):

@@ -32,7 +32,7 @@ from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.section import LowRank, Optim, QatSection
+from tunekit.recipe.sections.section import BLOCK_OPTIMS, LowRank, Optim, QatSection
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """Bytes of a process besides these parts. On a CPU: the libraries, the tokenized rows and the allocator's cache, 0.5
@@ -304,9 +304,9 @@ def _engine(
         cost = states.matrix_cost_of(model, adapter, optim, trained_dtype, low_rank, layout.num_shards)
         if cost is not None:
             of_optimizer = cost.states_bytes
-        elif optim == "tunekit_adamw_8bit":
-            shards = states.shards_of(states.trained_tensors(model, adapter), layout.num_shards)
-            of_optimizer = states.states_bytes(shards, optim)
+        elif optim in BLOCK_OPTIMS:
+            trained_tensors = states.trained_tensors(model, adapter).values()
+            of_optimizer = states.block_states_bytes(trained_tensors, optim, trained_dtype, layout.num_shards)
         of_optimizer += w * units.all.trained * has_ema
         kept_state = fsdp2_kept(units, dtype, layout, of_optimizer, devices_per_node, w)
         needs = fsdp2_needs(units, layers, head, dtype, layout, accumulates=accumulates, w=w)

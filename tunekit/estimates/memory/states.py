@@ -26,7 +26,7 @@ the weight.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -46,7 +46,7 @@ from tunekit.recipe.sections.adapters import (
     VeraAdapter,
     layer_of,
 )
-from tunekit.recipe.sections.section import LOW_RANK_OPTIMS, LowRank, Optim
+from tunekit.recipe.sections.section import BLOCK_OPTIMS, LOW_RANK_OPTIMS, LowRank, Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -54,6 +54,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 BLOCK_4BIT, BLOCK_8BIT = 64, 256
 """Values that share a constant in bitsandbytes: of 4-bit weights, and of 8-bit states and constants."""
+
+BLOCK_4BIT_STATES = 128
+"""Values that share a constant in states of 4 bits."""
 
 BLOCK_MXFP4 = 32
 """Values that share an exponent of a byte in MXFP4 (OCP Microscaling Formats 1.0)."""
@@ -65,7 +68,7 @@ CODE_4BIT_BYTES, CODE_8BIT_BYTES = 4 * 16, 4 * 256
 """Size of the float32 table of a quantized type's values."""
 
 MIN_8BIT_VALUES = 4096
-"""Smaller tensors keep float32 states in 8-bit optimizers (`min_8bit_size`)."""
+"""Smaller tensors keep states of more bits in 8-bit optimizers of bitsandbytes (`min_8bit_size`), and in 4 bits."""
 
 
 _NUM_STATES = {
@@ -364,10 +367,10 @@ def states_bytes(
 
     8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861). Those of bitsandbytes share a table
     for signed and one for unsigned values; embeddings keep float32 states (transformers asks for it), and so does what
-    is small. Those of tunekit have no table, and are of all tensors. Muon keeps one value of each in the type of the
-    weight, and what AdamW updates beside it has two and a step. GaLore and APOLLO have states of a low rank.
-    Adam-mini has one value of each, a float32 for each block, of which queries and keys have one in `head_dim` rows,
-    and a step.
+    is small. Those of tunekit have no table, and are of all tensors; in 4 bits, of those with whole blocks. Muon keeps
+    one value of each in the type of the weight, and what AdamW updates beside it has two and a step. GaLore and APOLLO
+    have states of a low rank. Adam-mini has one value of each, a float32 for each block, of which queries and keys have
+    one in `head_dim` rows, and a step.
     """
     if optim == "adam_mini":
         return sum(_mini_bytes(name, shape, head_dim, BYTES[trained_dtype]) for name, shape in trained.items())
@@ -376,9 +379,8 @@ def states_bytes(
         matrices = [shape for name, shape in trained.items() if name not in others]
         total = sum(_low_rank_bytes(shape, low_rank, BYTES[trained_dtype]) for shape in matrices)
         return total + states_bytes(others, optim, trained_dtype)
-    if optim == "tunekit_adamw_8bit":
-        sizes = [math.prod(shape) for shape in trained.values()]
-        return sum(2 * (size + 4 * math.ceil(size / BLOCK_8BIT)) + 4 for size in sizes)
+    if optim in BLOCK_OPTIMS:
+        return block_states_bytes(trained.values(), optim, trained_dtype)
     if optim == "adafactor":
         return sum(_factored_bytes(shape) for shape in trained.values())
     if optim == "muon":
@@ -400,11 +402,22 @@ def states_bytes(
     return total + (min(num_states, 2) * CODE_8BIT_BYTES if quantised else 0)
 
 
-def shards_of(trained: Mapping[str, Shape], num_shards: int) -> dict[str, Shape]:
-    """Return the shape of the largest shard of each trained tensor, cut along the first dimension."""
-    return {
-        name: (-(-rows // num_shards), *sides) for name, shape in trained.items() for rows, *sides in [shape or (1,)]
-    }
+def block_states_bytes(
+    shapes: Iterable[Shape], optim: Optim, trained_dtype: Dtype = "float32", num_shards: int = 1
+) -> int:
+    """Bytes of a device's states of `tunekit_adamw_8bit` or `tunekit_adamw_4bit`, of the largest shards of tensors."""
+    total = 0
+    for shape in shapes:
+        rows, *sides = shape or (1,)
+        size = math.ceil(rows / num_shards) * math.prod(sides)
+        if BLOCK_OPTIMS[optim] == 8:
+            each = size + 4 * math.ceil(size / BLOCK_8BIT)
+        elif size >= MIN_8BIT_VALUES and size % BLOCK_4BIT_STATES == 0 and math.prod(shape) % BLOCK_4BIT_STATES == 0:
+            each = size // 2 + 4 * size // BLOCK_4BIT_STATES
+        else:
+            each = BYTES[trained_dtype] * size
+        total += 2 * each + 4
+    return total
 
 
 def _family(optim: Optim) -> str:

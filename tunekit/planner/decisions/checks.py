@@ -28,7 +28,14 @@ from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.rewards import ModelReward
-from tunekit.recipe.sections.section import LOW_RANK_OPTIMS, OUR_OPTIMS, STOCHASTIC_OPTIMS, LrSchedulerType, Optim
+from tunekit.recipe.sections.section import (
+    BLOCK_OPTIMS,
+    LOW_RANK_OPTIMS,
+    OUR_OPTIMS,
+    STOCHASTIC_OPTIMS,
+    LrSchedulerType,
+    Optim,
+)
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
     "cosine_with_min_lr": (("min_lr_rate", "min_lr"), "0.1"),
@@ -45,14 +52,14 @@ SHARDED_OPTIMS: frozenset[Optim] = LOW_RANK_OPTIMS | frozenset[Optim](
         "adagrad",
         "rmsprop",
         "tunekit_adamw",
-        "tunekit_adamw_8bit",
+        *BLOCK_OPTIMS,
         "muon",
         "adam_mini",
     }
 )
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
 and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each). Blocks of
-`tunekit_adamw_8bit` are those of a part."""
+`tunekit_adamw_8bit` and `tunekit_adamw_4bit` are those of a part."""
 
 CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers that DeepSpeed runs on the CPU, where states are offloaded to: torch's own. The fused one takes as

@@ -50,7 +50,7 @@ from tunekit.recipe.sections.adapters import (
     QloraAdapter,
 )
 from tunekit.recipe.sections.data import DataSection
-from tunekit.recipe.sections.section import STOCHASTIC_OPTIMS, Optim, TrainSection
+from tunekit.recipe.sections.section import BLOCK_OPTIMS, STOCHASTIC_OPTIMS, Optim, TrainSection
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -235,7 +235,8 @@ def optimizer_reason(recipe: Recipe) -> Reason:
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     reason += f"; {recipe.train.lr_scheduler_type} schedule"
     if recipe.train.optimizer in STOCHASTIC_OPTIMS:
-        kept = "8 bits" if recipe.train.optimizer.endswith("8bit") else recipe.train.trained_dtype
+        bits = BLOCK_OPTIMS.get(recipe.train.optimizer)
+        kept = recipe.train.trained_dtype if bits is None else f"{bits} bits"
         reason += f"; tunekit's AdamW, states in {kept}"
     return Reason(topic="optimizer", choice=choice, why=reason)
 

@@ -119,12 +119,15 @@ _BnbOptim = Literal["ademamix_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit
 _PagedAdam = Literal["paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"]
 _PagedLion = Literal["paged_lion_32bit", "paged_lion_8bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"]
-_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit", "muon", "adam_mini"]
+_OurOptim = Literal["tunekit_adamw", "tunekit_adamw_8bit", "tunekit_adamw_4bit", "muon", "adam_mini"]
 _AverageOptim = Literal["schedule_free_adamw"]
 LowRankOptim = Literal["galore_adamw", "apollo_adamw"]
 Optim = Literal[_TorchOptim, _BnbOptim, _PagedAdam, _PagedLion, _Rmsprop, _AverageOptim, LowRankOptim, _OurOptim]
 
-STOCHASTIC_OPTIMS: frozenset[Optim] = frozenset({"tunekit_adamw", "tunekit_adamw_8bit"})
+BLOCK_OPTIMS: dict[Optim, int] = {"tunekit_adamw_8bit": 8, "tunekit_adamw_4bit": 4}
+"""Optimizers whose states are in blocks of what a device holds of a weight, and the bits of these."""
+
+STOCHASTIC_OPTIMS: frozenset[Optim] = frozenset[Optim]({"tunekit_adamw"}) | BLOCK_OPTIMS.keys()
 """Optimizers that round weights in bfloat16 stochastically (`tunekit.kernels.adamw`)."""
 
 LOW_RANK_OPTIMS: frozenset[Optim] = frozenset(get_args(LowRankOptim))
@@ -226,8 +229,9 @@ class TrainSection(Section):
     """Linear warm-up steps; below 1, a fraction of all steps."""
 
     optim: Optim | None = None
-    """Optimizer by its transformers name, or `tunekit_adamw` and `tunekit_adamw_8bit`: AdamW that rounds bfloat16
-    weights stochastically, with states in the type of the weights or in 8 bits; or `muon`: Muon for matrices of layers
+    """Optimizer by its transformers name, or `tunekit_adamw`, `tunekit_adamw_8bit` and `tunekit_adamw_4bit`: AdamW that
+    rounds bfloat16 weights stochastically, with states in the type of the weights, in 8 bits or in the 4 bits of
+    torchao's `AdamW4bit` (arXiv 2309.01507); or `muon`: Muon for matrices of layers
     and adapters, AdamW for embeddings, head and vectors, at AdamW's learning rate (arXiv 2502.16982). `galore_adamw`
     (arXiv 2403.03507) and `apollo_adamw` (arXiv 2412.05270) keep low-rank states, for full fine-tuning. `adam_mini`
     keeps one second moment for each head, row or vector (arXiv 2406.16793), for full fine-tuning. `schedule_free_adamw`
