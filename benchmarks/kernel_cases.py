@@ -505,7 +505,16 @@ def _adamw() -> list[Case]:
         },
         work=lambda sizes: (10 * sizes.parameters, 0),
     )
-    return [bfloat16, eight_bits]
+    four_bits = replace(
+        bfloat16,
+        name="adamw, 4-bit states",
+        forms={
+            "tunekit": stepping("tunekit.kernels.adamw", "AdamW", states="4bit"),
+            "torchao": stepping("torchao.optim", "AdamW4bit", bf16_stochastic_round=True),
+        },
+        work=lambda sizes: (8 * sizes.parameters, 0),
+    )
+    return [bfloat16, eight_bits, four_bits]
 
 
 def cases() -> list[Case]:

@@ -83,6 +83,23 @@ DIFFERENT = [
         "datasets[0].train_on_eos",
         "end tokens of trained turns only",
     ),
+    (
+        AXOLOTL,
+        {"datasets": [CHAT], "adapter": None, "bf16": "full", "optimizer": "ao_adamw_4bit"},
+        "optimizer",
+        "rounds bfloat16 weights to the nearest, tunekit rounds bfloat16 weights stochastically",
+    ),
+    (
+        TORCHTUNE,
+        {
+            "dtype": "bf16",
+            "model": {"_component_": "torchtune.models.qwen2_5.qwen2_5_3b"},
+            "optimizer": {"_component_": "torchao.optim.AdamW4bit"},
+            "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+        },
+        "optimizer._component_",
+        "rounds bfloat16 weights to the nearest",
+    ),
     (AXOLOTL, {"pretraining_dataset": "me/web"}, "streaming", "Axolotl streams pretraining_dataset"),
     (
         AXOLOTL,
@@ -393,6 +410,63 @@ def test_experts_are_quantized_and_balanced_as_axolotl_does_it() -> None:
     (line,) = made(AXOLOTL, datasets=[CHAT], quantize_moe_experts=True).of_kind("unsupported")
     assert line.words == "adapter: qlora quantizes experts to 4 bits; 8 bits are unsupported"
     assert made(AXOLOTL, datasets=[CHAT], model_config={"output_router_logits": True}).is_same
+
+
+FOUR_BITS = [
+    (TRL, {"optim": "adamw_torch_4bit"}, "optim"),
+    (AXOLOTL, {"datasets": [CHAT], "optimizer": "adamw_torch_4bit"}, "optimizer"),
+    (LLAMA_FACTORY, {"dataset": "chats", "optim": "adamw_torch_4bit"}, "optim"),
+    (SWIFT, {"optim": "adamw_torch_4bit"}, "optim"),
+]
+
+
+@pytest.mark.parametrize(("config", "more", "key"), FOUR_BITS)
+def test_4_bit_states_come_along_in_smaller_blocks_than_transformers_gives_them(config, more, key) -> None:
+    report = made(config, **more)
+    assert report.recipe.train.optim == "tunekit_adamw_4bit"
+    (line,) = [line for line in report.different if line.key == key]
+    words = "transformers gives its states blocks of 256 values, tunekit of 128, as torchao does by default"
+    assert line.words == f"train.optim: tunekit_adamw_4bit; {words}"
+
+
+def test_transformers_gives_4_bit_states_blocks_of_256_values(tmp_path) -> None:
+    """By itself; another number, which `optim_args` gives, is passed as a text that torchao cannot compute with."""
+    pytest.importorskip("torchao")
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), optim="adamw_torch_4bit", use_cpu=True, report_to="none")
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    assert (kind.__name__, options["block_size"], options["bf16_stochastic_round"]) == ("AdamW4bit", 256, 0)
+    arguments.optim_args = "block_size=128"
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    with pytest.raises(TypeError):
+        _ = 4096 % options["block_size"]
+
+
+@pytest.mark.parametrize("module", ["torchao.optim", "torchao.prototype.low_bit_optim"])
+def test_torchtunes_4_bit_states_are_the_same(module) -> None:
+    optimizer = {"_component_": f"{module}.AdamW4bit", "lr": 1e-4, "block_size": 128}
+    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    report = made(TORCHTUNE, optimizer=optimizer, dataset=dataset)
+    train = report.recipe.train
+    assert (train.optim, train.weight_decay, train.learning_rate) == ("tunekit_adamw_4bit", 0.01, 1e-4)
+    assert not [line for line in (*report.different, *report.of_kind("unsupported")) if "optimizer" in line.key]
+
+
+def test_stochastic_rounding_of_weights_is_the_same_and_other_blocks_are_not() -> None:
+    axolotl = {"datasets": [CHAT], "adapter": None, "bf16": "full", "optimizer": "ao_adamw_4bit"}
+    report = made(AXOLOTL, **axolotl, optim_args="bf16_stochastic_round=True")
+    assert report.recipe.train.pure_bf16 and report.recipe.train.optim == "tunekit_adamw_4bit"
+    assert not [line for line in report.different if line.key == "optimizer"]
+    (line,) = made(AXOLOTL, **axolotl, optim_args="block_size=64").of_kind("unsupported")
+    assert line.words == "block_size: unsupported with tunekit_adamw_4bit"
+    whole = {"dtype": "bf16", "model": {"_component_": "torchtune.models.qwen2_5.qwen2_5_3b"}}
+    whole["dataset"] = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    rounds = {"_component_": "torchao.optim.AdamW4bit", "bf16_stochastic_round": True}
+    report = made(TORCHTUNE, **whole, optimizer=rounds)
+    assert report.recipe.train.pure_bf16 and not [line for line in report.different if "optimizer" in line.key]
+    (line,) = made(TORCHTUNE, **whole, optimizer={**rounds, "block_size": 64}).of_kind("unsupported")
+    assert line.key == "optimizer.block_size"
 
 
 def test_reasoning_is_read_by_the_key_that_the_template_has() -> None:

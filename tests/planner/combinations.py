@@ -55,6 +55,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "paged_adamw_8bit": {"train": {"optim": "paged_adamw_8bit"}},
     "tunekit_adamw": {"train": {"optim": "tunekit_adamw"}},
     "tunekit_adamw_8bit": {"train": {"optim": "tunekit_adamw_8bit"}},
+    "tunekit_adamw_4bit": {"train": {"optim": "tunekit_adamw_4bit"}},
     "adafactor": {"train": {"optim": "adafactor"}},
     "muon": {"train": {"optim": "muon"}},
     "galore_adamw": {"adapter": {"type": "full"}, "train": {"optim": "galore_adamw"}},

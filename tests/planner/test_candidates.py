@@ -16,7 +16,7 @@ from tunekit.planner.decisions.candidates import candidates
 from tunekit.planner.decisions.checks import SHARDED_OPTIMS
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model
-from tunekit.recipe.sections.section import Optim, ParallelSection
+from tunekit.recipe.sections.section import BLOCK_OPTIMS, Optim, ParallelSection
 
 
 def names(machine, model=LLAMA_8B, **sections) -> list[str]:
@@ -399,9 +399,10 @@ def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided.
 
     `schedule_free_adamw` steps on them too: it is refused for what a sharded checkpoint would not restore. 8-bit states
-    of parts are rounded by other random numbers than those of the whole (`tests/kernels/test_adamw_sharded.py`).
+    of parts are rounded by other random numbers than those of the whole, and small parts have no 4-bit states
+    (`tests/kernels/test_adamw_sharded.py`).
     """
-    others = ("tunekit_adamw_8bit", "schedule_free_adamw")
+    others = {*BLOCK_OPTIMS, "schedule_free_adamw"}
     on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_") and name not in others]
     program = Path(__file__).parents[1] / "estimates" / "sharded_optimizers.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
@@ -410,7 +411,7 @@ def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     )
     assert {
         line.removeprefix("ok ") for line in done.stdout.splitlines() if line.startswith("ok ")
-    } == SHARDED_OPTIMS - {"tunekit_adamw_8bit"}
+    } == SHARDED_OPTIMS - BLOCK_OPTIMS.keys()
 
 
 @pytest.mark.parametrize(("batch", "micro", "used"), [(16, 4, 4), (48, 3, 8), (40, 5, 8), (24, 8, 3)])

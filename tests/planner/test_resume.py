@@ -38,14 +38,16 @@ def test_what_deepspeed_does_not_take_says_what_would_do(saved, layout):
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP2, FSDP2_OF_4, HYBRID])
-def test_8_bit_states_are_taken_in_as_many_parts_as_they_were(layout):
-    found = obstacle(FSDP2, layout, "tunekit_adamw_8bit")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_states_in_blocks_are_taken_in_as_many_parts_as_they_were(bits, layout):
+    optim = f"tunekit_adamw_{bits}bit"
+    found = obstacle(FSDP2, layout, optim)
     if layout.num_shards == 2:
         assert found is None
     else:
-        assert found.why == "the 8-bit states of tunekit_adamw_8bit are in blocks of 2 parts of each weight"
+        assert found.why == f"the {bits}-bit states of {optim} are in blocks of 2 parts of each weight"
         assert found.hint == "resume with parallel.strategy=fsdp2 parallel.num_processes=2"
-    assert obstacle(ALONE, DDP, "tunekit_adamw_8bit") is None
+    assert obstacle(ALONE, DDP, optim) is None
 
 
 def test_layers_that_are_divided_go_on_from_nothing():

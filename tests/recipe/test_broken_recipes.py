@@ -303,7 +303,7 @@ BROKEN = {
     "an_unknown_optimizer": (
         GOOD + "train: {optim: AdamW}\n",
         (
-            "recipe.yaml:3:16: train.optim: must be one of 28 names (`tunekit explain train.optim` lists "
+            "recipe.yaml:3:16: train.optim: must be one of 29 names (`tunekit explain train.optim` lists "
             "them), got 'AdamW'; did you mean 'adamw_torch'?"
         ),
     ),

@@ -79,7 +79,7 @@ def test_a_run_that_was_cut_off_goes_on_exactly(optim, adapter, folder):
     assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
-@pytest.mark.parametrize("optim", ["muon", "adam_mini", *LOW_RANK, "tunekit_adamw_8bit"])
+@pytest.mark.parametrize("optim", ["muon", "adam_mini", *LOW_RANK, "tunekit_adamw_8bit", "tunekit_adamw_4bit"])
 def test_processes_that_divide_a_run_and_were_cut_off_go_on_exactly(optim, folder):
     recipes = [recipe_for(folder, "full", {"optim": optim}, num_processes=2, strategy="fsdp2") for _ in range(2)]
     alone, run = (Run(made(recipe)) for recipe in recipes)

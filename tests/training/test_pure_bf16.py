@@ -114,7 +114,7 @@ def test_updates_below_a_step_of_bfloat16_count_on_average_if_rounded_stochastic
     assert moved(nearest) < 0.5 * RATE
 
 
-@pytest.mark.parametrize("optim", ["tunekit_adamw", "tunekit_adamw_8bit"])
+@pytest.mark.parametrize("optim", ["tunekit_adamw", "tunekit_adamw_8bit", "tunekit_adamw_4bit"])
 def test_a_run_holds_saves_and_exports_what_is_planned(optim, folder):
     run = tunekit.train(recipe_for(folder, learning_rate=1e-3, max_steps=3, save_steps=2, optim=optim))
     trained = trained_tensors(probe_model(run.recipe.model), FullAdapter())

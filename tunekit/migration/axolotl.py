@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from tunekit.migration import axolotl_rows as rows
-from tunekit.migration import images
+from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import (
     Draft,
@@ -154,7 +154,7 @@ def optimizer(draft: Draft, entry: Entry) -> Fate:
     if str(entry.value).lower() == "muon":
         own = "Axolotl scales Muon's updates by sqrt(rows / columns), tunekit to the size of AdamW's"
         draft.suspect(entry.key, f"{own}: set train.learning_rate as for AdamW")
-    return hf.optimizer(draft, entry)
+    return optimizers.named(draft, entry)
 
 
 def min_lr(draft: Draft, entry: Entry) -> Fate:

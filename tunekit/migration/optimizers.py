@@ -19,6 +19,7 @@ from tunekit.migration.draft import (
 )
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
+from tunekit.migration.table import tool_table
 from tunekit.recipe.sections.section import LOW_RANK_OPTIMS
 
 _ARGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -38,6 +39,10 @@ _OURS = {"galore": "galore_adamw", "apollo": "apollo_adamw", "adam_mini": "adam_
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 
+STOCHASTIC = "tunekit rounds bfloat16 weights stochastically"
+TO_THE_NEAREST = f"the original rounds bfloat16 weights to the nearest, {STOCHASTIC}"
+"""Rounding of weights by AdamW with 4-bit states."""
+
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "LLaMA-Factory": {
         "galore": {"rank": 16, "update_proj_gap": 200, "scale": 2.0},
@@ -46,6 +51,10 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "ms-swift": {"galore": {"rank": 128, "update_proj_gap": 50, "scale": 1.0}},
 }
 """Arguments that tools give GaLore and APOLLO by themselves."""
+
+
+FOUR_BITS = ("adamw_torch_4bit", "ao_adamw_4bit")
+"""Names of torchao's AdamW4bit in transformers and Axolotl."""
 
 
 def use(draft: Draft, entry: Entry) -> Fate:
@@ -69,8 +78,26 @@ def _obstacle(draft: Draft, name: str) -> str | None:
     return None
 
 
+def _name(draft: Draft) -> str:
+    return lower(draft.get("optim") or draft.get("optimizer") or "")
+
+
 def _has_low_rank(draft: Draft) -> bool:
-    return lower(draft.get("optim") or draft.get("optimizer") or "") in LOW_RANK_OPTIMS
+    return _name(draft) in LOW_RANK_OPTIMS
+
+
+def named(draft: Draft, entry: Entry) -> Fate:
+    """An optimizer by transformers' name, or by an older one."""
+    name = lower(entry.value)
+    fate = draft.carry(entry, "train.optim", tool_table("trainer").words["optimizers"].get(name, name))
+    words = [fate.words]
+    if name == "adamw_torch_4bit":
+        words.append("transformers gives its states blocks of 256 values, tunekit of 128, as torchao does by default")
+    is_pure = draft.get("bf16") == "full" or not is_off(draft.get("pure_bf16") or False)
+    is_nearest = "bf16_stochastic_round=true" not in str(draft.get("optim_args")).replace(" ", "").lower()
+    if name in FOUR_BITS and is_pure and is_nearest and draft.values.get("adapter.type") == "full":
+        words.append(TO_THE_NEAREST)
+    return fate if len(words) == 1 else Fate("different", "; ".join(words))
 
 
 def argument(draft: Draft, entry: Entry) -> Fate:
@@ -119,9 +146,14 @@ def _targets(draft: Draft, entry: Entry, patterns: list[str]) -> Fate:
 
 def optim_args(draft: Draft, entry: Entry) -> Fate:
     """Arguments of transformers' optimizers, as one text: of GaLore and APOLLO they are fields of the recipe."""
-    if not _has_low_rank(draft):
+    is_4bit = _name(draft) in FOUR_BITS
+    if is_off(entry.value) or not (is_4bit or _has_low_rank(draft)):
         return trainer_arg("optim_args")(draft, entry)
     pairs = dict(pair.split("=", 1) for pair in text(entry.value).replace(" ", "").split(",") if "=" in pair)
+    if is_4bit:
+        if others := pairs.keys() - {"bf16_stochastic_round"}:
+            raise UnfitError(f"{min(others)}: unsupported with tunekit_adamw_4bit")
+        return Fate("silent", STOCHASTIC)
     carriers: dict[str, Any] = {}
     for name, value in pairs.items():
         if name in _ONLY:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
+from tunekit.migration import optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, truth, whole
 from tunekit.migration.original import Entry
@@ -249,7 +250,32 @@ def optimizer(draft: Draft, entry: Entry) -> Fate:
     known = _words("optimizers").get(str(entry.value))
     if known is None:
         raise UnfitError(f"{entry.value}: `tunekit explain train.optim` lists the supported ones")
-    return draft.carry(entry, "train.optim", known[0])
+    fate = draft.carry(entry, "train.optim", known[0])
+    is_nearest = not truth(draft.get("optimizer.bf16_stochastic_round") or False)
+    is_pure = draft.values["adapter.type"] == "full" and str(draft.get("dtype")) in ("bf16", "bfloat16")
+    if known[0] == "tunekit_adamw_4bit" and is_pure and is_nearest:
+        return Fate("different", f"{fate.words}; {optimizers.TO_THE_NEAREST}")
+    return fate
+
+
+def block_size(draft: Draft, entry: Entry) -> Fate:
+    """Values that share a scale in states of few bits."""
+    if not _is_in_4_bits(draft) or whole(entry.value) != 128:
+        raise UnfitError("only 128 with torchao.optim.AdamW4bit is supported")
+    return Fate("silent", "is the default")
+
+
+def stochastic_rounding(draft: Draft, entry: Entry) -> Fate:
+    """The rounding of weights in bfloat16 by an optimizer of torchao."""
+    if not truth(entry.value):
+        return Fate("silent", "is off")
+    if not _is_in_4_bits(draft):
+        raise UnfitError("only supported with torchao.optim.AdamW4bit; set train.optim=tunekit_adamw")
+    return Fate("silent", optimizers.STOCHASTIC)
+
+
+def _is_in_4_bits(draft: Draft) -> bool:
+    return str(draft.get("optimizer._component_")).endswith(".AdamW4bit")
 
 
 def betas(draft: Draft, entry: Entry) -> Fate:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from tunekit.migration.draft import Draft, UnfitError, carried, is_off, lower, names, number, reason, text, truth, whole
+from tunekit.migration.draft import Draft, UnfitError, carried, is_off, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Assumed, Fate
 from tunekit.migration.table import tool_table
@@ -59,12 +59,6 @@ def accumulation(draft: Draft, entry: Entry) -> Fate:
         whole(entry.value)
     total = draft.values.get("train.global_batch_size")
     return Fate("decided", f"the plan splits train.global_batch_size {total} into micro-batches that fit")
-
-
-def optimizer(draft: Draft, entry: Entry) -> Fate:
-    """An optimizer by transformers' name, or by an older one."""
-    name = lower(entry.value)
-    return draft.carry(entry, "train.optim", tool_table("trainer").words["optimizers"].get(name, name))
 
 
 def warmup_steps(draft: Draft, entry: Entry) -> Fate:
