@@ -161,6 +161,7 @@ def test_a_method_trains_in_4_bits_on_an_accelerator(method, workspace):
         ("full", "train.pure_bf16=true"),
         ("full", "train.optim=tunekit_adamw"),
         ("full", "train.optim=tunekit_adamw_8bit"),
+        ("full", "train.optim=tunekit_adamw_4bit"),
         ("full", "train.optim=adamw_8bit"),
         ("full", "train.optim=paged_adamw_8bit"),
         ("full", "train.optim=muon"),

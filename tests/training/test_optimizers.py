@@ -24,7 +24,8 @@ LORA = {"type": "lora", "rank": 4, "modules_to_save": ["embed_tokens"]}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
-    save_tiny_model(folder / "model")
+    # Halves of its MLPs are large enough for states of 4 bits.
+    save_tiny_model(folder / "model", intermediate=256)
     save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n} it is" + "!" * (n % 5)) for n in range(20)))
     return folder
 
@@ -45,7 +46,7 @@ def recipe_for(folder, adapter="full", train=None, **parallel):
 def of_optimizers(*names, adapters=("full", "lora")):
     """Cases of optimizers with adapters, and of those that train all weights."""
     cases = [(optim, adapter) for optim in names for adapter in adapters]
-    cases += [(optim, "full") for optim in (*LOW_RANK, "adam_mini")]
+    cases += [(optim, "full") for optim in (*LOW_RANK, "adam_mini", "tunekit_adamw_4bit")]
     return pytest.mark.parametrize(("optim", "adapter"), cases)
 
 
