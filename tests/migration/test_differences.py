@@ -404,6 +404,13 @@ def test_oft_comes_along_but_for_a_number_of_blocks_and_a_base_in_few_bits() -> 
     assert "set adapter.oft_block_size" in words["oft_rank"]
 
 
+def test_experts_are_divided_among_devices_where_all_weights_are_trained() -> None:
+    assert made(AXOLOTL, datasets=[CHAT], adapter=None, expert_parallel_size=2).recipe.parallel.ep_size == 2
+    assert made(AXOLOTL, datasets=[CHAT], expert_parallel_size=1).is_same
+    (line,) = made(AXOLOTL, datasets=[CHAT], expert_parallel_size=2).of_kind("unsupported")
+    assert line.words.endswith("parallel.ep_size requires full fine-tuning")
+
+
 def test_experts_are_quantized_and_balanced_as_axolotl_does_it() -> None:
     quantized = {"datasets": [CHAT], "adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
     assert made(AXOLOTL, **quantized).is_same

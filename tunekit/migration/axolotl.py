@@ -213,6 +213,15 @@ def qat(draft: Draft, entry: Entry) -> Fate:
     return draft.carry(entry, f"train.qat.{name}", value)
 
 
+def expert_parallel(draft: Draft, entry: Entry) -> Fate:
+    """Devices that divide the experts of a layer."""
+    if whole(entry.value) == 1:
+        return Fate("silent", "is off")
+    if draft.has_adapter:
+        raise UnfitError("adapters shard experts with their layers; parallel.ep_size requires full fine-tuning")
+    return draft.carry(entry, "parallel.ep_size", whole(entry.value))
+
+
 def experts(draft: Draft, entry: Entry) -> Fate:
     """The wish to quantize the experts of a layer with its linear layers."""
     if not truth(entry.value):
