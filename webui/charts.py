@@ -344,6 +344,10 @@ def _few_steps(rows: Sequence[dict[str, Any]], view: View) -> dict[str, Any]:
     return {"values": list(range(min(steps), max(steps) + 1)), "format": "d"}
 
 
+MOST_POINTS = 40
+"""Evaluations in a chart up to which each is marked by a point."""
+
+
 def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
     held_out = {"filter": "datum.k == 'held_out'"}
     grouped = {"detail": {"field": "g"}}
@@ -354,8 +358,10 @@ def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
     # A single point makes no line.
     mark = {"type": "line", "strokeWidth": 2, "clip": view.clip, "point": {"size": 12} if len(rows) < 80 else False}
     layers.append({"transform": [{"filter": "datum.k == 'plain'"}], "mark": mark, "encoding": grouped})
-    if any(row["k"] == "held_out" for row in rows):
-        dashed = {"type": "line", "strokeWidth": 2, "strokeDash": [6, 3], "clip": view.clip, "point": {"size": 40}}
+    if num_held_out := sum(row["k"] == "held_out" for row in rows):
+        # Points of many evaluations would make a band over the other curves.
+        points = {"size": 40} if num_held_out < MOST_POINTS else False
+        dashed = {"type": "line", "strokeWidth": 2, "strokeDash": [6, 3], "clip": view.clip, "point": points}
         layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped})
     # What the pointer finds.
     hover = {"type": "point", "opacity": 0, "size": 90, "clip": view.clip}

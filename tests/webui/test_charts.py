@@ -120,6 +120,14 @@ def test_a_legend_is_as_strong_as_the_curve_that_it_names(tmp_path):
     assert spec["encoding"]["color"]["legend"]["symbolOpacity"] == 1
 
 
+@pytest.mark.parametrize(("num", "has_points"), [(5, True), (100, False)])
+def test_few_evaluations_are_marked_by_points_and_many_hide_no_other_curve(num, has_points):
+    curve = Curve("one", "eval_loss", [(float(step), 2.0) for step in range(num)])
+    layers = charts.spec_of(LOSS, [curve], View(), WORDS)["layer"]
+    (dashed,) = [layer["mark"] for layer in layers if "strokeDash" in layer["mark"]]
+    assert bool(dashed["point"]) == has_points
+
+
 def test_a_long_curve_is_thinned_to_what_a_screen_shows_with_its_peaks():
     points = [(float(step), math.sin(step)) for step in range(1900)] + [(1900.0, 50.0), (1901.0, 0.0)]
     found = charts.thinned(points)
