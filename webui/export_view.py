@@ -65,7 +65,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     begun.then(**update)
     # An adapter stays in the type that it was trained in.
     kind.change(
-        lambda kind: gr.Dropdown(value="auto", interactive=kind == "merged"), kind, dtype, show_progress="hidden"
+        lambda kind: gr.Dropdown(value="auto", interactive=kind != "adapter"), kind, dtype, show_progress="hidden"
     )
 
 
@@ -117,9 +117,16 @@ def _choices(
     else:
         status = ""
     first = choices[0][1] if choices else None
+    kinds = ["merged", "quantized" if run.recipe.train.qat is not None else "adapter"]
+    is_only = is_full and kinds[1] == "adapter"
     return [
         gr.Dropdown(choices=choices, value=first) if is_new else gr.Dropdown(choices=choices),
-        gr.Radio(value="merged", interactive=not is_full, info=words("export.full") if is_full else "")
+        gr.Radio(
+            [(words(f"export.{kind}"), kind) for kind in kinds],
+            value="merged",
+            interactive=not is_only,
+            info=words("export.full") if is_only else "",
+        )
         if is_new
         else gr.skip(),
         gr.Button(interactive=bool(choices) and not is_busy),

@@ -1,6 +1,7 @@
 """The export tab: what it offers, what it refuses, and what it says of what was made; and the report beside it."""
 
 import json
+import re
 
 import gradio as gr
 import pytest
@@ -35,11 +36,20 @@ def until_over(run):
 def test_a_finished_run_offers_its_result_and_its_checkpoints(site, trained_run):
     found = look(site, Words("en"), trained_run.name, "")
     assert [value for _, value in found[CHECKPOINT].choices] == ["", "8", "4"]
+    assert [value for _, value in found[KIND].choices] == ["merged", "adapter"]
     assert found[START].interactive and found[STATUS] == ""
     assert "Nothing exported yet" in found[SHOWN]
     assert f"/report?run={trained_run.name}" in found[LINKS] and f"/chat?run={trained_run.name}" in found[LINKS]
     again = look(site, Words("en"), trained_run.name, found[SEEN])
     assert again == [gr.skip()] * len(again), "nothing has changed"
+
+
+@pytest.mark.slow
+def test_a_run_that_trained_for_few_bits_offers_them(site, trained_run):
+    recipe = trained_run.path / "recipe.yaml"
+    recipe.write_text(re.sub(r"(?m)^  qat: null$", "  qat: {weight_dtype: int8}", recipe.read_text()))
+    found = look(site, Words("en"), trained_run.name, "")
+    assert [value for _, value in found[KIND].choices] == ["merged", "quantized"]
 
 
 @pytest.mark.slow
