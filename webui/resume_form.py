@@ -115,7 +115,7 @@ class ResumeForm:
             run = self._site.run(name)
             check_edits(self._site, run, lines_of(edits))
             effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
-            if saved := [one.key for one in effects if one.effect == "saved state"]:
+            if saved := [edit.key for edit in effects if edit.effect == "saved state"]:
                 raise tunekit.TunekitError(self._words("controls.needs_weights_only", keys=", ".join(saved)))
             with _lock:
                 if name in _starting:

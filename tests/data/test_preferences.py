@@ -47,6 +47,12 @@ def refusal(*rows, **section) -> str:
     return str(caught.value)
 
 
+def test_axolotls_pairs_have_their_prompt_in_messages_and_an_answer_in_one_message():
+    data = load({"messages": ASK, "chosen": GOOD[0], "rejected": BAD[0]}, format="preference")
+    assert list(data.train[0].rows) == [{"prompt": ASK, "chosen": GOOD, "rejected": BAD}]
+    assert data.notes[0].endswith(": messages -> prompt")
+
+
 @pytest.mark.parametrize(
     ("row", "made", "said"),
     [

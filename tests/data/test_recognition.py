@@ -6,7 +6,16 @@ import typing
 
 import pytest
 
-from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, TABLES, BadRow, Format, recognise
+from tunekit.data.formats.row_formats import (
+    BECOMES,
+    COLUMNS,
+    OPTIONAL_COLUMNS,
+    TABLES,
+    BadRow,
+    Format,
+    learner_of,
+    recognise,
+)
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.estimates.facts import DataFacts
@@ -63,7 +72,7 @@ def test_the_formats_are_the_same_everywhere():
 @pytest.mark.parametrize("format", COLUMNS)
 def test_a_format_is_recognised_from_its_columns_and_what_else_they_may_be(format):
     assert recognise(COLUMNS[format]) == format
-    assert recognise((*COLUMNS[format], *OPTIONAL_COLUMNS[format])) == format
+    assert recognise((*COLUMNS[format], *OPTIONAL_COLUMNS[format]), [BECOMES[format]]) == format
     assert recognise((*COLUMNS[format], "id", "source")) == format
 
 
@@ -102,6 +111,19 @@ def test_columns_of_well_known_datasets(columns, format):
     with pytest.raises(BadRow) as caught:
         recognise(columns.split())
     assert str(caught.value).endswith("; set data.format=" + format.replace(" or ", " or data.format="))
+
+
+@pytest.mark.parametrize(
+    ("method", "columns", "format"),
+    [
+        ("dpo", "messages chosen rejected", "preference"),
+        ("dpo", "prompt prompt_id chosen rejected messages score_chosen score_rejected", "preference"),
+        ("sft", "prompt prompt_id chosen rejected messages score_chosen score_rejected", "messages"),
+        ("sft", "prompt completion label", "unpaired_preference"),
+    ],
+)
+def test_of_two_formats_the_one_that_the_method_learns_from_is_meant(method, columns, format):
+    assert recognise(columns.split(), learner_of(method).formats) == format
 
 
 @pytest.mark.parametrize(

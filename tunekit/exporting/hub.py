@@ -138,13 +138,13 @@ def _hub_errors(repo: str, hint: str | None = None) -> Iterator[None]:
 
 def _refused(status: int, said: str, repo: str, hint: str | None) -> RunError:
     changed = ("the repository changed during the export", "try again")
-    known = {
+    remedies = {
         401: ("the Hub rejects the token", "run `hf auth login`"),
         403: ("the Hub denies write access", "pass another repository"),
         409: changed,
         412: changed,
     }
-    what, remedy = known.get(status, (f"the Hub responded with {status}: {said}", "try again later"))
+    what, remedy = remedies.get(status, (f"the Hub responded with {status}: {said}", "try again later"))
     return RunError(f"--push {repo}: {what}", hint=hint or remedy)
 
 

@@ -161,8 +161,8 @@ def _learned(store: Any, place: Place) -> Run:
     message = hear(store, "run")
     if "code" not in message:
         if place.local_rank == 0:
-            seen = wait_for(Path(message["mark"]).exists, SEEN_SECONDS)
-            _say(store, f"seen-{place.rank}", {"seen": seen, "node": os.uname().nodename})
+            is_there = wait_for(Path(message["mark"]).exists, SEEN_SECONDS)
+            _say(store, f"seen-{place.rank}", {"seen": is_there, "node": os.uname().nodename})
         message |= hear(store, "go")
     if "code" in message:
         store.add("left", 1)

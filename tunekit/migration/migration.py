@@ -148,11 +148,11 @@ _ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
 
 def _settle_router_loss(draft: Draft) -> None:
     """Let the recipe add no router loss where the tool adds none; tunekit does by default, as TRL."""
-    known = known_models().get(str(draft.values.get("model.path")))
+    facts = known_models().get(str(draft.values.get("model.path")))
     method = METHODS[draft.values.get("method.type", "sft")]
-    if draft.tool not in _WITHOUT_ROUTER_LOSS or known is None or not method.spec.adds_router_loss:
+    if draft.tool not in _WITHOUT_ROUTER_LOSS or facts is None or not method.spec.adds_router_loss:
         return
-    if num_experts_of(text_config(known.config)) and not any(draft.get(key) is True for key in _BALANCED):
+    if num_experts_of(text_config(facts.config)) and not any(draft.get(key) is True for key in _BALANCED):
         draft.assume({_ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss by default")
 
 

@@ -159,11 +159,11 @@ def _pass_on(draft: Draft, entry: Entry) -> Fate:
 
 def rules(draft: Draft) -> dict[str, Rule]:
     """TRL's arguments, for the command that it is."""
-    method, known = draft.method, config_fields(draft.method)
-    fields = METHODS[method].model_fields.keys() & known if method in _COMMANDS else ()
+    method, arguments = draft.method, config_fields(draft.method)
+    fields = METHODS[method].model_fields.keys() & arguments if method in _COMMANDS else ()
     generation = _GENERATION.split() if method in ("grpo", "rloo", "distillation") else ()
     return {
-        **dict.fromkeys(known, _pass_on),
+        **dict.fromkeys(arguments, _pass_on),
         **tool_table("trl").rules(),
         **dict.fromkeys(fields, _field),
         **dict.fromkeys(generation, _generation),

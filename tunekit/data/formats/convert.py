@@ -245,8 +245,15 @@ def prompt_completion(row: Row) -> Row:
 
 
 def preference(row: Row, findings: Findings) -> Row:
-    """A pair: its prompt in a column, in both answers, or as LLaMA-Factory writes it in `conversations`."""
+    """A pair: its prompt in a column, in both answers, or as Axolotl and LLaMA-Factory write it.
+
+    These have it in `messages` or `conversations`, and an answer is one message.
+    """
     question, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if question is None and row.get("messages") is not None and isinstance(chosen, dict):
+        findings.columns.add("messages")
+        question, chosen = row["messages"], [chosen]
+        rejected = [rejected] if isinstance(rejected, dict) else rejected
     if row.get("conversations") is not None:
         if question is not None:
             raise BadRow("columns prompt and conversations both hold the prompt; keep one of them")

@@ -68,14 +68,18 @@ class BadRow(Exception):
     """A row, or a set of columns, that cannot be trained on. The text says what is wrong, not where."""
 
 
-def recognise(columns: Iterable[str]) -> SourceFormat:
+def recognise(columns: Iterable[str], learned: Collection[SourceFormat] = ()) -> SourceFormat:
     """Tell the format from the names of the columns.
+
+    Args:
+        columns: The names.
+        learned: Formats that the method learns from; of several that fit, one of these is meant.
 
     Raises:
         BadRow: No format fits, or several do.
     """
     names = tuple(columns)
-    fitting = _fitting(names)
+    fitting = _fitting(names, learned)
     if fitting == ["prompts"] and _PARTS & set(names):
         only = f"data.format=prompts reads the prompt and passes {listed(sorted(_PARTS & set(names)))} to the rewards"
         raise BadRow(f"no format matches the columns {listed(names)}; {_suggestion(names)}; {only}")
@@ -87,23 +91,25 @@ def recognise(columns: Iterable[str]) -> SourceFormat:
     raise BadRow(f"no format matches the columns {listed(names)}; {_suggestion(names)}")
 
 
-def _fitting(columns: Collection[str]) -> list[SourceFormat]:
+def _fitting(columns: Collection[str], learned: Collection[SourceFormat] = ()) -> list[SourceFormat]:
     """The formats whose columns are there, without those that another of them takes in.
 
     Preference pairs have a prompt of their own, and a label makes a rating of a prompt with its completion. A prompt
-    by itself is one of `prompts` only where the other columns make nothing else of it, and so are captions.
+    by itself is one of `prompts` only where the other columns make nothing else of it, and so are captions. Messages
+    beside two answers are their prompt, or a conversation: the method tells, which learns from one of them.
     """
     fitting: list[SourceFormat] = [format for format, needed in COLUMNS.items() if set(needed) <= set(columns)]
     if len(fitting) > 1 and "prompts" in fitting:
         fitting.remove("prompts")
     if "captions" in fitting and set(fitting) - {"captions", "text"}:
         fitting.remove("captions")
-    read = {format: {*COLUMNS[format], *OPTIONAL_COLUMNS[format]} for format in fitting}
-    return [
+    read = {format: {*COLUMNS[format], *OPTIONAL_COLUMNS[format]} - {"messages"} for format in fitting}
+    apart = [
         format
         for format in fitting
         if not any(set(COLUMNS[format]) <= read[other] for other in read if other != format)
     ]
+    return [format for format in apart if BECOMES[format] in learned] or apart
 
 
 def check_columns(columns: Sequence[str], format: SourceFormat) -> None:
@@ -123,19 +129,19 @@ def check_columns(columns: Sequence[str], format: SourceFormat) -> None:
     raise BadRow(f"{what}; {near or _suggestion(columns, missing)}")
 
 
-def check_same_reading(columns: Sequence[str], format: SourceFormat) -> None:
+def check_same_reading(columns: Sequence[str], format: SourceFormat, learned: Collection[SourceFormat] = ()) -> None:
     """Check that columns which have those of a format do not read as another one as well.
 
     Raises:
         BadRow: They do; nothing says which of the readings is meant.
     """
-    fitting = _fitting(columns)
+    fitting = _fitting(columns, learned)
     if fitting != [format]:
         raise BadRow(
             f"the columns match {_readings(fitting)}, but earlier rows match {_readings([format])}; "
             f"a source must have one format (data.format={format} reads all rows as that format)"
         )
-    recognise(columns)
+    recognise(columns, learned)
 
 
 def _readings(formats: Iterable[SourceFormat]) -> str:

@@ -52,7 +52,7 @@ def stream(
     columns = ("input_ids", "labels", "seq_lengths")[: 3 if section.packing else 2]
     features = Features({name: List(Value("int32")) for name in columns})
 
-    def sequences_of(source: CompleteSource, seen: dict[Skipped, None]) -> Iterator[_Sequence]:
+    def sequences_of(source: CompleteSource, reported: dict[Skipped, None]) -> Iterator[_Sequence]:
         """The sequences of one source."""
         encoder = None
         report = TokenReport()
@@ -61,8 +61,8 @@ def stream(
                 encoder = Encoder(rows, tokenizer)
             with skipped.open("a", encoding="utf-8") as file:
                 for bad in rows.skipped:
-                    if bad not in seen:
-                        seen[bad] = None
+                    if bad not in reported:
+                        reported[bad] = None
                         file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
             encoded = encoder.encode(rows, range(len(rows)))
             splits = rows.format == "text"
@@ -77,9 +77,9 @@ def stream(
 
     def generate() -> Iterator[_Sequence]:
         sources: Sequence[CompleteSource] = section.sources
-        seen: dict[Skipped, None] = {}
+        reported: dict[Skipped, None] = {}
         skipped.write_text("", encoding="utf-8")
-        streams = [sequences_of(source, seen) for source in sources]
+        streams = [sequences_of(source, reported) for source in sources]
         weights = [source.weight for source in sources if source.weight is not None]
         sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else chain.from_iterable(streams)
         yield from _packs(sequences, section.max_length) if section.packing else sequences

@@ -104,7 +104,9 @@ def _converted(row: Row, format: SourceFormat, findings: Findings, wording: Word
 
 def conversion(format: SourceFormat, findings: Findings, wording: Wording = AS_GIVEN) -> str:
     """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
-    if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
+    if format == "preference" and "messages" in findings.columns:
+        sentence = "messages -> prompt"
+    elif format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
         sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
         renames = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
         sentence += f" ({', '.join(renames)})" if renames else ""
@@ -153,6 +155,7 @@ class Reader:
         self._ranked_by, self._ranks = source.curriculum_column, array("d")
         self._max_bad_rows = max_bad_rows
         self._learner = learner
+        self._learned = () if learner is None else learner.formats
         self._store, self._numbers = RowStore(), array("Q")
         self._parts: list[Part] = []
         self._unit: Literal["line", "row"] = "line"
@@ -295,7 +298,7 @@ class Reader:
         columns = tuple(row_formats.renamed(dict.fromkeys(names), self.columns))
         try:
             if self.format is None:
-                self.format = row_formats.recognise(columns)
+                self.format = row_formats.recognise(columns, self._learned)
             elif table.columns is not None:
                 self._check_reading(columns, self.format)
         except BadRow as error:
@@ -315,7 +318,7 @@ class Reader:
             return
         row_formats.check_columns(columns, format)
         if self._recognised:
-            row_formats.check_same_reading(columns, format)
+            row_formats.check_same_reading(columns, format, self._learned)
         self._read_alike.add(read)
 
     def _row(self, value: Any, format: SourceFormat, folder: Path | None) -> Row:
@@ -359,6 +362,8 @@ class Reader:
             self.columns.get(column, column) for column in (*COLUMNS[format], *row_formats.OPTIONAL_COLUMNS[format])
         )
         read = [column for column in named if column in columns]
+        if format == "preference" and "prompt" in read and "messages" in read:
+            read.remove("messages")
         # Their columns may have any name; where they are not taken, rows with pictures are refused.
         mapped = [theirs for ours, theirs in self.columns.items() if ours in PICTURES and theirs in columns]
         read += [column for column in mapped if column not in read]

@@ -485,8 +485,8 @@ def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterato
         yield "train.qat: torchao is not installed", "pip install 'tunekit[fp8]'"
     if recipe.model.kernels not in ("auto", "torch"):
         yield f"train.qat: unsupported with {recipe.model.kernels}'s kernels", "unset model.kernels"
-    others = {"fp8": train.fp8, "pure_bf16": train.pure_bf16, "torch_compile": train.torch_compile is True}
-    for name in [name for name, is_set in {**others, "tiled_mlp": train.tiled_mlp is True}.items() if is_set]:
+    levers = {"fp8": train.fp8, "pure_bf16": train.pure_bf16, "torch_compile": train.torch_compile is True}
+    for name in [name for name, is_set in {**levers, "tiled_mlp": train.tiled_mlp is True}.items() if is_set]:
         yield f"train.qat: untested with train.{name}", "unset one of them"
     if model.num_experts or model.is_multimodal:
         kind = "experts" if model.num_experts else "image models"

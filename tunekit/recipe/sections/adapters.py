@@ -372,10 +372,10 @@ class LoraAdapter(PeftAdapter):
         """
         if not self.distributes_ranks:
             return super().ranks_of(sizes)
-        left, most, ranks = self.rank * len(sizes), round(self.rank * self.rho), dict.fromkeys(sizes, 0)
+        available, most, ranks = self.rank * len(sizes), round(self.rank * self.rho), dict.fromkeys(sizes, 0)
         for name in sorted(sizes, key=lambda name: -sum(sizes[name])):
-            ranks[name] = min(most, left)
-            left -= ranks[name]
+            ranks[name] = min(most, available)
+            available -= ranks[name]
         return ranks
 
     def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
