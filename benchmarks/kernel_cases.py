@@ -510,7 +510,7 @@ def _adamw() -> list[Case]:
         name="adamw, 4-bit states",
         forms={
             "tunekit": stepping("tunekit.kernels.adamw", "AdamW", states="4bit"),
-            "torchao": stepping("torchao.optim", "AdamW4bit", bf16_stochastic_round=True),
+            "torchao": stepping("torchao.optim", "AdamW4bit", block_size=256, bf16_stochastic_round=True),
         },
         work=lambda sizes: (8 * sizes.parameters, 0),
     )

@@ -278,15 +278,15 @@ def test_8_bit_adamw_on_8b_keeps_the_embedding_in_32_bits():
 
 
 def test_4_bit_adamw_on_8b_keeps_half_a_byte_of_each_value_and_small_parts_whole():
-    """Worked by hand: two values in half a byte, and two constants every 128; 291 tensors, all of them multiples of it.
+    """Worked by hand: two values in half a byte, and two constants every 256; 291 tensors, all of them multiples of it.
 
     Of eight parts, those of 65 norms have 512 values, which are kept in float32.
     """
     all_values, norms = 8_030_261_248, 65 * 4096
     trained = trained_tensors(LLAMA_8B, FullAdapter())
-    assert states_bytes(trained, "tunekit_adamw_4bit") == all_values + 2 * 4 * all_values // 128 + 4 * 291
+    assert states_bytes(trained, "tunekit_adamw_4bit") == all_values + 2 * 4 * all_values // 256 + 4 * 291
     matrices = (all_values - norms) // 8
-    by_hand = matrices + 2 * 4 * matrices // 128 + 8 * norms // 8 + 4 * 291
+    by_hand = matrices + 2 * 4 * matrices // 256 + 8 * norms // 8 + 4 * 291
     assert block_states_bytes(trained.values(), "tunekit_adamw_4bit", "float32", 8) == by_hand
 
 

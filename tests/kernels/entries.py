@@ -127,7 +127,7 @@ ENTRIES: dict[str, dict[str, Callable[[], object]]] = {
         "bfloat16 states": lambda: stepped(torch.bfloat16),
         "float32 states, scaled": lambda: stepped(torch.float32, scaled=True),
         "8-bit states": lambda: stepped(torch.uint8, blocks=256),
-        "4-bit states": lambda: stepped(torch.uint8, blocks=128, in_byte=2),
+        "4-bit states": lambda: stepped(torch.uint8, blocks=256, in_byte=2),
     },
     "dropout": {
         "lora": lambda: trained(adapted(HIDDEN, HIDDEN, dropout=0.05)),

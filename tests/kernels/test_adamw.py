@@ -10,7 +10,7 @@ from tests.kernels.interpreter import interpreted
 from tunekit.kernels import adamw
 from tunekit.kernels.adamw import AdamW
 from tunekit.kernels.adamw_codes import M_EXPONENTS, V_EXPONENTS, decoded, decoded_4bit, encoded, encoded_4bit
-from tunekit.kernels.adamw_kernel import BLOCK, BLOCK_4BIT, GROUP, LEAST_SCALE, M_LIMITS
+from tunekit.kernels.adamw_kernel import BLOCK, GROUP, LEAST_SCALE, M_LIMITS
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -19,8 +19,8 @@ EPS = torch.finfo(torch.float32).eps
 SIZES = [(1,), (3, 5), (BLOCK,), (GROUP + 300,), (3, 16, 128), (GROUP + 256,)]
 """One value, less than a block, one exactly, more than what a program updates, and the two with states in 4 bits."""
 
-SHAPES = [(64, 64), (33, 128), (5,), (70, 72), (3, 16, 128), (32, 128), (4095,), (GROUP + 256,)]
-"""Matrices, more dimensions, less than 4096 values, exactly as many, and no multiple of 128."""
+SHAPES = [(64, 64), (33, 256), (5,), (33, 128), (3, 16, 128), (16, 256), (4095,), (GROUP + 256,)]
+"""Matrices, more dimensions, less than 4096 values, exactly as many, and no multiple of 256."""
 
 
 def parameters_of(dtype, seed=0):
@@ -249,7 +249,7 @@ def in_float64(parameter, m, v, step):
 
 def assert_codes(packed, exact, table):
     """Codes are of the values of a table that are nearest to numbers, but where two are as near to 1e-6."""
-    largest = exact.abs().view(-1, BLOCK_4BIT).amax(-1).clamp(min=LEAST_SCALE).repeat_interleave(BLOCK_4BIT)
+    largest = exact.abs().view(-1, BLOCK).amax(-1).clamp(min=LEAST_SCALE).repeat_interleave(BLOCK)
     nearest = ((exact / largest)[:, None] - table).abs().topk(2, dim=1, largest=False)
     is_clear = nearest.values[:, 1] - nearest.values[:, 0] > 1e-6
     assert is_clear.float().mean() > 0.999
@@ -262,7 +262,8 @@ def test_steps_in_4_bits_are_those_of_torchao_and_of_the_formula_in_float64(torc
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     theirs = [torch.nn.Parameter(one.detach().clone()) for one in ours]
-    optimizer, reference = AdamW(ours, **OPTIONS, states="4bit"), torchao_optim.AdamW4bit(theirs, **OPTIONS)
+    optimizer = AdamW(ours, **OPTIONS, states="4bit")
+    reference = torchao_optim.AdamW4bit(theirs, **OPTIONS, block_size=256)
     signed = torch.tensor(torchao_optim.quant_utils.create_dynamic_map(True, 3, 4), dtype=torch.float64)
     tables = {"m": signed, "v": torch.arange(1, 17, dtype=torch.float64) / 16}
     for step in range(1, 6):
@@ -275,7 +276,7 @@ def test_steps_in_4_bits_are_those_of_torchao_and_of_the_formula_in_float64(torc
         optimizer.step()
         reference.step()
         for one, other, (old_m, _), (m, v, weight) in zip(ours, theirs, moments, exact, strict=True):
-            is_4bit = one.numel() >= 4096 and one.numel() % 128 == 0
+            is_4bit = one.numel() >= 4096 and one.numel() % 256 == 0
             for parameter, state in ((one, optimizer.state[one]), (other, states_of_torchao(reference, other))):
                 error = (parameter.flatten().double() - weight).abs()
                 # torchao takes 1 - b^t in float32.
@@ -284,7 +285,7 @@ def test_steps_in_4_bits_are_those_of_torchao_and_of_the_formula_in_float64(torc
                 if is_4bit:
                     for name, number in (("m", m), ("v", v)):
                         assert_codes(state[name], number, tables[name])
-                        largest = number.abs().view(-1, BLOCK_4BIT).amax(-1).clamp(min=LEAST_SCALE)
+                        largest = number.abs().view(-1, BLOCK).amax(-1).clamp(min=LEAST_SCALE)
                         torch.testing.assert_close(state[f"{name}_scale"].double(), largest, rtol=4 * EPS, atol=0)
                 else:
                     sizes = old_m.abs() + one.grad.flatten().abs()
@@ -305,7 +306,7 @@ def test_codes_in_4_bits_are_torchaos_to_the_last_bit(torchao_optim):
                 moved = torch.nextafter(moved, torch.tensor(direction))
                 beside.append(moved)
         x = torch.cat([*beside, table, table.new_tensor([0.0, 1.0]), *([torch.tensor([-1.0])] if is_signed else [])])
-        x = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK_4BIT - 1))).view(-1, BLOCK_4BIT - 1)
+        x = torch.nn.functional.pad(x, (0, -len(x) % (BLOCK - 1))).view(-1, BLOCK - 1)
         x = torch.nn.functional.pad(x, (0, 1), value=1.0).flatten()
         packed, scales = encoded_4bit(x, signed=is_signed)
         assert torch.equal(scales, torch.ones_like(scales))
@@ -316,7 +317,7 @@ def test_codes_in_4_bits_are_torchaos_to_the_last_bit(torchao_optim):
         assert torch.equal(
             decoded_4bit(packed, scales, signed=is_signed), functions.dequant_with_qmap(codes, table, scales).flatten()
         )
-    packed, scales = encoded_4bit(torch.zeros(256), signed=False)
+    packed, scales = encoded_4bit(torch.zeros(512), signed=False)
     assert not packed.any() and torch.equal(scales, torch.full((2,), 1e-12))
 
 

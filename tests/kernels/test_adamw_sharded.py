@@ -132,7 +132,7 @@ def four_bit_parts():
 
     mesh = init_device_mesh("cpu", (2,))
     parts = []
-    for shape in ((64, 64), (128, 65), (127, 64), (3, 4096)):
+    for shape in ((64, 64), (128, 66), (127, 64), (3, 4096)):
         parameter = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)]))
         parameter.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
         optimizer = AdamW([parameter], states="4bit")
@@ -147,13 +147,13 @@ def four_bit_parts():
 
 @pytest.mark.slow
 def test_parts_have_4_bits_in_all_processes_or_in_none():
-    """In 4 bits are 64 x 65 and 2 x 4096 values, of which the second process has half the rows; 64 x 64 are no whole
-    blocks in the other one, which has 63 rows.
+    """Parts of 32 x 64 values are too small, and those of 64 x 66 and 63 x 64 are no whole blocks. Of the 2 x 4096 in 4
+    bits the second process has half.
     """
     first, second = in_processes(2, four_bit_parts)
     assert [sorted(state) == ["m", "m_scale", "v", "v_scale"] for state in first] == [False, False, False, True]
     assert first[3] == second[3]
-    assert first[3]["m"] == ("torch.uint8", 4096) and first[3]["m_scale"] == ("torch.float32", 4 * 64)
+    assert first[3]["m"] == ("torch.uint8", 4096) and first[3]["m_scale"] == ("torch.float32", 4 * 32)
     assert {kind for kind, _ in second[2].values()} == {"torch.float32"}
 
 

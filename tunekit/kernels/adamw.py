@@ -17,11 +17,12 @@ the bits). They have 3 bits of mantissa: m has a sign and 16 exponents, v, which
 a value is at most 1/8 of it, and none on average. What is smaller than the least such number (2^-15 of the largest for
 m) is that number or 0, at random; of v (2^-31) it is that number, as a 0 would make the step too large.
 
-**States in 4 bits** (https://arxiv.org/abs/2309.01507) are those of torchao's `AdamW4bit`: the nearest of 16 values,
-times the largest absolute value of each 128 as a float32, two in a byte. m has 0 and values with a sign, closer to each
-other where they are small; v is 1 to 16 sixteenths, never 0. Tensors of fewer than 4096 values, or of a number that is
-no multiple of 128, keep states in the type of the weight. Steps on float32 weights are torchao's but for the rounding
-of float32; weights in bfloat16 are rounded at random, as torchao's are with `bf16_stochastic_round`.
+**States in 4 bits** (https://arxiv.org/abs/2309.01507) are those of torchao's `AdamW4bit`, in the blocks of 256 values
+that transformers gives it: the nearest of 16 values, times the largest absolute value of a block as a float32, two in a
+byte. m has 0 and values with a sign, closer to each other where they are small; v is 1 to 16 sixteenths, never 0.
+Tensors of fewer than 4096 values, or of a number that is no multiple of 256, keep states in the type of the weight.
+Steps on float32 weights are torchao's but for the rounding of float32; weights in bfloat16 are rounded at random, as
+torchao's are with `bf16_stochastic_round`.
 
 **Random numbers** are Philox's (https://doi.org/10.1145/2063384.2063405): one for each value of each tensor at each
 step, from a seed, without a state. The lower half of its 32 bits rounds the weight, the upper half m and v. The same
@@ -46,16 +47,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tunekit.kernels.adamw_codes import M_EXPONENTS, V_EXPONENTS, decoded, decoded_4bit, encoded, encoded_4bit
-from tunekit.kernels.adamw_kernel import (
-    BLOCK,
-    BLOCK_4BIT,
-    GROUP,
-    LEAST_SCALE,
-    M_LIMITS,
-    M_SHARES,
-    TILE,
-    adamw_kernel,
-)
+from tunekit.kernels.adamw_kernel import BLOCK, GROUP, LEAST_SCALE, M_LIMITS, M_SHARES, TILE, adamw_kernel
 from tunekit.kernels.backend import triton, uses_triton
 from tunekit.kernels.dropout import philox
 
@@ -152,8 +144,8 @@ class AdamW(torch.optim.Optimizer):
             gradient.reshape(-1),
             _own_values(state["m"], values.numel(), bits),
             _own_values(state["v"], values.numel(), bits),
-            _own_scales(state.get("m_scale"), values.numel(), bits),
-            _own_scales(state.get("v_scale"), values.numel(), bits),
+            _own_scales(state.get("m_scale"), values.numel()),
+            _own_scales(state.get("v_scale"), values.numel()),
             key=_key(group["seed"], step, index, _part(parameter)),
             gradient_scale=gradient_scale,
             **update,
@@ -171,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
         for name in ("m", "v"):
             if is_4bit:
                 state[name] = _flat_zeros(parameter, num_values // 2, torch.uint8)
-                state[f"{name}_scale"] = _flat_zeros(parameter, num_values // BLOCK_4BIT)
+                state[f"{name}_scale"] = _flat_zeros(parameter, num_values // BLOCK)
                 continue
             state[name] = torch.zeros_like(parameter, dtype=dtypes[self.states], memory_format=torch.contiguous_format)
             if self.states == "8bit":
@@ -208,7 +200,7 @@ def _largest_part(parameter: Tensor) -> int:
 
 def _fits_4_bits(num_values: int, in_part: int) -> bool:
     """Return whether a tensor has states in 4 bits. Where it has, each part has whole blocks."""
-    return in_part >= MIN_4BIT_VALUES and in_part % BLOCK_4BIT == 0 and num_values % BLOCK_4BIT == 0
+    return in_part >= MIN_4BIT_VALUES and in_part % BLOCK == 0 and num_values % BLOCK == 0
 
 
 def _flat_zeros(parameter: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -230,13 +222,9 @@ def _own_values(states: Tensor, num_values: int, bits: int) -> Tensor:
     return _local(states).view(-1)[: num_values // 2 if bits == 4 else num_values]
 
 
-def _own_scales(scales: Tensor | None, num_values: int, bits: int) -> Tensor | None:
+def _own_scales(scales: Tensor | None, num_values: int) -> Tensor | None:
     """Return the scales of the blocks that this process has."""
-    return None if scales is None else _local(scales)[: -(-num_values // _block(bits))]
-
-
-def _block(bits: int) -> int:
-    return BLOCK_4BIT if bits == 4 else BLOCK
+    return None if scales is None else _local(scales)[: -(-num_values // BLOCK)]
 
 
 def _part(parameter: Tensor) -> list[int]:
@@ -295,7 +283,7 @@ def adamw_step(
     if uses_triton(p):
         adamw_kernel[(triton.cdiv(p.numel(), GROUP),)](
             *(p, g, m, v, m_scale, v_scale, gradient_scale, p.numel(), key, *numbers),
-            BLOCK=_block(bits),
+            BLOCK=BLOCK,
             TILE=TILE,
             BITS=bits,
             SCALED=gradient_scale is not None,
@@ -306,7 +294,7 @@ def adamw_step(
         )
         return
     for start in range(0, p.numel(), CHUNK):
-        part, of_scales = slice(start, start + CHUNK), slice(start // _block(bits), (start + CHUNK) // _block(bits))
+        part, of_scales = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
         of_states = slice(start // 2, (start + CHUNK) // 2) if bits == 4 else part
         scales = [None if scale is None else scale[of_scales] for scale in (m_scale, v_scale)]
         words = _random_words(key, start // GROUP, p[part].numel())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tunekit.kernels.adamw_kernel import BLOCK, BLOCK_4BIT, LEAST_SCALE, M_LIMITS, M_SHARES
+from tunekit.kernels.adamw_kernel import BLOCK, LEAST_SCALE, M_LIMITS, M_SHARES
 
 MANTISSA_BITS = 3
 
@@ -39,9 +39,9 @@ def decoded(codes: Tensor, scales: Tensor, exponents: int, *, signed: bool) -> T
 
 
 def encoded_4bit(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Two codes a byte of float32 numbers, the first one in its upper half, and scales of each 128."""
-    scales = x.abs().view(-1, BLOCK_4BIT).amax(-1).clamp(min=LEAST_SCALE)
-    shares = x / scales.repeat_interleave(BLOCK_4BIT)
+    """Two codes a byte of float32 numbers, the first one in its upper half, and scales of each 256."""
+    scales = x.abs().view(-1, BLOCK).amax(-1).clamp(min=LEAST_SCALE)
+    shares = x / scales.repeat_interleave(BLOCK)
     if signed:
         codes = torch.bucketize(shares, torch.tensor(M_LIMITS, device=x.device), right=True)
     else:
@@ -56,7 +56,7 @@ def decoded_4bit(packed: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         table = [*(-share for share in reversed(M_SHARES[:-1])), 0.0, *M_SHARES]
     else:
         table = [(code + 1) / 16 for code in range(16)]
-    return torch.tensor(table, device=packed.device)[codes] * scales.repeat_interleave(BLOCK_4BIT)
+    return torch.tensor(table, device=packed.device)[codes] * scales.repeat_interleave(BLOCK)
 
 
 def _first(exponents: int) -> int:

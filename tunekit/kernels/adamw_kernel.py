@@ -1,4 +1,4 @@
-"""The Triton kernel of `adamw`: a program updates four tiles, each of four blocks of 256 values or eight of 128."""
+"""The Triton kernel of `adamw`: a program updates four tiles, each of four blocks of 256 values."""
 
 # ruff: noqa: ANN201
 # mypy: disable-error-code="no-untyped-def"
@@ -8,10 +8,7 @@ from __future__ import annotations
 from tunekit.kernels.backend import jit, tl
 
 BLOCK = 256
-"""Values that share a scale in 8 bits."""
-
-BLOCK_4BIT = 128
-"""Values that share a scale in 4 bits."""
+"""Values that share a scale."""
 
 LEAST_SCALE = 1e-12
 """Scale of blocks in 4 bits whose values are all smaller."""
@@ -67,7 +64,7 @@ def _encoded(x, random, EXPONENTS: tl.constexpr, SIGNED: tl.constexpr):
 
 @jit
 def _decoded_4bit(packed, scales, SIGNED: tl.constexpr, SHARES: tl.constexpr):
-    """Numbers of (blocks, 64) bytes, of which the upper half is the first one's code."""
+    """Numbers of (blocks, 128) bytes, of which the upper half is the first one's code."""
     packed = packed.to(tl.int32)
     codes = tl.interleave(packed >> 4, packed & 15)
     if SIGNED:
@@ -83,7 +80,7 @@ def _decoded_4bit(packed, scales, SIGNED: tl.constexpr, SHARES: tl.constexpr):
 
 @jit
 def _encoded_4bit(x, SIGNED: tl.constexpr, LIMITS: tl.constexpr, LEAST: tl.constexpr):
-    """Bytes of (blocks, 128) numbers, and the largest absolute value of each block: (blocks, 1)."""
+    """Bytes of (blocks, 256) numbers, and the largest absolute value of each block: (blocks, 1)."""
     scales = tl.maximum(tl.max(tl.abs(x), axis=1)[:, None], LEAST)
     shares = tl.div_rn(x, scales.broadcast_to(x.shape))
     if SIGNED:

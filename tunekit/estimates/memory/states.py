@@ -55,8 +55,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK_4BIT, BLOCK_8BIT = 64, 256
 """Values that share a constant in bitsandbytes: of 4-bit weights, and of 8-bit states and constants."""
 
-BLOCK_4BIT_STATES = 128
-"""Values that share a constant in states of 4 bits."""
+BLOCK_STATES = 256
+"""Values that share a constant in states of tunekit's optimizers, of 8 and 4 bits."""
 
 BLOCK_MXFP4 = 32
 """Values that share an exponent of a byte in MXFP4 (OCP Microscaling Formats 1.0)."""
@@ -411,9 +411,9 @@ def block_states_bytes(
         rows, *sides = shape or (1,)
         size = math.ceil(rows / num_shards) * math.prod(sides)
         if BLOCK_OPTIMS[optim] == 8:
-            each = size + 4 * math.ceil(size / BLOCK_8BIT)
-        elif size >= MIN_8BIT_VALUES and size % BLOCK_4BIT_STATES == 0 and math.prod(shape) % BLOCK_4BIT_STATES == 0:
-            each = size // 2 + 4 * size // BLOCK_4BIT_STATES
+            each = size + 4 * math.ceil(size / BLOCK_STATES)
+        elif size >= MIN_8BIT_VALUES and size % BLOCK_STATES == 0 and math.prod(shape) % BLOCK_STATES == 0:
+            each = size // 2 + 4 * size // BLOCK_STATES
         else:
             each = BYTES[trained_dtype] * size
         total += 2 * each + 4
