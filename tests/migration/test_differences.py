@@ -1,5 +1,6 @@
 """Where a recipe trains otherwise than the configuration that it came from, the report says so and how."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -428,12 +429,11 @@ FOUR_BITS = [
 
 
 @pytest.mark.parametrize(("config", "more", "key"), FOUR_BITS)
-def test_4_bit_states_come_along_in_smaller_blocks_than_transformers_gives_them(config, more, key) -> None:
+def test_4_bit_states_come_along_in_the_blocks_that_transformers_gives_them(config, more, key) -> None:
     report = made(config, **more)
     assert report.recipe.train.optim == "tunekit_adamw_4bit"
-    (line,) = [line for line in report.different if line.key == key]
-    words = "transformers gives its states blocks of 256 values, tunekit of 128, as torchao does by default"
-    assert line.words == f"train.optim: tunekit_adamw_4bit; {words}"
+    (line,) = [line for line in report.lines if line.key == key]
+    assert (line.kind, line.words) == ("carried", "train.optim: tunekit_adamw_4bit")
 
 
 def test_transformers_gives_4_bit_states_blocks_of_256_values(tmp_path) -> None:
@@ -451,8 +451,8 @@ def test_transformers_gives_4_bit_states_blocks_of_256_values(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("module", ["torchao.optim", "torchao.prototype.low_bit_optim"])
-def test_torchtunes_4_bit_states_are_the_same(module) -> None:
-    optimizer = {"_component_": f"{module}.AdamW4bit", "lr": 1e-4, "block_size": 128}
+def test_torchtunes_4_bit_states_of_256_values_are_the_same(module) -> None:
+    optimizer = {"_component_": f"{module}.AdamW4bit", "lr": 1e-4, "block_size": 256}
     dataset = {"_component_": "torchtune.datasets.alpaca_dataset"}
     report = made(TORCHTUNE, optimizer=optimizer, dataset=dataset)
     train = report.recipe.train
@@ -460,20 +460,37 @@ def test_torchtunes_4_bit_states_are_the_same(module) -> None:
     assert not [line for line in (*report.different, *report.of_kind("unsupported")) if "optimizer" in line.key]
 
 
-def test_stochastic_rounding_of_weights_is_the_same_and_other_blocks_are_not() -> None:
+def test_torchao_gives_4_bit_states_blocks_of_128_values_by_itself() -> None:
+    optim = pytest.importorskip("torchao.optim")
+    assert inspect.signature(optim.AdamW4bit).parameters["block_size"].default == 128
+    words = "train.optim: tunekit_adamw_4bit; the original's states have blocks of 128 values, tunekit's of 256"
+    report = made(AXOLOTL, datasets=[CHAT], optimizer="ao_adamw_4bit")
+    assert [line.words for line in report.different if line.key == "optimizer"] == [words]
+    optimizer = {"_component_": "torchao.optim.AdamW4bit"}
+    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    report = made(TORCHTUNE, optimizer=optimizer, dataset=dataset)
+    assert [line.words for line in report.different if "optimizer" in line.key] == [words]
+    report = made(TORCHTUNE, optimizer={**optimizer, "block_size": 64}, dataset=dataset)
+    (line,) = [line for line in report.different if "optimizer" in line.key]
+    assert line.key == "optimizer.block_size" and "blocks of 64 values" in line.words
+    others = {"_component_": "torchao.optim.AdamW8bit", "block_size": 256}
+    (line,) = made(TORCHTUNE, optimizer=others, dataset=dataset).of_kind("unsupported")
+    assert line.key == "optimizer.block_size"
+
+
+def test_stochastic_rounding_of_weights_is_the_same() -> None:
     axolotl = {"datasets": [CHAT], "adapter": None, "bf16": "full", "optimizer": "ao_adamw_4bit"}
     report = made(AXOLOTL, **axolotl, optim_args="bf16_stochastic_round=True")
     assert report.recipe.train.pure_bf16 and report.recipe.train.optim == "tunekit_adamw_4bit"
-    assert not [line for line in report.different if line.key == "optimizer"]
+    (line,) = [line for line in report.different if line.key == "optimizer"]
+    assert "stochastically" not in line.words
     (line,) = made(AXOLOTL, **axolotl, optim_args="block_size=64").of_kind("unsupported")
     assert line.words == "block_size: unsupported with tunekit_adamw_4bit"
     whole = {"dtype": "bf16", "model": {"_component_": "torchtune.models.qwen2_5.qwen2_5_3b"}}
     whole["dataset"] = {"_component_": "torchtune.datasets.alpaca_dataset"}
-    rounds = {"_component_": "torchao.optim.AdamW4bit", "bf16_stochastic_round": True}
+    rounds = {"_component_": "torchao.optim.AdamW4bit", "bf16_stochastic_round": True, "block_size": 256}
     report = made(TORCHTUNE, **whole, optimizer=rounds)
     assert report.recipe.train.pure_bf16 and not [line for line in report.different if "optimizer" in line.key]
-    (line,) = made(TORCHTUNE, **whole, optimizer={**rounds, "block_size": 64}).of_kind("unsupported")
-    assert line.key == "optimizer.block_size"
 
 
 def test_reasoning_is_read_by_the_key_that_the_template_has() -> None:

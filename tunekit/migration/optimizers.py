@@ -54,7 +54,12 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 FOUR_BITS = ("adamw_torch_4bit", "ao_adamw_4bit")
-"""Names of torchao's AdamW4bit in transformers and Axolotl."""
+"""Names of torchao's AdamW4bit in transformers, which gives its states tunekit's blocks, and in Axolotl."""
+
+
+def block_words(num_values: int = 128) -> str:
+    """Describe states in 4 bits of other blocks than tunekit's: by default torchao's own."""
+    return f"the original's states have blocks of {num_values} values, tunekit's of 256"
 
 
 def use(draft: Draft, entry: Entry) -> Fate:
@@ -91,8 +96,8 @@ def named(draft: Draft, entry: Entry) -> Fate:
     name = lower(entry.value)
     fate = draft.carry(entry, "train.optim", tool_table("trainer").words["optimizers"].get(name, name))
     words = [fate.words]
-    if name == "adamw_torch_4bit":
-        words.append("transformers gives its states blocks of 256 values, tunekit of 128, as torchao does by default")
+    if name == "ao_adamw_4bit":
+        words.append(block_words())
     is_pure = draft.get("bf16") == "full" or not is_off(draft.get("pure_bf16") or False)
     is_nearest = "bf16_stochastic_round=true" not in str(draft.get("optim_args")).replace(" ", "").lower()
     if name in FOUR_BITS and is_pure and is_nearest and draft.values.get("adapter.type") == "full":

@@ -247,22 +247,30 @@ def packed(draft: Draft, entry: Entry) -> Fate:
 
 def optimizer(draft: Draft, entry: Entry) -> Fate:
     """An optimizer by its class."""
-    known = _words("optimizers").get(str(entry.value))
-    if known is None:
+    counterpart = _words("optimizers").get(str(entry.value))
+    if counterpart is None:
         raise UnfitError(f"{entry.value}: `tunekit explain train.optim` lists the supported ones")
-    fate = draft.carry(entry, "train.optim", known[0])
+    fate = draft.carry(entry, "train.optim", counterpart[0])
+    if not _is_in_4_bits(draft):
+        return fate
+    words = [fate.words]
+    if draft.get("optimizer.block_size") is None:
+        words.append(optimizers.block_words())
     is_nearest = not truth(draft.get("optimizer.bf16_stochastic_round") or False)
     is_pure = draft.values["adapter.type"] == "full" and str(draft.get("dtype")) in ("bf16", "bfloat16")
-    if known[0] == "tunekit_adamw_4bit" and is_pure and is_nearest:
-        return Fate("different", f"{fate.words}; {optimizers.TO_THE_NEAREST}")
-    return fate
+    if is_pure and is_nearest:
+        words.append(optimizers.TO_THE_NEAREST)
+    return fate if len(words) == 1 else Fate("different", "; ".join(words))
 
 
 def block_size(draft: Draft, entry: Entry) -> Fate:
     """Values that share a scale in states of few bits."""
-    if not _is_in_4_bits(draft) or whole(entry.value) != 128:
-        raise UnfitError("only 128 with torchao.optim.AdamW4bit is supported")
-    return Fate("silent", "is the default")
+    if not _is_in_4_bits(draft):
+        raise UnfitError("only supported with torchao.optim.AdamW4bit")
+    num_values = whole(entry.value)
+    if num_values != 256:
+        return Fate("different", optimizers.block_words(num_values))
+    return Fate("silent", "tunekit's states have the same blocks")
 
 
 def stochastic_rounding(draft: Draft, entry: Entry) -> Fate:
