@@ -21,7 +21,7 @@ from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, Head
 from tunekit.estimates.memory.states import BYTES, Dtype, Kept, Need, Phase, weights_bytes
 from tunekit.recipe.methods import generates
 from tunekit.recipe.methods.spec import Generation, MethodPasses, MethodSection, PassInputs
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, num_virtual_tokens
 from tunekit.recipe.sections.data import DataSection
 
 
@@ -59,7 +59,8 @@ def passes_of(
         by_vllm: Whether vLLM generates answers.
     """
     inputs = PassInputs(isinstance(adapter, FullAdapter), data.max_length, global_batch_size, by_vllm)
-    return Passes(**vars(method.passes(inputs)), teacher=teacher)
+    passes = replace(method.passes(inputs), num_virtual_tokens=num_virtual_tokens(adapter))
+    return Passes(**vars(passes), teacher=teacher)
 
 
 def method_words(method: MethodSection, adapter: Adapter, origin: Origin | None = None) -> tuple[str, str] | None:

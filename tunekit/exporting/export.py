@@ -37,7 +37,7 @@ from tunekit.inference.inference_model import (
 )
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
-from tunekit.recipe.sections.adapters import QloraAdapter
+from tunekit.recipe.sections.adapters import PromptTuningAdapter, QloraAdapter
 from tunekit.runs.checkpoints.complete import to_disk
 from tunekit.runs.events import Event
 from tunekit.runs.record import free_bytes, tokenizers_errors, words_of
@@ -221,6 +221,9 @@ def _kind(found: Trained, kind: str, dtype: str) -> Kind:
         raise RunError(f"{found.name} is not a run: nothing to export", hint="`tunekit runs` lists the runs")
     if kind == "adapter" and found.adapter is None:
         raise RunError(f"{found.name} was fully fine-tuned and has no adapter", hint="remove --adapter")
+    if kind != "adapter" and isinstance(found.adapter, PromptTuningAdapter):
+        problem = f"the virtual tokens of {found.name} are no part of weights and cannot be merged into them"
+        raise RunError(problem, hint="export the adapter itself with --adapter")
     if kind == "adapter" and dtype != "auto":
         raise RunError(f"--dtype {dtype}: an adapter stays in float32, its training dtype", hint="remove it")
     if kind == "quantized" and found.qat is None:

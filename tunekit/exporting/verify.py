@@ -245,7 +245,8 @@ def _logits(model: Any, ids: list[int]) -> "Tensor":
     inputs = torch.tensor([ids], device=model.device)
     with torch.no_grad():
         logits: Tensor = model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits
-    return logits.reshape(-1, logits.shape[-1]).float().cpu()
+    # PEFT alone gives virtual tokens logits too.
+    return logits.reshape(-1, logits.shape[-1])[-len(ids) :].float().cpu()
 
 
 def _error(logits: "Tensor", reference: "Tensor") -> float:

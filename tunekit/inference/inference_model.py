@@ -22,7 +22,13 @@ from tunekit.probe.model_files import check_settings
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.adapters import AnyPeftAdapter, FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    AnyPeftAdapter,
+    FullAdapter,
+    PromptTuningAdapter,
+    QloraAdapter,
+    num_virtual_tokens,
+)
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import QatSection
 from tunekit.runs.available_actions import check_readable, prospects
@@ -210,6 +216,7 @@ def load_trained(
         ModelError: It cannot be loaded.
     """
     from tunekit.models.load import Task, load_model, peft_config, read_adapter, with_trained_values
+    from tunekit.models.virtual_tokens import hide_virtual_tokens
 
     adapter = found.adapter
     model = load_model(
@@ -230,6 +237,8 @@ def load_trained(
         folder = Path(found.folder)
         adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=folder))
         read_adapter(adapted, folder)
+        if isinstance(adapter, PromptTuningAdapter):
+            hide_virtual_tokens(adapted)
         if not as_trained:
             with_trained_values(adapted, adapter)
         model = cast("PreTrainedModel", adapted)
@@ -449,13 +458,15 @@ def dtype_on(found: Trained, device: str) -> Dtype:
 
 
 def longest_of(found: Trained) -> int | None:
-    """Tokens that a model takes, its answer with them; None where its configuration does not say.
+    """Tokens that a model takes, its answer with them and without virtual ones; None where its configuration does not
+    say.
 
     Raises:
         ModelError: There is no configuration.
     """
     longest: int | None = config_of(found).get_text_config().to_dict().get("max_position_embeddings")
-    return longest
+    virtual = 0 if found.adapter is None else num_virtual_tokens(found.adapter)
+    return None if longest is None else longest - virtual
 
 
 def end_tokens(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
@@ -531,6 +542,9 @@ def answer(
         numbers = waiting[start : start + batch_size]
         numbers = [index for index in numbers if (index in pictured) == (numbers[0] in pictured)]
         batch = _alike([prompts[index] for index in numbers], sampling, longest)
+        if isinstance(loaded.found.adapter, PromptTuningAdapter):
+            # Padding would lie between virtual tokens and prompt, and PEFT passes no positions.
+            batch = [prompt for prompt in batch if len(prompt) == len(batch[0])]
         inputs = [pictured[index] for index in numbers[: len(batch)] if index in pictured]
         batch_answers = _answers(loaded, batch, inputs, sampling, longest)
         if batch_answers is None and len(batch) == 1:

@@ -35,6 +35,7 @@ from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
 from tunekit.models.frozen import compute_without_gradients
+from tunekit.models.virtual_tokens import hide_virtual_tokens
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.chat_template import end_answers, take_texts, template_text
@@ -51,6 +52,7 @@ from tunekit.recipe.sections.adapters import (
     LoraAdapter,
     OftAdapter,
     PeftAdapter,
+    PromptTuningAdapter,
     QloraAdapter,
     VeraAdapter,
     is_any_of,
@@ -60,7 +62,7 @@ from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel, PromptTuningConfig
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
     from transformers.distributed import DistributedConfig
@@ -663,7 +665,10 @@ def attach_adapter(
                 module.bias = None
     freeze_ranks(adapted)
     compute_without_gradients(model, towers(model))
-    _check_names(adapted, adapter)
+    if isinstance(adapter, PromptTuningAdapter):
+        hide_virtual_tokens(adapted)
+    else:
+        _check_names(adapted, adapter)
     _check_readable(adapted)
     if trained is not None:
         read_adapter(adapted, trained)
@@ -748,6 +753,8 @@ def peft_config(
         trained: Folder of a trained adapter with these settings, which adapts the modules that it was trained on.
         new_tokens: Ids of tokens whose rows are trained beside a new adapter.
     """
+    if isinstance(adapter, PromptTuningAdapter):
+        return _prompt_config(adapter, model, task, is_new=trained is None)
     if not isinstance(adapter, LoraAdapter):
         return _config_by_names(adapter, model, task, trained)
     from peft import LoraConfig
@@ -785,6 +792,29 @@ def _stated(folder: Path) -> dict[str, Any]:
     """Return the configuration of an adapter in a folder."""
     config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return config
+
+
+def _prompt_config(
+    adapter: PromptTuningAdapter, model: "PreTrainedModel", task: Task, *, is_new: bool
+) -> "PromptTuningConfig":
+    """Return the section of virtual tokens as PEFT has it, which reads the model's tokenizer for an initial text."""
+    from peft import PromptTuningConfig
+
+    text: dict[str, Any] = {}
+    if is_new and adapter.prompt_tuning_init == "TEXT":
+        commit = vars(model.config).get("_commit_hash")
+        text = {
+            "prompt_tuning_init_text": adapter.prompt_tuning_init_text,
+            "tokenizer_name_or_path": model.name_or_path,
+            "tokenizer_kwargs": {} if commit is None else {"revision": commit},
+        }
+    return PromptTuningConfig(
+        task_type=task,
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        prompt_tuning_init=adapter.prompt_tuning_init if is_new else "RANDOM",
+        token_dim=model.get_input_embeddings().embedding_dim,
+        **text,
+    )
 
 
 def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task, trained: Path | None) -> "PeftConfig":

@@ -150,7 +150,7 @@ def resolve(
         schedule=schedule,
         saving=saving,
         memory=fitting.memory,
-        unchecked=reasons.why_unchecked(model, recipe.data.max_length),
+        unchecked=reasons.why_unchecked(model, recipe.num_positions),
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
         reasons=(
@@ -168,7 +168,7 @@ def resolve(
                 setting.passes_in(layout),
                 dtype,
                 # With the most padding that there can be.
-                fitting.micro_batch_size * setting.passes.sequences_per_row * recipe.data.max_length,
+                fitting.micro_batch_size * setting.passes.sequences_per_row * recipe.num_positions,
                 backends.why_trl_head(kernels, layout),
             ),
             *reasons.method_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from tunekit.recipe.methods import METHODS, Method
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import OtherSections
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, num_virtual_tokens
 from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import (
@@ -73,6 +73,11 @@ class Recipe(Section):
 
     output: OutputSection = OutputSection()
     """Run folder, samples and trackers."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the longest row: its tokens, and the virtual ones before them."""
+        return self.data.max_length + num_virtual_tokens(self.adapter)
 
     @property
     def learning_rate(self) -> float:

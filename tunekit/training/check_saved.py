@@ -149,7 +149,8 @@ def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Ten
     """Return the logits of a row, `(tokens, vocabulary)`, or its score, `(1, 1)`, in float32 on the CPU."""
     tokens = torch.tensor([ids], device=device)
     output: torch.Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    return output.reshape(-1, output.shape[-1]).float().cpu()
+    # PEFT alone gives virtual tokens logits too.
+    return output.reshape(-1, output.shape[-1])[-len(ids) :].float().cpu()
 
 
 def _device(plan: Plan) -> str | None:

@@ -18,14 +18,14 @@ from tunekit.methods.run_trainer import RunTrainer, set_learning_rates
 from tunekit.models import load
 from tunekit.models.documents import run_by_document, run_decoder_by_document
 from tunekit.models.fusion.tiling import tile_mlps
-from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, to_float8
+from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, read_adapter, to_float8
 from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.probe.chat_template import template_in_time
 from tunekit.process.garbage import collected_seldom
 from tunekit.process.signals import Wishes
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import AdaloraAdapter, FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import AdaloraAdapter, FullAdapter, LoraAdapter, PromptTuningAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
@@ -246,6 +246,9 @@ def build(
     engine.before_wrapping(trainer, plan)
     if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.splits_base:
         save_and_load_plain(trainer, recipe.adapter)
+    if isinstance(recipe.adapter, PromptTuningAdapter):
+        # PEFT loads no virtual tokens to be trained further.
+        trainer.wrap("load_weights", lambda load, folder, model=None: read_adapter(trainer.model, Path(folder)))
     if isinstance(recipe.adapter, AdaloraAdapter):
         trainer.rank_allocation = RankAllocation(trainer, recipe.adapter, schedule.num_steps)
     if has_groups(recipe):

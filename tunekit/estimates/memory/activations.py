@@ -37,7 +37,7 @@ from tunekit.estimates.memory.states import (
 from tunekit.estimates.models.model_config import model_types
 from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.recipe.methods.spec import HeadKind
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter, num_virtual_tokens
 from tunekit.recipe.sections.section import QatSection
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
@@ -126,6 +126,7 @@ class Products:
         fused: Whether tunekit's kernels compute the layers.
         rounded: Bytes that a layer keeps of its rounded weights; 0 where they are computed with as they are.
         rounds: Bytes per token that it keeps of its rounded inputs.
+        has_virtual_tokens: Whether gradients pass through all layers to what comes before the first one.
     """
 
     model: ModelFacts
@@ -152,6 +153,7 @@ class Products:
     fused: bool = False
     rounded: int = 0
     rounds: int = 0
+    has_virtual_tokens: bool = False
 
     @property
     def stream_bytes(self) -> int:
@@ -231,6 +233,7 @@ def products_of(
         fused=fused,
         rounded=0 if qat is None else _rounded_bytes(model, qat, e, casted=casted),
         rounds=0 if qat is None or qat.activation_dtype is None else _rounds_bytes(model, e),
+        has_virtual_tokens=num_virtual_tokens(adapter) > 0,
     )
 
 
@@ -440,7 +443,7 @@ def layers_of(
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
     num_readers = len(products.attention - {_FROM_ATTENTION})
     nothing = ((e if products.fused else 4) + products.mask * num_readers) * model.hidden_size * num_tokens
-    first = layer_bytes - (0 if products.tables.embedding else nothing)
+    first = layer_bytes - (0 if products.tables.embedding or products.has_virtual_tokens else nothing)
     return Layers(stream, first + other_layers, 0, first, first + working - less, 0, mlps.passing, working, shared)
 
 

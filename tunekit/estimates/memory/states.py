@@ -41,6 +41,7 @@ from tunekit.recipe.sections.adapters import (
     Ia3Adapter,
     LoraAdapter,
     PeftAdapter,
+    PromptTuningAdapter,
     QloraAdapter,
     Shape,
     VeraAdapter,
@@ -106,6 +107,9 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
         return {name: shape for name, shape in tensors.items() if _is_trained(name, model, adapter)}
+    if isinstance(adapter, PromptTuningAdapter):
+        width = tensors[model.vocabulary_tables[0]][1]
+        return {"prompt_encoder.embedding.weight": (adapter.num_virtual_tokens, width)}
     whole = trained_whole(model, adapter)
     trained = model.tensors_in(whole) if whole else {}
     for name, own_rank in model.adapted(adapter).ranks.items():
@@ -704,9 +708,9 @@ class Dora:
 def reads_inputs(adapter: Adapter) -> bool:
     """Return whether the gradients of what is trained need the inputs of linear layers.
 
-    Those of VeRA and (IA)3 need what comes behind frozen products.
+    Those of VeRA and (IA)3 need what comes behind frozen products, virtual tokens nothing of them.
     """
-    return not isinstance(adapter, VeraAdapter | Ia3Adapter)
+    return not isinstance(adapter, VeraAdapter | Ia3Adapter | PromptTuningAdapter)
 
 
 def kept_beside(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) -> int:
@@ -737,7 +741,7 @@ def kept_matrices(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) 
     other directions are cast, as VeRA's frozen matrices are for each layer. OFT keeps of each block the matrix Q, its
     square and cube, and the rotation, and under autocast the copies that each product casts.
     """
-    if isinstance(adapter, FullAdapter | LoraAdapter):
+    if isinstance(adapter, FullAdapter | LoraAdapter | PromptTuningAdapter):
         return 0
     sizes = model.adapter_linears(adapter)
     if isinstance(adapter, Ia3Adapter):

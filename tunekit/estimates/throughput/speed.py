@@ -347,8 +347,11 @@ def step_of(
     elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.generation is None:
         row = document = data.num_train_tokens / data.num_train / passes.sequences_per_row
         longest = min(longest, float(data.longest_tokens))
-    attended = document if mask_length is None else micro_batch_size * row if padding_free else row
-    sequences = passes.sequences_per_row
+    if virtual := passes.num_virtual_tokens:
+        # Tokens are those of rows, the work is that of virtual ones too.
+        document, longest = document + virtual, longest + virtual
+    attended = document if mask_length is None else micro_batch_size * row if padding_free else row + virtual
+    sequences, more = passes.sequences_per_row, (row + virtual) / row
 
     operations = partial(
         steps.flops_per_token,
@@ -389,9 +392,12 @@ def step_of(
         dtype=dtype,
         layout=layout,
         num_nodes=num_nodes,
-        flops_per_token=operations(gradient_checkpointing=gradient_checkpointing, tiled_mlp=tiled_mlp)
+        flops_per_token=more * operations(gradient_checkpointing=gradient_checkpointing, tiled_mlp=tiled_mlp)
         + without_gradients,
-        model_flops_per_token=operations(gradient_checkpointing=False) - head_again + without_gradients + generated,
+        model_flops_per_token=more * operations(gradient_checkpointing=False)
+        - head_again
+        + without_gradients
+        + generated,
         num_tokens=batch * sequences * row,
         max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from tunekit.estimates.facts import ModelFacts
+from tunekit.estimates.facts import ModelFacts, is_embedding
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.models.model_config import model_types, read_past_of
@@ -18,6 +18,7 @@ from tunekit.recipe.sections.adapters import (
     LoraAdapter,
     OftAdapter,
     PeftAdapter,
+    PromptTuningAdapter,
     QloraAdapter,
     is_any_of,
     pattern_of,
@@ -42,8 +43,11 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     if isinstance(adapter, LoraAdapter):
         yield from expert_faults(model, adapter)
         yield from _parameter_faults(model, adapter)
-    yield from _target_faults(model, adapter)
-    yield from _choice_faults(model, adapter)
+    if isinstance(adapter, PromptTuningAdapter):
+        yield from _prompt_faults(model)
+    else:
+        yield from _target_faults(model, adapter)
+        yield from _choice_faults(model, adapter)
     if isinstance(adapter, LoraAdapter):
         yield from _start_faults(model, adapter)
         tokens = adapter.trainable_token_indices or []
@@ -63,6 +67,15 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     if unknown:
         hint = "a head tied to the embedding has no separate weights; name the embedding"
         yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
+
+
+def _prompt_faults(model: ModelFacts) -> Faults:
+    """Yield why a model cannot be passed embeddings instead of token IDs, as PEFT does behind virtual tokens."""
+    problem = f"adapter.type: prompt_tuning is unsupported for {model.path}: PEFT passes embeddings, and its "
+    if model.is_multimodal:
+        yield f"{problem}code places images by token IDs", "set adapter.type=lora"
+    elif any("per_layer" in name for name in model.tensors if is_embedding(name)):
+        yield f"{problem}layers look token IDs up", "set adapter.type=lora"
 
 
 def _part_faults(model: ModelFacts, adapter: FullAdapter) -> Faults:
@@ -260,6 +273,9 @@ def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterato
                 "a trained AdaLoRA adapter has lost the ranks that further training would reallocate",
                 "use adapter.type=full",
             )
+    if isinstance(adapter, PromptTuningAdapter) and layout.cp_size * layout.sp_size > 1:
+        why = "adapter.type=prompt_tuning would put virtual tokens before each part of a split row"
+        yield why, "use a layout without cp_size and sp_size"
     if not isinstance(adapter, LoraAdapter) or not (adapter.splits_base or adapter.needs_sources):
         return
     name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"

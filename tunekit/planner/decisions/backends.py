@@ -295,8 +295,10 @@ def padding_of(
     is_single = micro_batch_size * passes.sequences_per_row == 1
     if passes.always_pads:
         masks_pictures = passes.reads_pictures and model.tower is not None and model.tower.masks_text
-        mask_length = data.max_length if masks and (masks_pictures or not is_single) else None
+        length = data.max_length + passes.num_virtual_tokens
+        mask_length = length if masks and (masks_pictures or not is_single) else None
         why = "rows with images are padded" if passes.reads_pictures else f"TRL pads {passes.method} batches"
+        why = "each row follows its virtual tokens" if passes.num_virtual_tokens else why
         return Padding(False, mask_length, why)
     whole = micro_batch_size * data.max_length
     apart = f"{attn_implementation} separates documents by a mask over the whole micro-batch" if masks else ""

@@ -134,7 +134,7 @@ class Setting:
         tiled: bool = False,
     ) -> MemoryEstimate:
         """Estimate the memory of each device with `size` sequences in a micro-batch."""
-        length = self.recipe.data.max_length
+        length = self.recipe.num_positions
         attention = self.attention_in(layout)
         padding = backends.padding_of(self.recipe.data, self.model, attention, size, self.passes)
         mask_length = padding.mask_length
@@ -251,7 +251,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
     sizes = _sizes(setting, batch // layout.sp_size)
-    row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
+    row_tokens = setting.passes.sequences_per_row * recipe.num_positions
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     widens_mask = requested is None and backends.lies_in_one_row(recipe.data) and backends.needs_mask(setting.attention)
     if widens_mask:

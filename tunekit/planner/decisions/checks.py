@@ -26,7 +26,13 @@ from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.decisions.published import published_faults, published_refusals
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    FullAdapter,
+    LoraAdapter,
+    PromptTuningAdapter,
+    QloraAdapter,
+    num_virtual_tokens,
+)
 from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import (
     BLOCK_OPTIMS,
@@ -210,11 +216,13 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
                 problem = f"model.rope_scaling.{name}: {len(factors)} numbers, but {model.path} has {num} frequencies"
                 yield problem, "set one per frequency"
     limit = model.positions_for(recipe.model)
-    if limit is not None and recipe.data.max_length > limit:
-        factor = None if rope is None else factor_for(rope, section, recipe.data.max_length, model.model_type)
+    num, virtual = recipe.num_positions, num_virtual_tokens(recipe.adapter)
+    if limit is not None and num > limit:
+        factor = None if rope is None else factor_for(rope, section, num, model.model_type)
         longer = "" if factor is None else f", or set model.rope_scaling.factor={factor}"
-        problem = f"data.max_length: {recipe.data.max_length} exceeds the {limit} positions of {model.path}"
-        yield problem, f"set it to {limit} or less{longer}"
+        length = f"{recipe.data.max_length}{f' behind {virtual} virtual tokens' if virtual else ''}"
+        problem = f"data.max_length: {length} exceeds the {limit} positions of {model.path}"
+        yield problem, f"set it to {limit - virtual} or less{longer}"
 
 
 CHANGES = ("image_processor", "rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
@@ -308,6 +316,11 @@ def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
         return
     adapter = origin.adapter
+    if isinstance(adapter, PromptTuningAdapter):
+        problem = (
+            f"adapter.type: the virtual tokens of {origin.name} are no part of weights and cannot be merged into them"
+        )
+        yield problem, "use adapter.type=prompt_tuning, which continues training them"
     if isinstance(adapter, LoraAdapter) and adapter.lora_bias:
         without = [name for name in model.adapted(adapter).sizes if f"{name}.bias" not in model.tensors]
         if without:

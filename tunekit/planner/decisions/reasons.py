@@ -47,6 +47,7 @@ from tunekit.recipe.sections.adapters import (
     FullAdapter,
     LoraAdapter,
     PeftAdapter,
+    PromptTuningAdapter,
     QloraAdapter,
 )
 from tunekit.recipe.sections.data import DataSection
@@ -184,7 +185,8 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
         return Reason(
             topic="adapter", choice=f"full, of {', '.join([*parts, *(adapter.unfrozen_parameters or ())])}", why=share
         )
-    choice = f"{adapter.words}, on {_targets_words(adapter)}"
+    is_before = isinstance(adapter, PromptTuningAdapter)
+    choice = f"{adapter.words} before each row" if is_before else f"{adapter.words}, on {_targets_words(adapter)}"
     share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
     if isinstance(adapter, LoraAdapter) and adapter.init_lora_weights is not True:
         choice += f", from {adapter.init_lora_weights}"

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, PromptTuningAdapter
 from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
 from tunekit.recipe.sections.section import Conflict, OutputSection, Section, TrainSection
 
@@ -82,6 +82,8 @@ class MethodPasses:
     """Rows of a micro-batch that there are at least."""
     reads_pictures: bool = False
     """True if rows have pictures."""
+    num_virtual_tokens: int = 0
+    """Trained embeddings before each sequence."""
 
     @property
     def num_reference_forwards(self) -> float:
@@ -95,7 +97,7 @@ class MethodPasses:
     @property
     def always_pads(self) -> bool:
         """True if batches are padded whatever the recipe says."""
-        return self.method != "sft" or self.reads_pictures
+        return self.method != "sft" or self.reads_pictures or self.num_virtual_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ class MethodSection(Section):
             yield from self._conflicts_of_rows(others.data)
         if self.spec.trains_on in ("pairs", "answers"):
             yield from self._conflicts_of_dropout(others.adapter)
+        if isinstance(others.adapter, PromptTuningAdapter):
+            yield from self._conflicts_of_virtual_tokens(others.data)
         if self.spec.classifies and others.output.sample_prompts:
             what = f"has no effect with method {self.type}, whose model does not generate"
             yield Conflict(("output", "sample_prompts"), what, "unset it")
@@ -255,6 +259,26 @@ class MethodSection(Section):
             if loss_on not in (None, "assistant"):
                 what = f"cannot be {loss_on} {with_it}, whose loss covers complete answers"
                 yield Conflict(("data", *key), what, "unset it")
+
+    def _conflicts_of_virtual_tokens(self, data: DataSection) -> Iterator[Conflict]:
+        """Yield what cannot have virtual tokens before each row: most methods, and rows of several documents."""
+        why = None
+        if self.spec.classifies:
+            why = "the score is read at the last token, found by token IDs, for which PEFT passes embeddings"
+        elif self.spec.trains_on == "prompts":
+            why = "prompts are padded on the left, and PEFT drops the positions that would leave the padding out"
+        elif self.reference_use != "none":
+            why = "virtual tokens change the model before training, which would not start at the reference"
+        elif self.spec.trains_on != "tokens":
+            why = "untested"
+        if why is not None:
+            yield Conflict(
+                ("adapter", "type"), f"prompt_tuning is unsupported with method {self.type}: {why}", "use lora"
+            )
+        for name, is_set in (("packing", data.packing), ("padding_free", data.padding_free is True)):
+            if is_set and self.spec.masks_as_told:
+                what = "unsupported with adapter.type prompt_tuning: only the first document of a row would see its "
+                yield Conflict(("data", name), f"{what}virtual tokens", "unset it")
 
     def _conflicts_of_dropout(self, adapter: Adapter) -> Iterator[Conflict]:
         """Yield the dropout of an adapter, which TRL switches off for methods that compare answers."""

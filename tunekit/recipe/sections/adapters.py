@@ -555,11 +555,65 @@ class AdaloraAdapter(PeftAdapter):
         return f"{self.type}, rank {self.init_r} to {self.target_r} on average, alpha {self.alpha:g}"
 
 
-_Any = FullAdapter | LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter
+class PromptTuningAdapter(PeftAdapter):
+    """Trained embeddings before each row, in a model that stays as it is (prompt tuning, arXiv 2104.08691)."""
+
+    times_rate_of_lora = 100
+    # No module is adapted.
+    target_modules: ClassVar[Any] = ()  # type: ignore[misc]
+    exclude_modules: ClassVar[Any] = None  # type: ignore[misc]
+    layers_to_transform: ClassVar[Any] = None  # type: ignore[misc]
+    modules_to_save: ClassVar[Any] = None  # type: ignore[misc]
+
+    type: Literal["prompt_tuning"] = "prompt_tuning"
+    """Prompt tuning: trained embeddings of virtual tokens before each row (arXiv 2104.08691)."""
+
+    num_virtual_tokens: Annotated[int, Field(gt=0)] = 20
+    """Number of virtual tokens. They take positions of the model besides `data.max_length`. Beyond 20 the paper gains
+    little (section 3.2)."""
+
+    prompt_tuning_init: Literal["SAMPLE_VOCAB", "RANDOM", "TEXT"] = "SAMPLE_VOCAB"
+    """Initial embeddings: those of tokens sampled from the vocabulary (`SAMPLE_VOCAB`), of `prompt_tuning_init_text`
+    (`TEXT`), or of a normal distribution (`RANDOM`), which the paper finds worst for all but the largest models."""
+
+    prompt_tuning_init_text: str | None = None
+    """Text for `TEXT`, such as a description of the task. Its tokens are repeated or cut to `num_virtual_tokens`."""
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        if (self.prompt_tuning_init == "TEXT") == bool(self.prompt_tuning_init_text):
+            return
+        if self.prompt_tuning_init == "TEXT":
+            yield Conflict(("prompt_tuning_init_text",), "required with prompt_tuning_init TEXT", "set it")
+        else:
+            what = "has no effect without prompt_tuning_init TEXT"
+            yield Conflict(("prompt_tuning_init_text",), what, "unset it, or set prompt_tuning_init=TEXT")
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        return f"{self.type}, {self.num_virtual_tokens} virtual tokens from {self.prompt_tuning_init}"
+
+
+def num_virtual_tokens(adapter: "Adapter") -> int:
+    """Return the number of positions that an adapter puts before each row."""
+    return adapter.num_virtual_tokens if isinstance(adapter, PromptTuningAdapter) else 0
+
+
+_Any = (
+    FullAdapter
+    | LoraAdapter
+    | QloraAdapter
+    | Ia3Adapter
+    | VeraAdapter
+    | OftAdapter
+    | AdaloraAdapter
+    | PromptTuningAdapter
+)
 Adapter = Annotated[_Any, Field(discriminator="type"), BeforeValidator(type_alone)]
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
 
 AnyPeftAdapter = Annotated[
-    LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter, Field(discriminator="type")
+    LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter | PromptTuningAdapter,
+    Field(discriminator="type"),
 ]
 """The adapters among them."""
