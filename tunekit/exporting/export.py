@@ -222,7 +222,7 @@ def _kind(found: Trained, kind: str, dtype: str) -> Kind:
     if kind == "adapter" and found.adapter is None:
         raise RunError(f"{found.name} was fully fine-tuned and has no adapter", hint="remove --adapter")
     if kind != "adapter" and isinstance(found.adapter, PromptTuningAdapter):
-        problem = f"the virtual tokens of {found.name} are no part of weights and cannot be merged into them"
+        problem = f"the virtual tokens of {found.name} are no part of weights to be merged into"
         raise RunError(problem, hint="export the adapter itself with --adapter")
     if kind == "adapter" and dtype != "auto":
         raise RunError(f"--dtype {dtype}: an adapter stays in float32, its training dtype", hint="remove it")

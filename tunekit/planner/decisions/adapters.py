@@ -273,9 +273,14 @@ def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterato
                 "a trained AdaLoRA adapter has lost the ranks that further training would reallocate",
                 "use adapter.type=full",
             )
-    if isinstance(adapter, PromptTuningAdapter) and layout.cp_size * layout.sp_size > 1:
-        why = "adapter.type=prompt_tuning would put virtual tokens before each part of a split row"
-        yield why, "use a layout without cp_size and sp_size"
+    if isinstance(adapter, PromptTuningAdapter):
+        if layout.cp_size * layout.sp_size > 1:
+            yield "virtual tokens would be put before each part of a split row", "use ddp without cp_size and sp_size"
+        if layout.strategy in ("fsdp2", "zero3"):
+            yield (
+                f"PEFT saves virtual tokens by a lookup in their table, which {layout.strategy} shards",
+                "use ddp or zero2",
+            )
     if not isinstance(adapter, LoraAdapter) or not (adapter.splits_base or adapter.needs_sources):
         return
     name, hint = f"adapter.init_lora_weights={adapter.init_lora_weights}", "use gaussian, or unset it"

@@ -317,9 +317,7 @@ def _merge_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         return
     adapter = origin.adapter
     if isinstance(adapter, PromptTuningAdapter):
-        problem = (
-            f"adapter.type: the virtual tokens of {origin.name} are no part of weights and cannot be merged into them"
-        )
+        problem = f"adapter.type: the virtual tokens of {origin.name} are no part of weights to be merged into"
         yield problem, "use adapter.type=prompt_tuning, which continues training them"
     if isinstance(adapter, LoraAdapter) and adapter.lora_bias:
         without = [name for name in model.adapted(adapter).sizes if f"{name}.bias" not in model.tensors]
