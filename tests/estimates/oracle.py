@@ -53,7 +53,15 @@ from tunekit.models.fusion.tiling import _tile
 from tunekit.models.load import freeze_ranks, keep_trained, peft_config
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
-from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, PeftAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    Adapter,
+    FullAdapter,
+    LoraAdapter,
+    PeftAdapter,
+    PromptTuningAdapter,
+    QloraAdapter,
+    num_virtual_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -318,6 +326,10 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
         else:
             config = peft_config(adapter, base)
         model = get_peft_model(base, config)
+        if isinstance(adapter, PromptTuningAdapter):
+            model.prompt_tokens["default"] = torch.arange(adapter.num_virtual_tokens, device="cpu")
+            # A module in two places would get its tensors twice.
+            vars(model)["word_embeddings"] = model._modules.pop("word_embeddings")
         freeze_ranks(model)
         keep_trained(model)
     if step.mlp_tile_tokens is not None:
@@ -537,8 +549,9 @@ def facts_of(step: Step) -> ModelFacts:
 def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noqa: B008 (frozen)
     """What the planner says of a step on accelerators."""
     facts = facts_of(step)
-    mask_length = step.length if step.rows == "padded" else None
-    slides = facts.sliding_window is not None and step.length >= facts.sliding_window
+    length = step.length + num_virtual_tokens(step.adapter)
+    mask_length = length if step.rows == "padded" else None
+    slides = facts.sliding_window is not None and length >= facts.sliding_window
     return estimate(
         facts,
         step.adapter,
@@ -546,14 +559,14 @@ def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noq
         dtype=step.dtype,
         optim="adamw_torch_fused",
         trained_dtype=step.trained_dtype,
-        num_tokens=step.batch * step.length,
+        num_tokens=step.batch * length,
         mask_length=mask_length,
-        sliding_mask_length=mask_length or (step.length if slides else None),
+        sliding_mask_length=mask_length or (length if slides else None),
         gradient_checkpointing=step.checkpointing,
         accumulates=step.accumulates,
         layout=layout,
         devices_per_node=min(8, layout.num_processes),
         reserve_share=0.0,
-        scores_length=step.length if step.family in families()["without_sdpa"] else None,
+        scores_length=length if step.family in families()["without_sdpa"] else None,
         mlp_tile_tokens=step.mlp_tile_tokens,
     )

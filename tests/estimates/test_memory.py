@@ -22,6 +22,7 @@ from tunekit.recipe.sections.adapters import (
     Ia3Adapter,
     LoraAdapter,
     OftAdapter,
+    PromptTuningAdapter,
     QloraAdapter,
     VeraAdapter,
 )
@@ -130,7 +131,10 @@ def saved_bytes(num_layers, adapter, dtype, rows, device="cuda", qat=None) -> in
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     as_on = {"cuda": dropout, "cpu": torch.nn.functional.dropout}[device]
     with hooks, autocast, mock.patch.object(torch.nn.functional, "dropout", as_on):
-        base.model(ids, use_cache=False, **options)
+        if isinstance(adapter, PromptTuningAdapter):
+            base.model(inputs_embeds=base.get_input_embeddings()(ids).requires_grad_(), use_cache=False, **options)
+        else:
+            base.model(ids, use_cache=False, **options)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -148,6 +152,7 @@ ADAPTERS = {
     "oft alike": OftAdapter(oft_block_size=8, block_share=True),
     "adalora": AdaloraAdapter(init_r=8, target_r=4),
     "adalora on two": AdaloraAdapter(init_r=8, target_r=4, target_modules=["o_proj", "up_proj"]),
+    "prompt tuning": PromptTuningAdapter(num_virtual_tokens=40, prompt_tuning_init="RANDOM"),
     "oft on two": OftAdapter(oft_block_size=8, target_modules=["o_proj", "up_proj"]),
 }
 

@@ -32,6 +32,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "ia3": {"adapter": {"type": "ia3"}},
     "vera": {"adapter": {"type": "vera"}},
     "oft": {"adapter": {"type": "oft"}},
+    "prompt tuning": {"adapter": {"type": "prompt_tuning"}},
     "dora": {"adapter": {"use_dora": True}},
     "rslora": {"adapter": {"use_rslora": True}},
     "dropout": {"adapter": {"dropout": 0.1}},

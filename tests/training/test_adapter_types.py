@@ -132,7 +132,9 @@ def save_pairs(file):
 
 @pytest.mark.parametrize("kind", ["ia3", "vera", "oft"])
 def test_muon_is_refused_where_no_matrix_is_trained(kind, folder):
-    with pytest.raises(RecipeError, match=f"train.optim: updates only matrices, and adapter.type {kind} trains none"):
+    with pytest.raises(
+        RecipeError, match=f"train.optim: updates only matrices of layers, and adapter.type {kind} trains none"
+    ):
         tunekit.plan(recipe_for(folder, ADAPTERS[kind], {"optim": "muon"}))
 
 

@@ -297,7 +297,7 @@ def test_activations_and_positions_of_virtual_tokens_are_planned(folder):
         ({"parallel": {"strategy": "fsdp2", "num_processes": 2}}, "a lookup in their table, which fsdp2 shards"),
         ({"parallel": {"strategy": "zero3", "num_processes": 2}}, "a lookup in their table, which zero3 shards"),
         ({"parallel": {"cp_size": 2, "num_processes": 2}}, "virtual tokens would be put before each part"),
-        ({"train": {"optim": "muon"}}, "updates only matrices"),
+        ({"train": {"optim": "muon"}}, "updates only matrices of layers, and adapter.type prompt_tuning trains none"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, words, folder):

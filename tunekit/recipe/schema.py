@@ -101,7 +101,7 @@ class Recipe(Section):
     def _conflicts_of_types(self) -> Iterator[Conflict]:
         """Yield what does not go together with trained weights in bfloat16, or with updates of matrices."""
         if self.train.optim == "muon" and not isinstance(self.adapter, FullAdapter | LoraAdapter):
-            what = f"updates only matrices, and adapter.type {self.adapter.type} trains none"
+            what = f"updates only matrices of layers, and adapter.type {self.adapter.type} trains none"
             yield Conflict(("train", "optim"), what, "use adamw_torch_fused")
         if self.train.low_rank is not None and not isinstance(self.adapter, FullAdapter):
             what = f"projects to a low rank, but the weights of adapter.type {self.adapter.type} already have one"
