@@ -36,7 +36,15 @@ from tunekit.models.quantization import Stack
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, Ia3Adapter, LoraAdapter, OftAdapter, QloraAdapter, VeraAdapter
+from tunekit.recipe.sections.adapters import (
+    FullAdapter,
+    Ia3Adapter,
+    LoraAdapter,
+    OftAdapter,
+    PromptTuningAdapter,
+    QloraAdapter,
+    VeraAdapter,
+)
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import LowRank, Optim, OptimArgs
 from tunekit.training.train import forget_overrides
@@ -82,6 +90,7 @@ ADAPTERS = {
     "vera": VeraAdapter(rank=8, exclude_modules=["k_proj"]),
     "oft": OftAdapter(oft_block_size=8, layers_to_transform=[1], modules_to_save=["norm"]),
     "oft alike": OftAdapter(oft_block_size=4, block_share=True),
+    "prompt tuning": PromptTuningAdapter(num_virtual_tokens=90),
     "qlora fp4 once": QloraAdapter(rank=8, double_quant=False, quant_type="fp4"),
     "qlora and embedding": QloraAdapter(rank=8, modules_to_save=["embed_tokens"]),
 }

@@ -270,23 +270,24 @@ BROKEN = {
     "an_adapter_without_type": (
         GOOD + ("adapter:\n  rank: 8\n"),
         "recipe.yaml:3:1: adapter.type: missing required key; set it to one of full, lora, qlora, ia3, vera, oft, "
-        "adalora",
+        "adalora, prompt_tuning",
     ),
     "an_unknown_adapter": (
         GOOD + "adapter: qlroa\n",
         (
-            "recipe.yaml:3:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, "
+            "recipe.yaml:3:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
             "got 'qlroa'; did you mean 'qlora'?"
         ),
     ),
     "an_unknown_adapter_type": (
         GOOD + "adapter: {type: LoRA, rank: 8}\n",
-        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, "
+        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
         "got 'LoRA'; did you mean 'lora'?",
     ),
     "an_adapter_type_that_is_a_number": (
         GOOD + "adapter: {type: 4}\n",
-        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, got 4",
+        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
+        "got 4",
     ),
     "an_unknown_method": (
         GOOD + "method: sftt\n",
@@ -878,7 +879,7 @@ BROKEN_OVERRIDES = {
     ),
     "an_unknown_adapter": (
         ["adapter.type=lroa"],
-        "command line: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, "
+        "command line: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
         "got 'lroa'; did you mean 'lora'?",
     ),
     "an_unknown_key_in_a_section": (
@@ -1024,7 +1025,7 @@ def test_mistakes_of_file_and_command_line_come_together_in_reading_order() -> N
     assert message("recipe.yaml", "output.nam=x").splitlines() == [
         "recipe.yaml:4:3: train.sede: unknown key; did you mean 'seed'?",
         "recipe.yaml:5:14: train.max_steps: must be an integer, got 'x'",
-        "recipe.yaml:6:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, "
+        "recipe.yaml:6:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
         "got 'lroa'; did you mean 'lora'?",
         "command line: output.nam: unknown key; did you mean 'name'?",
     ]

@@ -42,7 +42,10 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
             "data.train.format",
             "data.train.format: auto, messages, sharegpt, alpaca, prompt_completion, captions, text, tokens,",
         ),
-        ("adapter.type", "adapter.type: one of full, lora, qlora, ia3, vera, oft, adalora; default lora"),
+        (
+            "adapter.type",
+            "adapter.type: one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning; default lora",
+        ),
         ("adapter.quant_type", "adapter.quant_type: one of nf4, fp4, int8; default nf4; with adapter.type qlora"),
         ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
         ("train.warmup_steps", "train.warmup_steps: a number of at least 0; default 0.03"),
