@@ -49,7 +49,10 @@ FITTING: dict[str, Any] = {
 }  # fmt: skip
 """Values where any would not do, by keys without positions."""
 
-ADAPTERS = {"sft": "qlora", "dpo": "full", "orpo": "ia3", "cpo": "vera", "reward": "oft", "kto": "adalora"}
+ADAPTERS = {
+    "sft": "prompt_tuning", "dpo": "full", "orpo": "ia3", "cpo": "vera", "reward": "oft", "kto": "adalora",
+    "rloo": "qlora",
+}  # fmt: skip
 """Kinds of adapter by method, so that all come up; LoRA for the others."""
 
 WEIGHTS = {"data.train": [{"path": "a", "weight": 1}, {"path": "c", "weight": 2}]}
@@ -63,6 +66,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.eval_size": {"data.eval": tunekit.UNSET},
     "data.train.sampling": {"data.train.max_samples": 5},
     "data.eval.sampling": {"data.eval.max_samples": 5},
+    "data.packing": {"adapter.type": "lora"},
+    "data.padding_free": {"adapter.type": "lora"},
     "data.curriculum": {"data.shuffle": False},
     "data.curriculum_column": {"data.shuffle": False},
     "data.streaming": {"train.max_steps": 5},
@@ -76,6 +81,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "adapter.num_init_rows": {"adapter.init_lora_weights": "corda"},
     "adapter.corda_method": {"adapter.init_lora_weights": "corda"},
     "adapter.rho": {"adapter.init_lora_weights": "eva"},
+    "adapter.prompt_tuning_init_text": {"adapter.prompt_tuning_init": "TEXT"},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},
