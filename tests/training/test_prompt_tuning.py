@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set
 
 import tunekit
 from tests.processes import in_processes
-from tests.tiny import save_chats, save_tiny_model, saved_weights
+from tests.tiny import save_chats, save_tiny_model, save_tiny_model_like, saved_weights
 from tests.training.engines import made, work_in, worked
 from tests.training.test_learning_rates import recipe_for
 from tests.training.test_resume import STEPS, cut_off
@@ -173,11 +173,15 @@ def loaded(folder, alone):
 
 
 def greedy(model, ids, num):
-    """What transformers generates behind a single prompt, which nothing pads."""
+    """What transformers generates behind a single prompt without a cache, with which PEFT repeats virtual tokens."""
     inputs = torch.tensor([ids])
     with torch.no_grad():
         output = model.generate(
-            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num, do_sample=False
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=num,
+            do_sample=False,
+            use_cache=False,
         )
     return output[0, len(ids) :].tolist()
 
@@ -204,6 +208,28 @@ def message(text):
     return [{"role": "user", "content": text}]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt", "bloom", "qwen3_moe"])
+def test_generation_with_a_cache_and_padding_follows_the_logits_of_whole_rows(family, tmp_path):
+    section = ModelSection(path=str(save_tiny_model_like(tmp_path, family)))
+    model = load_model(section, dtype="float32", device="cpu")
+    model = attach_adapter(model, PromptTuningAdapter(num_virtual_tokens=NUM), seed=0).eval()
+    ids = torch.randint(5, 200, (2, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
+        )
+        for row, start in enumerate((0, 4)):
+            for place, logits in enumerate(output.logits):
+                before = output.sequences[row : row + 1, start : 11 + place]
+                torch.testing.assert_close(logits[row], model(input_ids=before).logits[0, -1], rtol=0, atol=1e-5)
+        with model.disable_adapter():
+            bare = model.generate(input_ids=ids, attention_mask=mask, **options)
+        assert torch.equal(bare, model.get_base_model().generate(input_ids=ids, attention_mask=mask, **options))
+
+
 @pytest.mark.slow
 def test_an_evaluation_is_of_pefts_logits_before_and_after(folder, alone, loaded):
     tokenizer, sums = AutoTokenizer.from_pretrained(folder / "model"), []
@@ -227,6 +253,7 @@ def test_an_exported_adapter_is_loaded_by_plain_peft_in_a_fresh_process_and_merg
     exported = tunekit.export(alone, tmp_path / "adapter", kind="adapter")
     assert exported.check.logit_error < 1e-5 and exported.check.num_same_tokens == exported.check.num_tokens
     assert exported.check.adapter_change > 1e-2
+    assert "use_cache=False" in exported.notes[-1] and "use_cache=False" in (tmp_path / "adapter/README.md").read_text()
     expected = saved_weights(alone.model_path)["prompt_embeddings"]
     assert torch.equal(saved_weights(tmp_path / "adapter")["prompt_embeddings"], expected)
     for kind in ("auto", "merged"):

@@ -35,6 +35,7 @@ from tunekit.inference.inference_model import (
     stored_dtype,
     tokenizer_of,
 )
+from tunekit.models.virtual_tokens import WITHOUT_CACHE
 from tunekit.planner.plan import gib
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.recipe.sections.adapters import PromptTuningAdapter, QloraAdapter
@@ -402,6 +403,8 @@ def _notes(found: Trained, kind: Kind) -> Iterator[str]:
             yield "trained on a quantized base, but merged into the unquantized one: answers differ slightly"
     if kind == "adapter":
         yield f"load it on top of {found.base.path} with PEFT"
+        if isinstance(found.adapter, PromptTuningAdapter):
+            yield WITHOUT_CACHE
     if kind == "merged" and found.qat is not None:
         yield f"unrounded weights: training computed with {found.qat.words}, which --quantized exports"
     if kind == "quantized" and found.qat is not None:

@@ -23,6 +23,7 @@ from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.probe.chat_template import template_in_time
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
+from tunekit.recipe.sections.adapters import PromptTuningAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run
 
@@ -170,6 +171,7 @@ def check(subject: Subject) -> Check:
 def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str) -> Any:
     """An export as others load it: whole weights by transformers, an adapter by PEFT on its base."""
     from tunekit.models.load import load_model
+    from tunekit.models.virtual_tokens import hide_virtual_tokens
 
     is_adapter = subject.kind == "adapter"
     trust = found.base.trust_remote_code
@@ -179,6 +181,8 @@ def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, subject.folder)
+        if isinstance(found.adapter, PromptTuningAdapter):
+            hide_virtual_tokens(model)
     return model.eval()
 
 

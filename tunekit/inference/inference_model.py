@@ -543,7 +543,7 @@ def answer(
         numbers = [index for index in numbers if (index in pictured) == (numbers[0] in pictured)]
         batch = _alike([prompts[index] for index in numbers], sampling, longest)
         if isinstance(loaded.found.adapter, PromptTuningAdapter):
-            # Padding would lie between virtual tokens and prompt, and PEFT passes no positions.
+            # Layers with a state would carry virtual tokens through the padding before a prompt.
             batch = [prompt for prompt in batch if len(prompt) == len(batch[0])]
         inputs = [pictured[index] for index in numbers[: len(batch)] if index in pictured]
         batch_answers = _answers(loaded, batch, inputs, sampling, longest)

@@ -801,6 +801,11 @@ def _prompt_config(
     from peft import PromptTuningConfig
 
     text: dict[str, Any] = {}
+    embedding, vocabulary = model.get_input_embeddings(), model.config.get_text_config().vocab_size
+    # PEFT goes by the first tensor with as many rows (0.21.2, `_setup_prompt_encoder`).
+    if next((one for one in model.parameters() if one.shape[:1] == (vocabulary,)), None) is not embedding.weight:
+        problem = f"adapter: PEFT cannot find the embedding of {type(model).__name__} by its {vocabulary:,} rows"
+        raise ModelError(problem, hint="set adapter.type=lora")
     if is_new and adapter.prompt_tuning_init == "TEXT":
         commit = vars(model.config).get("_commit_hash")
         text = {
@@ -812,7 +817,9 @@ def _prompt_config(
         task_type=task,
         num_virtual_tokens=adapter.num_virtual_tokens,
         prompt_tuning_init=adapter.prompt_tuning_init if is_new else "RANDOM",
-        token_dim=model.get_input_embeddings().embedding_dim,
+        token_dim=embedding.embedding_dim,
+        # Nothing here depends on it, and PEFT does not find it in all configurations.
+        num_attention_heads=1,
         **text,
     )
 

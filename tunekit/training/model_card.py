@@ -13,12 +13,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tunekit.data.sources.load import is_hub_dataset
 from tunekit.data.sources.rows import shown
 from tunekit.files import load_template
+from tunekit.models.virtual_tokens import WITHOUT_CACHE
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, PromptTuningAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.redact import redacted, with_references
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
@@ -120,6 +121,7 @@ def write_card(
         *_code(recipe),
         *_context(plan, kind),
         *_tokens(plan, kind),
+        *([("Generation", WITHOUT_CACHE)] if isinstance(recipe.adapter, PromptTuningAdapter) else []),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
         ("Training data", f"{sources} ({plan.data.num_train:,} sequences)"),
