@@ -66,16 +66,18 @@ def padded(rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batch_size", [2, 8])
-@pytest.mark.parametrize("model", ["tiny", "pico"])
-def test_a_run_is_a_loop_with_plain_peft(model, micro_batch_size, folder, alone):
+@pytest.mark.parametrize(
+    ("model", "micro_batch_size", "kernels"),
+    [("tiny", 2, "tunekit"), ("tiny", 8, "torch"), ("pico", 8, "tunekit"), ("pico", 1, "torch")],
+)
+def test_a_run_is_a_loop_with_plain_peft(model, micro_batch_size, kernels, folder):
     """Rows, rates and clipping as the run had them; PEFT's own loss of padded rows."""
     from tunekit.data.prepare import read_dataset
     from tunekit.files import SHIPPED_MODELS
     from tunekit.methods.run_trainer import Order
 
     recipe = recipe_for(folder, ADAPTER, {**FAST, "micro_batch_size": micro_batch_size})
-    recipe["model"] = "pico" if model == "pico" else recipe["model"]
+    recipe["model"] = {"path": "pico" if model == "pico" else recipe["model"], "kernels": kernels}
     run = Run(made(recipe))
     worked(run.path)
     plan, rows = run.plan, read_dataset(run.path / "data" / "train.arrow")
@@ -92,7 +94,7 @@ def test_a_run_is_a_loop_with_plain_peft(model, micro_batch_size, folder, alone)
             loss = peft(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss
             optimizer.zero_grad()
             loss.backward()
-            losses.append(float(loss))
+            losses.append(loss.item())
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
             optimizer.step()
             schedule.step()
@@ -174,15 +176,9 @@ def loaded(folder, alone):
 
 def greedy(model, ids, num):
     """What transformers generates behind a single prompt without a cache, with which PEFT repeats virtual tokens."""
-    inputs = torch.tensor([ids])
+    inputs, options = torch.tensor([ids]), {"do_sample": False, "use_cache": False}
     with torch.no_grad():
-        output = model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=num,
-            do_sample=False,
-            use_cache=False,
-        )
+        output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num, **options)
     return output[0, len(ids) :].tolist()
 
 

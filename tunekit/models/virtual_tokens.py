@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
 
-WITHOUT_CACHE = (
-    "with PEFT 0.21 and Transformers 5.24, generate with `use_cache=False`: virtual tokens are repeated otherwise"
-)
+WITHOUT_CACHE = "with PEFT 0.21 and Transformers 5.24, generate with `use_cache=False`; a cache repeats virtual tokens"
 """Advice to others that load the adapter."""
 
 _OF_TOKENS = ("logits", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
