@@ -13,6 +13,7 @@ from tests.training.test_learning_rates import recipe_for
 from tests.training.test_resume import STEPS, cut_off
 from tunekit.errors import PlanError, RecipeError, RunError, TunekitError
 from tunekit.estimates.memory.states import num_trainable_params, trained_bytes
+from tunekit.inference.inference_model import Sampling, answer, find_trained, load
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
@@ -338,3 +339,19 @@ def test_models_that_look_token_ids_up_are_refused(folder):
     recipe = recipe_for(folder, ADAPTER, FAST)
     with pytest.raises(PlanError, match="PEFT passes embeddings, and its code places images by token IDs"):
         tunekit.plan({**recipe, "model": "pico-vision"})
+
+
+@pytest.mark.slow
+def test_nothing_is_padded_between_virtual_tokens_and_a_prompt_which_layers_with_a_state_would_see(alone):
+    loaded = load(find_trained(alone), device="cpu", dtype="float32")
+    generate, masks = loaded.model.generate, []
+
+    def watched(**inputs):
+        masks.append(inputs["attention_mask"])
+        return generate(**inputs)
+
+    loaded.model.generate = watched
+    prompts = [[7, 8, 9], [5, 6], [1, 2, 3]]
+    answers = dict(answer(loaded, prompts, Sampling(0.0, 1.0, 4)))
+    assert sorted(answers) == [0, 1, 2] and [tuple(mask.shape) for mask in masks] == [(2, 3), (1, 2)]
+    assert all(mask.all() for mask in masks)

@@ -102,9 +102,10 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
     targets = config.get("target_modules")
     if unsupported or not targets:
         what = f"{unsupported[0]}: {config[unsupported[0]]}" if unsupported else f"target_modules: {targets}"
+        is_prompt = config.get("peft_type") == "PROMPT_TUNING"
         raise ModelError(
             f"model.path: {section.path!r} is an adapter with {what}, which recipes do not support",
-            hint="merge it into its base model first",
+            hint="pass the run that trained it" if is_prompt else "merge it into its base model first",
         )
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
