@@ -300,7 +300,6 @@ class Ended:
 NO_WORD = "exited with code {} without an error message"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "told", "shown"),
     [

@@ -26,7 +26,7 @@ from tests.tiny import make_tokenizer, save_chats
 from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.memory.states import quantised_bytes, trained_tensors
 from tunekit.estimates.models.model_config import model_types
-from tunekit.models.load import attach_adapter, load_model, num_trained
+from tunekit.models.load import attach_adapter, load_model, num_trained, read_adapter
 from tunekit.models.quantization import stored_tensors
 from tunekit.probe.model import probe_model
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, OftAdapter, QloraAdapter
@@ -260,3 +260,13 @@ def test_all_that_is_trained_has_a_gradient_and_is_planned(kind, adapter, tmp_pa
     assert not without
     planned = trained_tensors(probe_model(section), adapter)
     assert sum(map(math.prod, planned.values())) == num_trained(model)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "v_proj", "k_proj"]], ids=["fewer", "more"])
+def test_an_adapter_of_other_layers_than_the_recipe_says_is_refused(targets, tmp_path):
+    attach_adapter(tiny("llama"), LoraAdapter(rank=4, target_modules=targets), seed=0).save_pretrained(tmp_path)
+    model = attach_adapter(tiny("llama"), LoraAdapter(rank=4, target_modules=["q_proj", "v_proj"]), seed=0)
+    with pytest.raises(
+        ModelError, match=f"does not match this model: .* is only in the {'model' if len(targets) == 1 else 'folder'}"
+    ):
+        read_adapter(model, tmp_path)

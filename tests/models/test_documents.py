@@ -69,6 +69,14 @@ def test_a_decoder_gives_each_document_the_logits_that_it_has_alone(family):
     assert torch.equal(model(input_ids=documents()[0], position_ids=first, use_cache=False).logits, alone[0])
 
 
+def test_a_row_of_one_document_has_the_positions_in_roberta_that_it_has_alone():
+    model = tiny_model("roberta").eval()
+    ids = documents()[0]
+    alone = model(input_ids=ids, use_cache=False).logits
+    run_decoder_by_document(model)
+    assert torch.equal(model(input_ids=ids, position_ids=torch.arange(9)[None], use_cache=False).logits, alone)
+
+
 def test_a_decoder_by_document_gives_the_scores_of_all_routers():
     model = tiny_model("mixtral").eval()
     alone = [model(input_ids=part, use_cache=False, output_router_logits=True) for part in documents()]

@@ -144,3 +144,9 @@ def test_early_stopping_in_a_layout_without_checkpoints_is_refused():
     asked = {"eval_steps": 10, "early_stopping_patience": 3}
     with pytest.raises(PlanError, match=r"train.early_stopping_patience: .* saves no checkpoints"):
         planned(num_eval=8, train=asked, parallel={"strategy": "fsdp2", "tp_size": 2})
+
+
+def test_a_layout_without_checkpoints_keeps_no_best_one():
+    saving = planned(num_eval=8, parallel={"strategy": "fsdp2", "tp_size": 2}).saving
+    assert saving.metric_for_best_model is None
+    assert saving.run_bytes == saving.result_bytes

@@ -19,6 +19,7 @@ from tunekit.recipe.load import reload_recipe
 from tunekit.runs.events import read_events
 from tunekit.runs.reader import EventReader, last_events
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Continuation, read_continuation, write_continuation
 
 DEEP = "[" * 200_000
 LOG = '{"event": "log", "time": 1, "step": 1, "loss": 2.5}\n'
@@ -163,3 +164,16 @@ def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_pa
     with pytest.raises(RunError, match="run no longer exists: it was deleted or moved during the run; train again"):
         verbs.train(recipe, on_event=delete)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("weights", ["../other/checkpoints/checkpoint-2", "/etc", "model", "checkpoints/link"])
+def test_a_resume_request_loads_no_weights_but_those_of_a_checkpoint_of_the_run(weights, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "link").symlink_to(tmp_path)
+    request = Continuation(2, weights="checkpoints/checkpoint-2")
+    write_continuation(folder, request)
+    assert read_continuation(folder) == request
+    write_continuation(folder, Continuation(2, weights=weights))
+    with pytest.raises(RunError, match="is not one of its checkpoints; remove the file"):
+        read_continuation(folder)

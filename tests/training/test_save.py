@@ -205,6 +205,14 @@ def test_a_manifest_that_names_what_is_not_in_its_folder_is_damaged(name, copied
     assert fault_of(folder, contents=False) == f"{MANIFEST} lists {name!r}, which is outside its folder"
 
 
+def test_a_checkpoint_that_is_a_link_to_one_elsewhere_is_passed_over(copied, tmp_path):
+    folder = copied.path / "checkpoints" / "checkpoint-8"
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    newest = newest_complete(copied.path)
+    assert (newest.step, newest.skipped) == (6, ("checkpoint-8: is a link to another folder",))
+
+
 def unlisted(folder, *names):
     """Take files out of a checkpoint and of its manifest."""
     manifest = json.loads((folder / MANIFEST).read_text())
