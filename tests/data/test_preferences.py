@@ -127,6 +127,14 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
     ("row", "message"),
     [
         ({**PAIR, "rejected": "b"}, "chosen and rejected are identical"),
+        (  # only the better answer repeats the prompt
+            {
+                "prompt": [{"role": "system", "content": "brief"}, *ASK],
+                "chosen": [{"role": "system", "content": "brief"}, *ASK, *GOOD],
+                "rejected": [*BAD, user("sea?"), bot("grey")],
+            },
+            "chosen must begin with an assistant message, got role system",
+        ),
         ({**PAIR, "chosen": " "}, "chosen is empty"),
         ({**PAIR, "rejected": None}, "rejected must be a string, got null"),
         ({**PAIR, "prompt": ""}, "prompt is empty"),

@@ -19,6 +19,8 @@ import tunekit
 from tests.tiny import save_chats
 from tests.waiting import LIMIT_SECONDS
 from tunekit.cli.app import app
+from tunekit.errors import RunError
+from tunekit.inference.serve import check_address
 from tunekit.probe.model import PICO
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where are you from?"}]
@@ -171,6 +173,14 @@ def test_vllm_would_serve_the_adapter_under_the_name_of_the_run(run):
     assert given["--model"] == str(PICO) and given["--served-model-name"] == f"{run.name}-base"
     assert given["--lora-modules"] == f"{run.name}={run.model_path.resolve()}" and "--enable-lora" in words
     assert given["--max-lora-rank"] == "16" and given["--chat-template"].endswith("chat_template.jinja")
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "192.0.2.7"])
+def test_an_address_that_others_reach_needs_a_key(host):
+    with pytest.raises(RunError, match="without an API key"):
+        check_address(host, None)
+    check_address(host, "key")
+    check_address("localhost", None)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,14 @@ def test_plan_survives_yaml(name):
     assert Plan.from_yaml(plan.to_yaml(), plan.recipe) == plan
 
 
+@pytest.mark.parametrize("variable", ["PYTHONPATH", "LD_PRELOAD", "PATH"])
+def test_a_plan_from_elsewhere_makes_no_process_load_code_of_its_own(variable):
+    plan = resolve(recipe(), LAPTOP, LLAMA_1B, ROWS)
+    changed = plan.model_copy(update={"environment": {**plan.environment, variable: "/theirs"}})
+    with pytest.raises(PlanError, match=variable):
+        Plan.from_yaml(changed.to_yaml(), plan.recipe)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_batch_arithmetic_gives_the_global_batch(name):
     plan = resolve(*CASES[name], ROWS)

@@ -113,6 +113,12 @@ CONTRADICTIONS = {
         "torchrun runs 8 processes on this node, but this process sees 4 accelerators; "
         "start as many processes as there are accelerators, or check CUDA_VISIBLE_DEVICES",
     ),
+    "more-processes-on-one-node": (
+        1,
+        TORCHRUN | {"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"},
+        "torchrun runs 8 processes on this node, but this process sees 1 accelerator; "
+        "start as many processes as there are accelerators, or check CUDA_VISIBLE_DEVICES",
+    ),
     "devices-of-others": (
         8,
         STEP | {"SLURM_GPUS_ON_NODE": "1"},

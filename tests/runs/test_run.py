@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -357,6 +358,20 @@ def test_a_half_written_event_is_left_for_the_next_read(tmp_path):
     more, end = read_events(log.path, offset)
     assert [event["step"] for event in more] == [2]
     assert read_events(log.path, end) == ([], end)
+
+
+def test_nothing_is_left_of_an_event_that_found_no_room(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("log", step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 20, hard))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            log.write("log", step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write("log", step=3)
+    assert [event["step"] for event in read_events(log.path)[0]] == [1, 3]
 
 
 def test_a_damaged_event_is_named_by_its_line(tmp_path):

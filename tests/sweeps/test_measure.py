@@ -56,6 +56,7 @@ def test_of_evaluations_the_last_one_counts():
         ("grpo", True, None, "eval_reward", True),
         ("grpo", False, None, "reward", True),
         ("grpo", False, "kl", "kl", False),
+        ("grpo", False, "completions/clipped_ratio", "completions/clipped_ratio", False),
     ],
 )
 def test_the_loss_of_evaluations_tells_or_the_reward_or_what_is_named(tmp_path, method, evaluates, by, name, greater):

@@ -22,7 +22,6 @@ def site(workspace):
     return Site(root=workspace)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     ["chats.jsonl", "*.jsonl", "example:pirate", "Org/dataset", "https://host/rows.jsonl", "s3://bucket/*.jsonl"],
@@ -31,7 +30,6 @@ def test_what_is_in_the_workspace_or_elsewhere_can_be_named(site, train):
     check_reach(site, recipe(data={"train": train}, output={"dir": "runs/mine"}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [
@@ -43,6 +41,7 @@ def test_what_is_in_the_workspace_or_elsewhere_can_be_named(site, train):
         "folder",
         "folder/*.jsonl",
         "~/rows.jsonl",
+        "~root/rows.jsonl",
         "file:///etc/passwd",
         "local://etc/passwd",
         "zip://a::file:///etc/passwd",
