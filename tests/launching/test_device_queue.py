@@ -8,16 +8,16 @@ import subprocess
 import sys
 
 import pytest
+from filelock import FileLock
 
 import tunekit
 from tests.tiny import save_chats
 from tests.waiting import LIMIT_SECONDS, until
+from tunekit.errors import Stopped
 from tunekit.estimates.hardware.machines import find_machine
-from tunekit.launching.local import Ticket, tickets, turn, when_served
+from tunekit.launching.local import Ticket, devices_of, tickets, turn, when_served
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
-
-pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager
@@ -68,6 +68,7 @@ def trains(run):
     return any(event["event"] == "log" for event in run.events())
 
 
+@pytest.mark.slow
 def test_runs_are_served_in_their_order_and_a_killed_one_gives_back_what_it_had(begin):
     first = begin("first", 100_000)
     second, third = begin("second", 100_000), begin("third", 2)
@@ -95,6 +96,7 @@ def test_runs_are_served_in_their_order_and_a_killed_one_gives_back_what_it_had(
     assert until(lambda: not tickets())
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_is_stopped_and_leaves_the_line(begin):
     first, second, third = begin("first", 100_000), begin("second", 2), begin("third", 2)
     said = tunekit.stop(second)
@@ -116,17 +118,40 @@ def test_a_run_that_waits_is_stopped_and_leaves_the_line(begin):
     assert until(lambda: again.state == "training")
 
 
+def planned_run(folder, monkeypatch):
+    """A run on another machine's accelerator, in a line of the test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    recipe = {"model": "pico", "data": {"train": str(folder / "rows.jsonl")}, "train": {"max_steps": 2}}
+    return Run.create(tunekit.plan(recipe | {"output": {"dir": str(folder / "run")}}, on="h100"))
+
+
 def test_a_run_that_does_not_wait_is_told_to_have_begun_on_an_accelerator_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
-    recipe = {"model": "pico", "data": {"train": str(tmp_path / "rows.jsonl")}, "train": {"max_steps": 2}}
-    run = Run.create(tunekit.plan(recipe | {"output": {"dir": str(tmp_path / "run")}}, on="h100"))
+    run = planned_run(tmp_path, monkeypatch)
     told = []
     with turn(run, waits=False, listener=told.append):
         assert told == [{"event": "begun", "run": run}]
         assert [ticket.run for ticket in tickets()] == [str(run.path)]
 
 
+def test_a_run_waits_behind_one_that_waits_for_the_same_device(tmp_path, monkeypatch):
+    run, places = planned_run(tmp_path, monkeypatch), []
+    folder = tmp_path / "state" / "tunekit" / "line" / os.uname().nodename
+    folder.mkdir(parents=True)
+    earlier = Ticket(1, str(tmp_path / "earlier"), devices_of(run.plan), waits=True)
+    (folder / "00000001.json").write_text(json.dumps({**vars(earlier), "devices": list(earlier.devices)}))
+
+    def stop_waiting(event):
+        if event["event"] == "queue":
+            places.append((event["place"], event["behind"]))
+            raise KeyboardInterrupt
+
+    with FileLock(folder / "00000001.lock"), pytest.raises(Stopped), turn(run, waits=True, listener=stop_waiting):
+        pass
+    assert places == [(2, ["earlier"])] and run.state == "interrupted"
+
+
+@pytest.mark.slow
 def test_an_idle_device_is_taken_before_one_that_has_to_be_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     machine = find_machine("2xh100").hardware()
