@@ -17,7 +17,7 @@ from tests.kernels.references import reference_linear_ce
 from tunekit.kernels import linear_ce as module
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
-from tunekit.kernels.linear_ce import linear_ce, linear_logprob, places_of
+from tunekit.kernels.linear_ce import linear_ce, linear_logprob, new_logits, places_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the largest number of a tensor."""
@@ -294,3 +294,16 @@ def test_what_was_in_memory_before_counts_nowhere(vocabulary, dtype, monkeypatch
         torch.use_deterministic_algorithms(False)
     assert hidden.grad is not None and weight.grad is not None
     assert bool(hidden.grad.isfinite().all()) and bool(weight.grad.isfinite().all())
+
+
+def test_behind_a_row_of_logits_there_is_nothing_but_zeros(monkeypatch):
+    """Where processors read it or not."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        logits = new_logits(3, 258, torch.empty(0), torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    rows = logits.as_strided((3, logits.stride(0)), logits.stride())
+    assert logits.isnan().all() and rows.shape[1] > 258
+    assert not rows[:, 258:].any()

@@ -102,6 +102,15 @@ def test_a_saved_state_goes_on_with_the_same_bits(kind, dtype):
     assert_same_bits(parameters, others)
 
 
+@pytest.mark.parametrize("kind", [GaLoreAdamW, ApolloAdamW])
+def test_taking_over_states_of_no_step_makes_none(kind):
+    """Accelerate takes the states of an optimizer over before it divides the weights, and expects none yet."""
+    parameters = parameters_of(SHAPES, torch.float32)
+    optimizer = kind(groups_of(parameters), **OPTIONS, **RANK)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.state
+
+
 PARTS = [(33, 20), (20, 33), (8, 12), (5, 64), (64, 5), (9,)]
 """Rows that processes divide unevenly, and a vector."""
 

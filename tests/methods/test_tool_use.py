@@ -3,11 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from trl.chat_template_utils import add_response_schema
 
 import tunekit
@@ -15,7 +16,7 @@ from tests.processes import in_processes
 from tests.tiny import save_tiny_model
 from tunekit.display.rewards import trial_parts
 from tunekit.errors import DataError, RecipeError, TunekitError
-from tunekit.methods.tool_use import give_response_template, tool_schemas
+from tunekit.methods.tool_use import _Turns, give_response_template, tool_schemas
 from tunekit.probe.model import PICO
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.training.answers import transcript
@@ -529,12 +530,8 @@ def test_processes_with_turns_of_their_own_wait_for_each_other(strategy, calling
 
 def _tokens_of_turns(folder, num_turns):
     """Return the tokens that this process generates while rank 0 has so many turns, of six tokens each."""
-    from types import SimpleNamespace
-
     from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    from tunekit.methods.tool_use import _Turns
+    from transformers import AutoModelForCausalLM
 
     model, tokens = AutoModelForCausalLM.from_pretrained(folder), []
     config = GenerationConfig(max_new_tokens=6, min_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -559,6 +556,17 @@ def _tokens_of_turns(folder, num_turns):
 def test_a_process_without_turns_generates_one_token_in_those_of_others(calling_model):
     """Also where the others' prompts are one token long, as what it generates from is."""
     assert in_processes(2, _tokens_of_turns, calling_model, 3) == [[6, 6, 6], [1, 1, 1]]
+
+
+def test_a_process_without_turns_takes_part_in_two_of_another_with_a_token_each():
+    others, lengths = iter([1.0, 1.0, 0.0]), []
+    config = GenerationConfig(max_new_tokens=6)
+    accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda own: own + next(others))
+    trainer = SimpleNamespace(accelerator=accelerator, generation_config=config)
+    turns = _Turns(trainer, 100, takes_part=True)
+    trainer.generate_turn = lambda *args: turns.generate(lambda *_: lengths.append(config.max_new_tokens), *args)
+    turns.follow(lambda *_: None, [], [[5, 6, 7]])
+    assert lengths == [1, 1] and config.max_new_tokens == 6
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 import tunekit
 from tests.commands import run_command
@@ -609,6 +611,13 @@ def test_what_tunekits_galore_has_not_is_unsupported(key, words, tmp_path) -> No
     (tmp_path / "full.yaml").write_text(text)
     (line,) = migrate(tmp_path / "full.yaml").of_kind("unsupported")
     assert line.key == key.partition(":")[0] and words in line.words
+
+
+def test_a_trl_file_without_a_batch_size_has_trls(tmp_path) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\ngradient_accumulation_steps: 3\n")
+    made = migrate(tmp_path / "sft.yaml", tool="trl")
+    (size,) = (field.default for field in fields(TrainingArguments) if field.name == "per_device_train_batch_size")
+    assert made.recipe.train.global_batch_size == 3 * size
 
 
 def test_devices_multiply_the_batch_of_a_step() -> None:

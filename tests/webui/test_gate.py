@@ -5,16 +5,19 @@ import os
 import subprocess
 import sys
 from functools import partial
+from http.cookiejar import CookieJar
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
 from webui.app import FONTS, build_pages
-from webui.gate import MAX_TRIES
+from webui.gate import MAX_TRIES, Gate
 from webui.site import LANGUAGES, Site, prefix
 from webui.words import Words
 
@@ -118,6 +121,21 @@ def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
     assert name == f"tunekit-{httpx.URL(locked_server).port}", "a server on another port has another one"
     assert get(f"{locked_server}/config", cookies={name: token}).status_code == 200
     assert get(f"{locked_server}/config", cookies={name: "forged"}).status_code == 401
+
+
+def test_a_visitor_is_logged_in_to_two_servers_of_a_machine_at_once():
+    gate = partial(Gate, PlainTextResponse("page"), read_only=False)
+    cookies = CookieJar()
+    visits = [
+        TestClient(
+            gate(password=PASSWORD), base_url=f"http://127.0.0.1:{port}", cookies=cookies, follow_redirects=False
+        )
+        for port in (7860, 7861)
+    ]
+    for visit in visits:
+        assert visit.get("/").status_code == 401
+        assert visit.post("/login", data={"password": PASSWORD}).status_code == 303
+    assert [visit.get("/").text for visit in visits] == ["page", "page"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import gradio as gr
 import pytest
 
 import tunekit
+from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
 from webui import compare, log_view, run_parts, run_view, runs_page
@@ -152,10 +153,10 @@ def test_answers_with_rewards_are_sorted_by_them(trained_run):
     assert set(found["newest"][:2]) == {"good 2", "bad 2"}
 
 
-@pytest.mark.slow
-def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(trained_run, monkeypatch):
+def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(tmp_path, monkeypatch):
+    run = made_run(tmp_path / "run")
     monkeypatch.setenv("SOME_TOKEN", "abcd-efgh-1234")
-    log = trained_run.path / "log.txt"
+    log = run.path / "log.txt"
     lines = [f"line {place} " + "x" * 90 for place in range(20_000)]
     lines += [
         "\x1b[31mWARNING: hot\x1b[0m",
@@ -164,18 +165,18 @@ def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(trained_run, m
         " 10%\r 90%\rdone 100%",
     ]
     log.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = log_view.lines_of(trained_run, "log.txt")
+    found = log_view.lines_of(run, "log.txt")
     assert len(found) == log_view.MAX_LINES and found[-1] == "done 100%"
     assert found[-4] == "WARNING: hot" and "abcd" not in "".join(found)
-    assert log_view.lines_of(trained_run, "log.txt", text="LINE 19999 ")[0].startswith("line 19999")
-    assert log_view.lines_of(trained_run, "log.txt", only_serious=True) == ["WARNING: hot"]
+    assert log_view.lines_of(run, "log.txt", text="LINE 19999 ")[0].startswith("line 19999")
+    assert log_view.lines_of(run, "log.txt", only_serious=True) == ["WARNING: hot"]
     for other in ("status.json", "../../chats.jsonl", "nothing.txt"):
         with pytest.raises(tunekit.TunekitError, match="has no log"):
-            log_view.lines_of(trained_run, other)
-    (trained_run.path / "log-1.txt").write_text("rank 1\n", encoding="utf-8")
-    (trained_run.path / "log-2.txt").symlink_to("/etc/passwd")
-    assert log_view.logs_of(trained_run)[:2] == ["log.txt", "log-1.txt"]
-    assert "log-2.txt" not in log_view.logs_of(trained_run)
+            log_view.lines_of(run, other)
+    (run.path / "log-1.txt").write_text("rank 1\n", encoding="utf-8")
+    (run.path / "log-2.txt").symlink_to("/etc/passwd")
+    assert log_view.logs_of(run)[:2] == ["log.txt", "log-1.txt"]
+    assert "log-2.txt" not in log_view.logs_of(run)
 
 
 @pytest.mark.slow
