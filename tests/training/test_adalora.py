@@ -1,6 +1,7 @@
 """Runs of AdaLoRA: steps beside a loop with PEFT's own allocator, resumed, in two processes, exported, refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from tests.training.test_split_base import logits_of
 from tunekit.errors import PlanError, RecipeError
 from tunekit.estimates.memory.states import num_trainable_params, trained_bytes
 from tunekit.inference.inference_model import find_trained, load_trained
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
 from tunekit.recipe.sections.adapters import AdaloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run
-from tunekit.training.rank_allocation import STATES, add_orthogonality
+from tunekit.training.rank_allocation import STATES, RankAllocation, add_orthogonality
 
 ADAPTER = {"type": "adalora", "init_r": 6, "target_r": 3, "tinit": 1, "tfinal": 1, "deltaT": 2, "orth_reg_weight": 0.1}
 
@@ -128,6 +130,56 @@ def test_a_run_that_was_cut_off_resumes_to_the_bit(folder, alone):
     assert [event["loss"] for event in run.events() if event["event"] == "log"][-1] == [
         event["loss"] for event in alone.events() if event["event"] == "log"
     ][-1]
+
+
+class Optimizing:
+    """What the mixin lies over here: a trainer whose optimizer has nothing to keep."""
+
+    def __init__(self, model):
+        self.model, self.args = model, SimpleNamespace(should_save=True, device="cpu")
+
+    def add_callback(self, callback):
+        self.callback = callback
+
+    def _save_optimizer_and_scheduler(self, folder):
+        pass
+
+    def _load_optimizer_and_scheduler(self, folder):
+        pass
+
+
+def allocating(folder):
+    adapter = AdaloraAdapter(**ADAPTER | {"tinit": 0})
+    base = load_model(ModelSection(path=str(folder / "model")), dtype="float32", device="cpu")
+    trainer = run_trainer(Optimizing)(attach_adapter(base, adapter, seed=0))
+    RankAllocation(trainer, adapter, 9)
+    return trainer
+
+
+def take_step(trainer, step, ids):
+    trainer.model.zero_grad()
+    trainer.model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad.sign()
+    trainer.callback.on_optimizer_step(None, SimpleNamespace(global_step=step))
+
+
+def test_a_resumed_run_takes_ranks_by_the_importance_of_all_steps_before(folder, tmp_path):
+    rows = torch.arange(54).reshape(6, 1, 9)
+    one, other = allocating(folder), allocating(folder)
+    for step in range(5):
+        take_step(one, step, rows[step])
+    one._save_optimizer_and_scheduler(str(tmp_path))
+    other._load_optimizer_and_scheduler(str(tmp_path))
+    other.model.load_state_dict(one.model.state_dict())
+    for trainer in (one, other):
+        take_step(trainer, 5, rows[5])
+    expected = {name: value for name, value in one.model.state_dict().items() if "lora_E" in name}
+    assert sum(int((value == 0).sum()) for value in expected.values()) > 0, "ranks were taken"
+    ours = other.model.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
 
 
 @pytest.mark.slow
