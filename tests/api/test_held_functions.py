@@ -7,6 +7,12 @@ import sys
 
 import pytest
 
+from tests.rows import save_rows
+from tests.training.engines import made
+from tunekit.errors import RecipeError
+from tunekit.runs.run import INPUTS, Run
+from tunekit.training.worker import work
+
 SCRIPT = r"""
 import json, shutil
 from pathlib import Path
@@ -60,3 +66,22 @@ def test_a_script_trains_in_two_processes_with_its_own_reward_and_row_function_a
     assert told["names"] == ["is_long", "to_prompt"]
     assert "rewards/is_long/mean" in told["columns"]
     assert "function: inputs/is_long_" in told["changed"] and "has changed" in told["changed"]
+
+
+def test_a_run_imports_its_functions_from_its_own_folder(tmp_path, monkeypatch):
+    """The cache is empty, as on another host; its copy says so where it is found, before anything is trained."""
+    monkeypatch.chdir(tmp_path)
+    function = tmp_path / "own_reward.py"
+    function.write_text("def judge(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    recipe = {
+        "model": "pico",
+        "method": {"type": "grpo", "rewards": ["own_reward:judge"], "max_completion_length": 8},
+        "data": {"train": str(save_rows(tmp_path / "rows.jsonl", "grpo"))},
+        "train": {"max_steps": 1, "global_batch_size": 8},
+    }
+    run = Run(made(recipe))
+    (run.path / INPUTS).mkdir(exist_ok=True)
+    function.rename(run.path / INPUTS / function.name).write_text("raise LookupError('of the run')")
+    monkeypatch.delitem(sys.modules, "own_reward")
+    with pytest.raises(RecipeError, match="LookupError: of the run"):
+        work(run)
