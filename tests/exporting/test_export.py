@@ -8,11 +8,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import tunekit
 from tests.on_demand import OnDemand
-from tests.tiny import save_chats
+from tests.tiny import save_chats, save_tiny_model
+from tunekit.exporting.export import _write
+from tunekit.inference.inference_model import find_trained
 from tunekit.probe.model import PICO
 
 QUESTION = [{"role": "user", "content": "What is double 3?"}]
@@ -77,6 +79,15 @@ def test_merged_weights_answer_as_the_run_does(kind, dtype, off, runs, tmp_path)
     assert load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == getattr(torch, dtype)
     assert done.check.logit_error < off and done.check.num_same_tokens > 0
     assert not list(tmp_path.glob(".*"))
+
+
+def test_merged_weights_end_an_answer_with_the_token_that_the_adapter_learned(tmp_path):
+    folder = save_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    config = GenerationConfig.from_pretrained(folder)
+    own, config.eos_token_id = config.eos_token_id, 5
+    config.save_pretrained(folder)
+    _write(find_trained(str(folder)), "merged", "float32", tmp_path / "merged", "1GB", lambda event: None)
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [5, own]
 
 
 @pytest.mark.slow

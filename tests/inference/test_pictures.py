@@ -4,6 +4,7 @@ import base64
 import re
 import subprocess
 import sys
+from threading import Event
 
 import openai
 import pytest
@@ -16,7 +17,7 @@ from tests.vision import save_rows, save_tiny_vision_model
 from tests.waiting import LIMIT_SECONDS
 from tunekit.errors import RunError
 from tunekit.inference import conversations
-from tunekit.inference.inference_model import find_trained
+from tunekit.inference.inference_model import find_trained, load
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +197,18 @@ def test_a_client_is_told_what_is_wrong_with_a_picture(kind, client, run, pictur
             model=run.name,
             messages=[{**question, "content": [*question["content"], {"type": "text", "text": "long " * 500}]}],
         )
+
+
+def test_a_question_with_a_picture_is_not_answered_without_it():
+    from starlette.testclient import TestClient
+
+    from tunekit.inference.endpoint import make_app
+
+    app = make_app(load(find_trained("pico"), device="cpu"), "pico", Event())
+    messages = [{"role": "user", "content": [URL, {"type": "text", "text": "what colour?"}]}]
+    with TestClient(app) as client:
+        answer = client.post("/v1/chat/completions", json={"model": "pico", "messages": messages, "max_tokens": 1})
+    assert answer.status_code == 400 and "pico is a text-only model" in answer.text
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The sandbox of the `code` reward: programs that compute pass, and every way out that was thought of is closed."""
 
+import ctypes
+import json
 import os
 import re
 import signal
@@ -9,11 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import LIMIT_SECONDS
+from tunekit.methods.rewards import sandboxed
 from tunekit.methods.rewards.sandbox import check_sandbox, failures, passed_tests
 
 SECRET = "the parent's secret"
@@ -630,6 +634,16 @@ SYSCALLS = {
     "pidfd_getfd": "438, 0, 0, 0",
     "swapoff": "168, 0",
 }
+
+
+def test_a_program_whose_trainer_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"parent": os.getpid(), "tests": []}
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(json.dumps(task).encode())))
+    try:
+        with pytest.raises(SystemExit):
+            sandboxed.main()
+    finally:
+        ctypes.CDLL(None).prctl(sandboxed._PARENT_DEATH_SIGNAL, 0)
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86-64")

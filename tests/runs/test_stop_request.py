@@ -23,6 +23,7 @@ from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit.api import verbs
 from tunekit.errors import RunError, Stopped
+from tunekit.launching.stop import _Left
 from tunekit.process.watchdog import Beat, beats_of
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.run import Run
@@ -352,6 +353,19 @@ def test_tunekit_stop_comes_back_when_nothing_is_left(folder, tmp_path, monkeypa
         f"{run.name} is not running: it was interrupted, stopped by `tunekit stop` at step {step}, "
         f"checkpoint of step {step}"
     )
+
+
+@pytest.mark.parametrize(("module", "is_waited_for"), [("tunekit", True), ("ipykernel_launcher", False)])
+def test_a_stop_waits_for_the_program_that_trained_unless_it_may_go_on_with_something_else(
+    module, is_waited_for, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [sys.executable, "-m", module, "train"])
+    own = {"pid": os.getpid(), "identity": identity_of(os.getpid()), "host": os.uname().nodename}
+    run = made_run(tmp_path / "run", phase="training", **own)
+    remaining = _Left(run)
+    assert remaining.look()
+    run.update_status(phase="interrupted")
+    assert remaining.look() == is_waited_for
 
 
 @pytest.mark.slow

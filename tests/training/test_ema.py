@@ -1,8 +1,12 @@
 """Exponential moving averages of weights: real runs against torch's `AveragedModel`, cut off, divided and exported."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
 
@@ -184,6 +188,27 @@ def test_weights_whose_first_gradient_comes_late_are_averaged_from_where_they_we
         assert all(map(torch.equal, model.parameters(), expected.module.parameters()))
         moving.train()
         assert all(map(torch.equal, model.parameters(), trained))
+
+
+def test_weights_that_fsdp2_gathered_to_evaluate_are_not_trained_on():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = fully_shard(torch.nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        moving = averaging.MovingAverage(SimpleNamespace(model=model), optimizer, DECAY)
+        for _ in range(2):
+            model(torch.eye(4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = model.weight.full_tensor().T.clone()
+        with torch.no_grad():
+            moving.eval()
+            averaged = model(torch.eye(4))
+            moving.train()
+            assert torch.equal(model(torch.eye(4)), trained)
+        assert not torch.equal(averaged, trained)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

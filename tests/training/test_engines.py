@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 import tunekit
+from benchmarks.tiny_models import tiny_model
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tunekit.errors import PlanError
 from tunekit.runs.run import Run
+from tunekit.training.engines.fsdp2 import hide_shared_head, show_shared_head
 
 HEAD_TOO = {"type": "lora", "modules_to_save": ["lm_head"]}
 
@@ -181,3 +184,13 @@ def test_what_fsdp2_cannot_do_on_a_cpu_is_refused_and_fails_as_said(layout, raw,
     run = made(recipe_for(folder, strategy="fsdp2", num_processes=2), layout)
     with pytest.raises(AssertionError, match=raw):
         work_in(run, 2)
+
+
+@pytest.mark.parametrize(("family", "is_shared"), [("bert", True), ("llama", False)])
+def test_a_head_whose_bias_another_module_has_too_is_no_unit_of_its_own(family, is_shared):
+    trainer = SimpleNamespace(model=tiny_model(family))
+    head = trainer.model.get_output_embeddings()
+    hide_shared_head(trainer)
+    assert (trainer.model.get_output_embeddings() is None) == is_shared
+    show_shared_head(trainer)
+    assert trainer.model.get_output_embeddings() is head

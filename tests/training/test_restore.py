@@ -15,6 +15,10 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import get_cosine_schedule_with_warmup
 
 from tests.tiny import save_chats, save_tiny_model, saved_weights
@@ -30,6 +34,7 @@ from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import prospects
 from tunekit.runs.checkpoints.complete import MANIFEST, newest_complete
 from tunekit.runs.run import Run
+from tunekit.training.checkpointing.restore import _state_as_is
 
 SHORT, LONG = 4, 8
 
@@ -540,3 +545,16 @@ def test_a_run_says_what_can_be_done_next(full, tmp_path):
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*run_report(run, 200), sep="\n")
     assert "no checkpoint to resume from" in console.export_text()
+
+
+@pytest.mark.parametrize("group", [{"low_rank": True}, {}], ids=["low rank", "plain"])
+def test_states_of_a_low_rank_are_whole_in_each_process_and_others_divided(group):
+    init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        weight = DTensor.from_local(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
+        saved = torch.arange(8.0 * 6).reshape(8, 6)[: 8 if not group else 2]
+        state = _state_as_is("exp_avg", saved, weight, group)
+        local = state.to_local() if isinstance(state, DTensor) else state
+    finally:
+        destroy_process_group()
+    assert torch.equal(local, saved if group else saved[4:])

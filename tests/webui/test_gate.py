@@ -11,13 +11,15 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from starlette.responses import PlainTextResponse
-from starlette.testclient import TestClient
 
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
-from webui.app import FONTS, build_pages
+from webui.app import FONTS, _mount, build_pages
 from webui.gate import MAX_TRIES, Gate
+from webui.pages import PAGES
 from webui.site import LANGUAGES, Site, prefix
 from webui.words import Words
 
@@ -267,6 +269,23 @@ def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browse
     (done,) = [line for line in told.splitlines() if "process_completed" in line]
     assert json.loads(done.removeprefix("data:"))["success"] is False
     assert not (root / "uploads").exists() and OUTSIDE not in told
+
+
+def test_what_a_request_names_as_uploaded_was_uploaded(root, monkeypatch):
+    monkeypatch.setattr("webui.app.PAGES", {"data": PAGES["data"]})
+    app = FastAPI()
+    _mount(app, Site(root), Words("en"))
+    with TestClient(app) as client:
+        functions = client.get("/config").json()["dependencies"]
+        function = next(entry for entry in functions if any(event == "upload" for _, event in entry["targets"]))
+        forged = {"path": str(root / "chats.jsonl"), "meta": {"_type": "gradio.FileData"}}
+        data = [[forged], *[None] * (len(function["inputs"]) - 1)]
+        what = {"data": data, "fn_index": function["id"], "session_hash": "forged", "event_data": None}
+        assert client.post("/gradio_api/queue/join", json=what).status_code == 200
+        told = client.get("/gradio_api/queue/data", params={"session_hash": "forged"}).text
+    (done,) = [line for line in told.splitlines() if "process_completed" in line]
+    assert json.loads(done.removeprefix("data:"))["success"] is False
+    assert not (root / "uploads").exists()
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import pytest
 import tunekit
 from tests.webui.conftest import fill, slow_down
 from webui import launching, plan_panel, planning
+from webui.app import build_pages
+from webui.pages import PAGES
 from webui.plan_view import plan_html, refused_html
 from webui.planning import HERE, planned, with_changes
 from webui.site import LANGUAGES, Site
@@ -135,6 +137,15 @@ def test_a_draft_is_checked_and_becomes_a_run_of_the_name_that_it_is_given(site)
         launching.begin(site, DRAFT, "../mine", [], waits=False)
     with pytest.raises(tunekit.TunekitError, match="GPU-1"):
         launching.begin(site, DRAFT, "", ["GPU-1"], waits=False)
+
+
+def test_after_a_run_that_could_not_be_started_the_next_one_can(site, monkeypatch):
+    monkeypatch.setattr("webui.app.PAGES", {"new": PAGES["new"]})
+    functions = build_pages(site, Words("en")).fns.values()
+    begin = next(function.fn for function in functions if "_attach_start.<locals>.begin" in str(function.fn))
+    first, last = begin("model: nowhere", HERE, "", [], False)
+    assert not first[2].interactive
+    assert "missing required key" in last[0] and last[2].interactive
 
 
 def test_devices_are_offered_with_the_end_of_their_uuid_their_free_memory_and_who_has_them():
