@@ -6,10 +6,14 @@ Their losses are compared with layers written out in test_reference.py, their by
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import PeftModel
+from accelerate.utils.fsdp_utils import _get_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
+from torch.distributed import destroy_process_group, init_process_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 import tunekit
@@ -20,11 +24,13 @@ from tests.training.test_learning_rates import recipe_for
 from tests.training.test_resume import cut_off
 from tunekit.errors import PlanError, RecipeError, TunekitError
 from tunekit.estimates.memory.states import shared_matrices, trained_bytes
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.models.load import attach_adapter, load_model
 from tunekit.probe.model import probe_model
 from tunekit.recipe.sections.adapters import VeraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run
+from tunekit.training.engines.engine import before_wrapping
 
 ADAPTERS = {
     "ia3": {"type": "ia3", "feedforward_modules": ["down_proj"]},
@@ -75,6 +81,34 @@ def test_two_processes_take_the_steps_of_one(kind, strategy, folder, alone):
     run = Run(made(recipe_for(folder, ADAPTERS[kind], FAST, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
     torch.testing.assert_close(saved_weights(run.model_path), saved_weights(alone(kind).model_path), rtol=0, atol=2e-5)
+
+
+class Loading:
+    """What the mixin lies over here: it asks for the state that a checkpoint is loaded into, as Accelerate does."""
+
+    is_fsdp_enabled = True
+
+    def __init__(self, model):
+        plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+        self.model, self.accelerator = model, SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+
+    def _load_from_checkpoint(self, folder, model):
+        self.state = _get_model_state_dict(self.model, adapter_only=True)
+
+
+def test_a_checkpoint_of_vera_is_loaded_with_its_matrices_into_a_divided_model(folder):
+    plan = tunekit.plan(recipe_for(folder, ADAPTERS["vera"], FAST, num_processes=2, strategy="fsdp2"))
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    trainer = run_trainer(Loading)(attach_adapter(base, plan.recipe.adapter, seed=0))
+    expected = get_peft_model_state_dict(trainer.model)
+    init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        before_wrapping(trainer, plan)
+    finally:
+        destroy_process_group()
+    assert not any("vera_A" in name for name in trainer.model.state_dict()), "Accelerate would divide it"
+    trainer.load_weights("checkpoint-2", None)
+    assert trainer.state.keys() == expected.keys() and any("vera_A" in name for name in expected)
 
 
 @pytest.mark.slow

@@ -10,6 +10,9 @@ from tests.tiny import make_tokenizer, save_tiny_model
 from tests.training.watching import cut_off_and_resumed, last_words, logged, seeing
 from tunekit.api import verbs
 from tunekit.errors import ModelError, PlanError, RecipeError
+from tunekit.models.load import keep_trained
+from tunekit.runs.small_files import Place
+from tunekit.training.build_trainer import build_trainer, load_adapted
 
 RECIPE = """
 model: model
@@ -126,6 +129,23 @@ def divergence(own, its, beta):
         return (own.exp() * (own - its)).sum()
     mixed = ((1 - beta) * own.exp() + beta * its.exp()).log()
     return (beta * its.exp() * (its - mixed) + (1 - beta) * own.exp() * (own - mixed)).sum()
+
+
+def test_the_loss_of_answers_has_its_products_in_the_type_of_the_plan(here):
+    run = verbs.make_run(recipe(here, "full"), ["model={path: model, dtype: bfloat16}", "data.eval=null"])
+    model = load_adapted(run.plan, device="cpu", run=run)
+    trainer = build_trainer(
+        run, run.plan, run.plan.schedule, model=model, tokenizer=make_tokenizer(), callbacks=[], place=Place()
+    )
+    keep_trained(trainer.model)
+    types = []
+    for part in (trainer.model, trainer.teacher_model):
+        products = next(module for name, module in part.named_modules() if name.endswith("up_proj"))
+        products.register_forward_hook(lambda module, given, output: types.append(output.dtype))
+    batch = {"ids": torch.arange(8).reshape(2, 4), "mask": torch.ones(2, 4, dtype=torch.long)}
+    inputs = {f"{part}_{kind}": value for part in ("prompt", "completion") for kind, value in batch.items()}
+    trainer.compute_loss(trainer.model, inputs)
+    assert types == [torch.bfloat16] * 2, "the model's and the teacher's pass"
 
 
 @pytest.mark.slow
