@@ -559,9 +559,9 @@ def test_a_process_without_turns_generates_one_token_in_those_of_others(calling_
 
 
 def test_a_process_without_turns_takes_part_in_two_of_another_with_a_token_each():
-    others, lengths = iter([1.0, 1.0, 0.0]), []
+    answers, lengths = iter([1.0, 1.0, 0.0]), []
     config = GenerationConfig(max_new_tokens=6)
-    accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda own: own + next(others))
+    accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda own: own + next(answers))
     trainer = SimpleNamespace(accelerator=accelerator, generation_config=config)
     turns = _Turns(trainer, 100, takes_part=True)
     trainer.generate_turn = lambda *args: turns.generate(lambda *_: lengths.append(config.max_new_tokens), *args)

@@ -168,18 +168,18 @@ def take_step(trainer, step, ids):
 
 def test_a_resumed_run_takes_ranks_by_the_importance_of_all_steps_before(folder, tmp_path):
     rows = torch.arange(54).reshape(6, 1, 9)
-    one, other = allocating(folder), allocating(folder)
+    whole, resumed = allocating(folder), allocating(folder)
     for step in range(5):
-        take_step(one, step, rows[step])
-    one._save_optimizer_and_scheduler(str(tmp_path))
-    other._load_optimizer_and_scheduler(str(tmp_path))
-    other.model.load_state_dict(one.model.state_dict())
-    for trainer in (one, other):
+        take_step(whole, step, rows[step])
+    whole._save_optimizer_and_scheduler(str(tmp_path))
+    resumed._load_optimizer_and_scheduler(str(tmp_path))
+    resumed.model.load_state_dict(whole.model.state_dict())
+    for trainer in (whole, resumed):
         take_step(trainer, 5, rows[5])
-    expected = {name: value for name, value in one.model.state_dict().items() if "lora_E" in name}
+    expected = {name: value for name, value in whole.model.state_dict().items() if "lora_E" in name}
     assert sum(int((value == 0).sum()) for value in expected.values()) > 0, "ranks were taken"
-    ours = other.model.state_dict()
-    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    weights = resumed.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 @pytest.mark.slow
