@@ -1,7 +1,7 @@
 """Faults planted in a copy of the repository, one at a time, and which tier of the tests catches each, by which test.
 
-    python -m benchmarks.planted_faults [--tier quick|affected|full] [--near] [--only ID ...] [--every N] [--jobs N]
-                                        [--save]
+    python -m benchmarks.planted_faults [--tier quick|affected|full] [--near] [--only ID ...] [--every N] [--offset K]
+                                        [--jobs N] [--save]
 
 `tests/faults.yaml` lists them. To run every tier for every fault would take days on two cores, so it goes by stages:
 
@@ -14,9 +14,9 @@
 
 A test counts for nothing that fails without a fault as well. A fault that a test of the quick tier catches is caught by
 the affected tier if that test is among the affected ones, and by the full tier in any case. With `--near` it ends
-behind the first stage, and with `--every N` it takes a sample: each N-th fault of the list. What is known is kept in
-a state file, so that it can be interrupted and goes on where it was; of a tree with other code or other tests nothing
-is taken over.
+behind the first stage, and with `--every N` it takes a sample: each N-th fault of the list, from the K-th on. What is
+known is kept in a state file, so that it can be interrupted and goes on where it was; of a tree with other code or
+other tests nothing is taken over.
 """
 
 import argparse
@@ -346,12 +346,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--near", action="store_true", help="End behind the near tests.")
     parser.add_argument("--only", metavar="ID", nargs="+", help="Only these faults.")
     parser.add_argument("--every", metavar="N", type=int, default=1, help="Only each N-th fault of the list.")
+    parser.add_argument("--offset", metavar="K", type=int, default=0, help="Faults of the list to pass over first.")
     parser.add_argument("--jobs", type=int, default=1, help="Copies, and processes of whole tiers.")
     parser.add_argument("--state", type=Path, default=STATE, help="Where it is kept what is known.")
     parser.add_argument("--report", action="store_true", help="Run nothing, and say what is known.")
     parser.add_argument("--save", action="store_true", help="Write the table to benchmarks/results.")
     asked = parser.parse_args(argv)
-    faults = [fault for fault in read_faults()[:: asked.every] if asked.only is None or fault.id in asked.only]
+    faults = [
+        fault for fault in read_faults()[asked.offset :: asked.every] if asked.only is None or fault.id in asked.only
+    ]
     if asked.only is not None and len(faults) < len(set(asked.only)):
         parser.error(f"there are no faults {', '.join(sorted(set(asked.only) - {fault.id for fault in faults}))}")
     known = Known(asked.state, tree_digest())
