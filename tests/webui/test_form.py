@@ -38,6 +38,7 @@ FITTING: dict[str, Any] = {
     "method.rewards.max_tokens": 12, "method.rewards.pattern": "[a-z]+: \\d", "method.rewards.column": "other",
     "method.rewards.path": "tests.rows:save_rows", "method.generation.stop": ["\n\n", "END"],
     "method.rollout": "tests.rows:save_rows", "model.chat_template": "chatml",
+    "train.callbacks": ["tests.rows:save_rows"],
     "method.rewards.model.chat_template": "chatml", "method.teacher.chat_template": "chatml",
     "method.label_smoothing": 0.25, "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5,
     "train.metric_for_best_model": "eval_x", "train.retry_out_of_memory": True, "train.global_batch_size": 32,

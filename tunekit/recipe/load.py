@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -466,8 +466,15 @@ def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
 
 def _takes_function(key: Key, values: dict[str, Any]) -> bool:
     """Return whether a field takes a function of the user's own, in whichever variant the values choose."""
-    path = holders_along(key, values)
-    return len(path) == len(key) and all(FunctionPath in members(holder.field.annotation) for holder in path[-1])
+    field = key[:-1] if isinstance(key[-1], int) else key
+    path = holders_along(field, values)
+    return len(path) == len(field) and all(FunctionPath in _kinds(holder.field.annotation) for holder in path[-1])
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types that a field takes, and those of the items of its lists."""
+    kinds = list(members(annotation))
+    return [*kinds, *(item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0]))]
 
 
 def _mapping(value: Any) -> dict[str, Any]:

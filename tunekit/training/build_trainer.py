@@ -164,6 +164,7 @@ def build_trainer(
 ) -> "RunTrainer":
     """The trainer of the recipe's method, around a model with its adapter."""
     from tunekit.training.engines.engine import trainer_args
+    from tunekit.training.own_callbacks import OwnCallback
 
     recipe, folder = plan.recipe, run.path / "data"
     method, train_file = recipe.method, folder / FILES["train"]
@@ -185,6 +186,8 @@ def build_trainer(
         processor=load_processor(recipe.model, tokenizer) if plan.data.has_pictures else None,
     )
     trainer: RunTrainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
+    for path in recipe.train.callbacks or ():
+        trainer.add_callback(OwnCallback(path))
     return trainer
 
 

@@ -27,6 +27,9 @@ FunctionPath = NewType("FunctionPath", str)
 """A function of the user's own, `module:function`. It is looked up when the recipe is loaded."""
 
 
+_OwnFunction = Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
+
+
 class Conflict(NamedTuple):
     """A field that does not go together with others."""
 
@@ -278,6 +281,10 @@ class TrainSection(Section):
     fp8: bool = False
     """Compute linear layers in 8-bit floating point (torchao). For full fine-tuning on Hopper or newer; refused
     elsewhere."""
+
+    callbacks: Annotated[list[_OwnFunction], Field(min_length=1)] | None = None
+    """Custom functions or classes, `module:name`, that return a `transformers.TrainerCallback` when called without
+    arguments. Every process calls its events. Default: none."""
 
     qat: QatSection | None = None
     """Train for an export in few bits (torchao's QAT): sft with full fine-tuning; `tunekit export --quantized` writes
