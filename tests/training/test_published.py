@@ -146,8 +146,12 @@ def test_layouts_that_divide_kept_weights_are_refused(strategy, folder, publishe
 @pytest.mark.parametrize("layout", ["gptq", "bitsandbytes", "compressed_int4"])
 def test_weights_that_were_made_dense_are_divided(layout, strategy, folder, published):
     published(layout)
-    one = Run(made(recipe_on(folder, layout, "lora")))
+    # AdamW would divide gradients near zero by themselves, which are rounded otherwise on other CPUs.
+    plain = {"optim": "sgd", "learning_rate": 1.0}
+    one = Run(made(recipe_on(folder, layout, "lora", plain)))
     worked(one.path)
-    run = Run(made(recipe_on(folder, layout, "lora", num_processes=2, strategy=strategy)))
+    run = Run(made(recipe_on(folder, layout, "lora", plain, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
-    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(one.model_path), rtol=0, atol=5e-5)
+    weights = saved_weights(one.model_path)
+    assert max(value.abs().max() for name, value in weights.items() if "lora_B" in name) > 1e-2
+    torch.testing.assert_close(saved_weights(run.model_path), weights, rtol=0, atol=5e-5)
