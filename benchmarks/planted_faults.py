@@ -307,15 +307,20 @@ def totals_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     }
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The results as Markdown."""
+def page(rows: Sequence[dict[str, Any]], sample: str) -> str:
+    """Return the results as Markdown.
+
+    Args:
+        rows: What is known of each fault.
+        sample: Arguments that choose the faults.
+    """
     lines = [
         "# Planted faults, and the tests that catch them",
         "",
         __doc__.partition("\n\n")[2].partition("\n\n")[2],
         "",
     ]
-    lines += [f"`python -m benchmarks.planted_faults --save`: {in_words(PACKAGES)}.", ""]
+    lines += [f"`python -m benchmarks.planted_faults {sample} --save`: {in_words(PACKAGES)}.", ""]
     num_proved = sum(bool(row["proved_by"]) for row in rows)
     lines += [f"- {len(rows)} of the list's {len(read_faults())} faults; {num_proved} undo what a change had proved"]
     lines += [f"- near tests alone catch {sum(row['near'] is not None for row in rows)}"]
@@ -364,12 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             durations = read_durations("quick")
             with Bench(Path(folder), asked.jobs, known, durations) as bench:
                 _go_through(bench, faults, asked)
-    rows = rows_of(faults, known)
+    rows, sample = rows_of(faults, known), f"--every {asked.every} --offset {asked.offset} --tier {asked.tier}"
     if asked.save:
         kept = {"circumstances": circumstances(PACKAGES), "totals": totals_of(rows), "faults": rows}
         RESULTS.with_suffix(".json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        RESULTS.with_suffix(".md").write_text(page(rows), encoding="utf-8")
-    print(page(rows) if not asked.save else json.dumps(totals_of(rows)))
+        RESULTS.with_suffix(".md").write_text(page(rows, sample), encoding="utf-8")
+    print(page(rows, sample) if not asked.save else json.dumps(totals_of(rows)))
     return 0
 
 
