@@ -126,7 +126,7 @@ def test_4_bit_states_of_parts_are_those_of_the_whole(num):
 
 
 def four_bit_parts():
-    """What each process holds of states of four weights."""
+    """Bytes that each process holds of states of four weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

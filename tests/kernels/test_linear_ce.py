@@ -297,7 +297,7 @@ def test_what_was_in_memory_before_counts_nowhere(vocabulary, dtype, monkeypatch
 
 
 def test_behind_a_row_of_logits_there_is_nothing_but_zeros(monkeypatch):
-    """Where processors read it or not."""
+    """Zeros, where processors read it or not."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:

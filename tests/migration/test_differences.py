@@ -438,7 +438,6 @@ def test_4_bit_states_come_along_in_the_blocks_that_transformers_gives_them(conf
 
 def test_transformers_gives_4_bit_states_blocks_of_256_values(tmp_path) -> None:
     """By itself; another number, which `optim_args` gives, is passed as a text that torchao cannot compute with."""
-    pytest.importorskip("torchao")
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(output_dir=str(tmp_path), optim="adamw_torch_4bit", use_cpu=True, report_to="none")
@@ -461,7 +460,8 @@ def test_torchtunes_4_bit_states_of_256_values_are_the_same(module) -> None:
 
 
 def test_torchao_gives_4_bit_states_blocks_of_128_values_by_itself() -> None:
-    optim = pytest.importorskip("torchao.optim")
+    from torchao import optim
+
     assert inspect.signature(optim.AdamW4bit).parameters["block_size"].default == 128
     words = "train.optim: tunekit_adamw_4bit; the original's states have blocks of 128 values, tunekit's of 256"
     report = made(AXOLOTL, datasets=[CHAT], optimizer="ao_adamw_4bit")

@@ -6,6 +6,7 @@ from bitsandbytes.functional import int8_vectorwise_quant
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.models.test_published import step_of, with_updates
 from tests.tiny import make_tokenizer
 from tunekit.estimates.memory.states import weights_bytes
 from tunekit.models.load import attach_adapter, load_model
@@ -17,8 +18,8 @@ from tunekit.recipe.sections.model import ModelSection
 
 ADAPTER = QloraAdapter(rank=4, quant_type="int8", target_modules=["q_proj", "v_proj", "down_proj"])
 ON_GPT2 = QloraAdapter(rank=4, quant_type="int8", target_modules=["c_attn", "c_proj"])
-IDS = torch.arange(40).view(2, 20)
 SIZES = {"vocab_size": len(make_tokenizer())}
+WITHOUT_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 CONFIGS = {
     "llama": (
         LlamaForCausalLM,
@@ -33,7 +34,7 @@ CONFIGS = {
         ),
     ),
     # Its linear layers are Conv1D, which have their weights as (inputs, outputs).
-    "gpt2": (GPT2LMHeadModel, GPT2Config(**SIZES, n_embd=48, n_layer=2, n_head=4, n_positions=64)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(**SIZES, n_embd=48, n_layer=2, n_head=4, n_positions=64, **WITHOUT_DROPOUT)),
 }
 
 
@@ -93,20 +94,3 @@ def test_a_step_is_that_of_plain_peft_on_their_values(name, folders):
     expected = step_of(with_updates(get_peft_model(plain, config)))
     for mine, theirs in zip(step_of(with_updates(attach_adapter(model, adapter, seed=0))), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-
-
-def with_updates(model):
-    """The model with matrices B that are not zero."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                scale = 0.05 if "lora_B" in name else 0.2
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
-def step_of(model):
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    return [loss.detach(), *(each.grad for each in model.parameters() if each.requires_grad)]

@@ -133,7 +133,7 @@ def test_a_run_that_was_cut_off_resumes_to_the_bit(folder, alone):
 
 
 class Optimizing:
-    """What the mixin lies over here: a trainer whose optimizer has nothing to keep."""
+    """Base of the mixin here: a trainer whose optimizer has nothing to keep."""
 
     def __init__(self, model):
         self.model, self.args = model, SimpleNamespace(should_save=True, device="cpu")

@@ -84,7 +84,7 @@ def test_two_processes_take_the_steps_of_one(kind, strategy, folder, alone):
 
 
 class Loading:
-    """What the mixin lies over here: it asks for the state that a checkpoint is loaded into, as Accelerate does."""
+    """Base of the mixin here: it asks for the state that a checkpoint is loaded into, as Accelerate does."""
 
     is_fsdp_enabled = True
 

@@ -176,7 +176,7 @@ def loaded(folder, alone):
 
 
 def greedy(model, ids, num):
-    """What transformers generates behind a single prompt without a cache, with which PEFT repeats virtual tokens."""
+    """Answer of transformers to one prompt without a cache, with which PEFT repeats virtual tokens."""
     inputs, options = torch.tensor([ids]), {"do_sample": False, "use_cache": False}
     with torch.no_grad():
         output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num, **options)

@@ -265,21 +265,12 @@ def put_quantized(draft: Draft, bits: object, *keys: str) -> None:
         draft.put("adapter.quant_type", "int8", *keys)
 
 
-def four_bits(draft: Draft, entry: Entry) -> Fate:
-    """Weights of 4 bits, beside which an adapter is trained."""
+def few_bits(draft: Draft, entry: Entry) -> Fate:
+    """Weights of 4 or 8 bits, by the name of their switch, beside which an adapter is trained."""
     if not truth(entry.value):
         return Fate("silent", "is off")
     if draft.values["adapter.type"] != "qlora":
-        raise UnfitError("4-bit weights need an adapter to train: adapter: qlora")
-    return carried("adapter.type", "qlora")
-
-
-def eight_bits(draft: Draft, entry: Entry) -> Fate:
-    """Weights of 8 bits, beside which an adapter is trained."""
-    if not truth(entry.value):
-        return Fate("silent", "is off")
-    if draft.values["adapter.type"] != "qlora":
-        raise UnfitError("8-bit weights need an adapter to train: adapter: qlora")
+        raise UnfitError(f"{8 if '8bit' in entry.key else 4}-bit weights need an adapter to train: adapter: qlora")
     return bits(draft, entry)
 
 
