@@ -1007,6 +1007,25 @@ def test_a_base_in_8_bits_is_carried_over_and_its_activations_named(tool, tmp_pa
     assert "LLM.int8() quantizes activations too" in line.words
 
 
+def test_restarts_of_an_adapter_are_carried_over(tmp_path) -> None:
+    def of(*lines: str) -> Migration:
+        (tmp_path / "config.yaml").write_text(AXOLOTL_FULL + "\n".join(["", *lines, ""]))
+        return migrate(tmp_path / "config.yaml")
+
+    restarts = ["relora: true", "jagged_restart_steps: 50", "jagged_restart_warmup_steps: 5", "relora_prune_ratio: 0.8"]
+    made = of("adapter: lora", *restarts, "relora_prune_method: magnitude", "relora_cpu_offload: true")
+    assert made.recipe.adapter.relora.model_dump() == {"steps": 50, "warmup_steps": 5, "prune_ratio": 0.8}
+    assert not made.of_kind("unsupported")
+    for lines, problem in (
+        (["adapter: lora", *restarts, "relora_prune_method: reset"], "by magnitude only"),
+        (["adapter: qlora", "load_in_4bit: true", *restarts], "requires adapter: lora"),
+        (["adapter: lora", *restarts[1:3]], "without relora are unsupported"),
+    ):
+        made = of(*lines)
+        assert made.recipe.adapter.relora is None
+        assert all(problem in line.words for line in made.of_kind("unsupported")), lines
+
+
 def test_quantization_aware_training_is_carried_over_where_it_rounds_alike(tmp_path) -> None:
     def of(text: str) -> Migration:
         (tmp_path / "config.yaml").write_text(text)

@@ -12,11 +12,11 @@ from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file
 
-from tests.models.test_split_base import OPTIONS, base, logits_of, saved
+from tests.models.test_base_parts import OPTIONS, base, logits_of, saved
 from tunekit.errors import DataError
+from tunekit.models.base_parts import load_plain
 from tunekit.models.initial import Document, Sources, draw
 from tunekit.models.load import attach_adapter, load_model, with_trained_values
-from tunekit.models.split_base import load_plain
 from tunekit.probe.origin import in_folder
 from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection

@@ -33,6 +33,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "vera": {"adapter": {"type": "vera"}},
     "oft": {"adapter": {"type": "oft"}},
     "prompt tuning": {"adapter": {"type": "prompt_tuning"}},
+    "relora": {"adapter": {"relora": {"steps": 20}}},
     "dora": {"adapter": {"use_dora": True}},
     "rslora": {"adapter": {"use_rslora": True}},
     "dropout": {"adapter": {"dropout": 0.1}},

@@ -13,8 +13,8 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
+from tests.training.test_base_parts import logits_of
 from tests.training.test_resume import STEPS, cut_off, recipe_for
-from tests.training.test_split_base import logits_of
 from tunekit.errors import PlanError, RecipeError
 from tunekit.estimates.memory.states import num_trainable_params, trained_bytes
 from tunekit.inference.inference_model import find_trained, load_trained

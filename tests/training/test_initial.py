@@ -12,8 +12,8 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in
+from tests.training.test_base_parts import logits_of
 from tests.training.test_resume import SAVED, cut_off, events, recipe_for
-from tests.training.test_split_base import logits_of
 from tunekit.errors import TunekitError
 from tunekit.inference.inference_model import find_trained, load_trained
 from tunekit.runs.run import Run

@@ -13,8 +13,8 @@ from benchmarks.tiny_models import tiny_model
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer, save_chats, saved_weights
 from tests.training.engines import made, work_in
+from tests.training.test_base_parts import logits_of
 from tests.training.test_resume import SAVED, cut_off, events, recipe_for
-from tests.training.test_split_base import logits_of
 from tunekit.estimates.memory.states import trained_tensors
 from tunekit.inference.inference_model import find_trained, load_trained
 from tunekit.models.load import attach_adapter, num_trained

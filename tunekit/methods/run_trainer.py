@@ -48,6 +48,7 @@ Wrapped = Literal[
     "checkpoint_folder",
     "compute_loss_of_answers",
     "create_optimizer",
+    "create_scheduler",
     "evaluate",
     "finish_step",
     "generate",
@@ -117,6 +118,10 @@ class RunTrainer(Base):  # type: ignore[misc]
     def create_optimizer(self, *args: Any) -> Any:
         """Create the optimizer: the place of parameter groups, and of optimizers that torch does not have."""
         return self._run("create_optimizer", super().create_optimizer, *args)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the schedule of learning rates: the place of what changes it."""
+        return self._run("create_scheduler", super().create_scheduler, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: TRL's would be written beside each checkpoint, before them all."""

@@ -213,6 +213,33 @@ def qat(draft: Draft, entry: Entry) -> Fate:
     return draft.carry(entry, f"train.qat.{name}", value)
 
 
+_RELORA_FIELDS = {
+    "jagged_restart_steps": "steps",
+    "jagged_restart_warmup_steps": "warmup_steps",
+    "relora_prune_ratio": "prune_ratio",
+}
+"""Fields of `adapter.relora` by key."""
+
+
+def relora(draft: Draft, entry: Entry) -> Fate:
+    """A setting of the restarts of an adapter."""
+    if not truth(draft.get("relora", False)):
+        if entry.key.startswith("relora"):
+            return Fate("silent", "is off")
+        raise UnfitError("restarts of the learning rate without relora are unsupported")
+    if draft.values["adapter.type"] != "lora":
+        raise UnfitError("adapter.relora requires adapter: lora")
+    if draft.get("relora_prune_method", "magnitude") != "magnitude":
+        raise UnfitError("adapter.relora prunes optimizer states by magnitude only")
+    field = _RELORA_FIELDS.get(entry.key)
+    if field is not None:
+        return draft.carry(entry, f"adapter.relora.{field}", entry.value)
+    if entry.key == "relora":
+        draft.differ("cosine_min_lr_ratio", 0.001, "share of the rate in the first step after a restart, here 0")
+        return Fate("decided", "adapter.relora; the result is an adapter for the original base, not a merged model")
+    return Fate("silent", "is the same here")
+
+
 def expert_parallel(draft: Draft, entry: Entry) -> Fate:
     """Devices that divide the experts of a layer."""
     if whole(entry.value) == 1:

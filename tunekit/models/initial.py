@@ -19,7 +19,7 @@ from peft.tuners.lora.config import CordaConfig
 from torch import Tensor
 
 from tunekit.errors import DataError, ModelError
-from tunekit.models.split_base import keep_initial, take_out
+from tunekit.models.base_parts import add, keep_initial
 from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def begin_by_parts(model: "PeftModel") -> None:
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         a.copy_(eigens.V_WC.t().mul(roots.view(-1, 1)))
         b.copy_(eigens.U_WC.mul(roots))
-        take_out(module, a, b)
+        add(module, (a, -b))
 
 
 def begin_by_inputs(model: "PeftModel", adapter: LoraAdapter, documents: list[Document]) -> None:

@@ -649,8 +649,8 @@ def attach_adapter(
     from peft import get_peft_model
     from peft.utils import TrainableTokensWrapper
 
+    from tunekit.models.base_parts import keep_initial
     from tunekit.models.initial import begin, prepare
-    from tunekit.models.split_base import keep_initial
 
     config: Any = peft_config(adapter, model, task=task, trained=trained, new_tokens=new_tokens)
     if sources is not None and trained is None and isinstance(adapter, LoraAdapter):

@@ -85,6 +85,7 @@ def resolve(
     reasons.check_stopping(recipe, schedule)
     reasons.check_warmup(recipe, schedule)
     reasons.check_allocation(recipe.adapter, schedule, dtype)
+    reasons.check_restarts(recipe.adapter, schedule)
     step = step_of(
         recipe,
         model,
@@ -106,7 +107,8 @@ def resolve(
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
-    saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=_spare_bytes(setting, chosen))
+    spare_bytes = _spare_bytes(setting, chosen)
+    saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=spare_bytes, num_steps=num_steps)
     variables = environment.environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
     wait_bytes, forced_timeout = environment.longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
@@ -174,7 +176,7 @@ def resolve(
             *reasons.method_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
             *reasons.generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
             *reasons.router_reasons(recipe, model),
-            reasons.adapter_reason(recipe, model),
+            reasons.adapter_reason(recipe, model, schedule),
             *fitting.reasons(),
             padding.reason(),
             *backends.documents_reasons(

@@ -4,6 +4,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import metric_of
 from tunekit.planner.decisions.checks import Refusal
 from tunekit.planner.decisions.reasons import (
+    check_restarts,
     check_stopping,
     check_warmup,
     optimizer_reason,
@@ -56,6 +57,7 @@ def rescheduled(plan: Plan, recipe: Recipe) -> Plan:
     schedule, speed = schedule_of(recipe, plan.data), plan.speed
     check_stopping(recipe, schedule)
     check_warmup(recipe, schedule)
+    check_restarts(recipe.adapter, schedule)
     if speed is not None and schedule is not None and plan.schedule is not None:
         longer = schedule.num_steps / plan.schedule.num_steps
         spans = {"seconds": speed.seconds, "cost_usd": speed.cost_usd}

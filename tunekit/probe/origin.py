@@ -78,9 +78,11 @@ def _of_run(folder: Path, path: str) -> Origin:
 
 def in_folder(adapter: _Adapter, folder: Path) -> _Adapter:
     """Return the section of an adapter as a run saved it in a folder, with the ranks there if rows decided on them."""
-    if not isinstance(adapter, LoraAdapter) or not adapter.distributes_ranks:
+    if not isinstance(adapter, LoraAdapter) or not (adapter.distributes_ranks or adapter.relora):
         return adapter.as_saved
     config = read_settings(folder, ADAPTER_CONFIG, str(folder))
+    if adapter.relora:
+        return adapter.of_times_the_rank(config["r"] // adapter.rank)
     patterns = {name: config[name] or None for name in ("rank_pattern", "alpha_pattern")}
     update = {"target_modules": sorted(config["target_modules"]), **patterns, "rho": 1.0}
     return adapter.model_copy(update=update).as_saved

@@ -16,10 +16,10 @@ from tunekit.estimates.learning_rates import has_groups, plain_name, rate_of, un
 from tunekit.methods.arguments import give_weights, settle_reference
 from tunekit.methods.run_trainer import RunTrainer, set_learning_rates
 from tunekit.models import load
+from tunekit.models.base_parts import load_plain, save_plain
 from tunekit.models.documents import run_by_document, run_decoder_by_document
 from tunekit.models.fusion.tiling import tile_mlps
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, read_adapter, to_float8
-from tunekit.models.split_base import load_plain, save_plain
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.probe.chat_template import template_in_time
 from tunekit.process.garbage import collected_seldom
@@ -45,6 +45,7 @@ from tunekit.training.checkpointing.save import Saver, result_saved
 from tunekit.training.engines import engine
 from tunekit.training.model_card import write_card
 from tunekit.training.rank_allocation import RankAllocation
+from tunekit.training.restarts import Restarts
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -244,8 +245,10 @@ def build(
     keep_trained(trainer.model, plan.trained_dtype)
     settle_reference(trainer.model, plan.reference, build_trainer.continued_folder(plan, device))
     engine.before_wrapping(trainer, plan)
-    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.splits_base:
+    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.moves_base:
         save_and_load_plain(trainer, recipe.adapter)
+    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.relora is not None:
+        Restarts(trainer, recipe.adapter, recipe.train.seed)
     if isinstance(recipe.adapter, PromptTuningAdapter):
         # PEFT loads no virtual tokens to be trained further.
         trainer.wrap("load_weights", lambda load, folder, model=None: read_adapter(trainer.model, Path(folder)))

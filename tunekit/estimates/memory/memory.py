@@ -459,14 +459,23 @@ class Saving(Facts):
     greater_is_better: bool = False
 
 
-def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype) -> int:
+def checkpoint_bytes(
+    recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype, num_steps: int | None = None
+) -> int:
     """Return the bytes of a checkpoint: weights or adapter, their average, the optimizer's states, and the tokenizer.
 
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
+
+    Args:
+        recipe: What is asked for.
+        model: The model.
+        layout: How the run is spread.
+        dtype: Type of the products.
+        num_steps: Steps until then, where they are known.
     """
     trained, train = states.num_trainable_params(model, recipe.adapter), recipe.train
     _, of_optimizer = states.trained_bytes(model, recipe.adapter, train.optimizer, train.trained_dtype, train.low_rank)
-    weights = _saved_bytes(recipe, model)
+    weights = _saved_bytes(recipe, model, num_steps)
     if layout.strategy.startswith("zero"):
         whole = BYTES[dtype] * trained
         weights = 4 * trained + (whole if layout.strategy == "zero3" else 2 * whole)
@@ -474,17 +483,17 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
     return weights + of_optimizer + average + TOKENIZER_BYTES * model.vocab_size
 
 
-def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
-    """Return the bytes of the trained model or adapter."""
-    return _saved_bytes(recipe, model) + TOKENIZER_BYTES * model.vocab_size
+def result_bytes(recipe: Recipe, model: ModelFacts, num_steps: int | None = None) -> int:
+    """Return the bytes of the trained model or adapter, after a number of steps where that is known."""
+    return _saved_bytes(recipe, model, num_steps) + TOKENIZER_BYTES * model.vocab_size
 
 
-def _saved_bytes(recipe: Recipe, model: ModelFacts) -> int:
+def _saved_bytes(recipe: Recipe, model: ModelFacts, num_steps: int | None) -> int:
     """Return the bytes of the weights of a model that is trained whole, or of the adapter."""
     adapter, train = recipe.adapter, recipe.train
     if isinstance(adapter, FullAdapter):
         return BYTES[train.trained_dtype] * model.num_params
-    saved, _ = states.trained_bytes(model, adapter.as_saved, train.optimizer)
+    saved, _ = states.trained_bytes(model, adapter.saved_after(num_steps), train.optimizer)
     return saved
 
 
@@ -509,7 +518,14 @@ def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
 
 
 def saving_of(
-    recipe: Recipe, model: ModelFacts, data: DataFacts, layout: Layout, dtype: Dtype, *, spare_bytes: int | None
+    recipe: Recipe,
+    model: ModelFacts,
+    data: DataFacts,
+    layout: Layout,
+    dtype: Dtype,
+    *,
+    spare_bytes: int | None,
+    num_steps: int | None,
 ) -> Saving:
     """Plan the checkpoints of a run.
 
@@ -520,6 +536,7 @@ def saving_of(
         layout: How the run is spread.
         dtype: Type of the products.
         spare_bytes: Host memory that each process may still take; None where that is not known.
+        num_steps: Optimizer steps; None where they are not known.
 
     Raises:
         PlanError: The recipe names a measure of evaluations that there are not, or of which nothing would be kept.
@@ -533,10 +550,10 @@ def saving_of(
                     hint="unset it, or choose another layout",
                 )
         metric, greater = None, False
-    size = checkpoint_bytes(recipe, model, layout, dtype)
+    size = checkpoint_bytes(recipe, model, layout, dtype, num_steps)
     fits = spare_bytes is not None and copied_bytes(size, layout) <= spare_bytes
     num_kept = 0 if layout.why_not_resumed else recipe.train.save_total_limit + (metric is not None) + 1
-    result = result_bytes(recipe, model)
+    result = result_bytes(recipe, model, num_steps)
     return Saving(
         checkpoint_bytes=size,
         result_bytes=result,

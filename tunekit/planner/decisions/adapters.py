@@ -23,6 +23,7 @@ from tunekit.recipe.sections.adapters import (
     is_any_of,
     pattern_of,
 )
+from tunekit.recipe.sections.section import Optim
 
 Faults = Iterator[tuple[str, str]]
 
@@ -164,8 +165,11 @@ def _choice_faults(model: ModelFacts, adapter: PeftAdapter) -> Faults:
 
 
 def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
-    """Yield why an adapter cannot begin as `init_lora_weights` says."""
+    """Yield why an adapter cannot begin as `init_lora_weights` says, or restart."""
     start = adapter.init_lora_weights
+    if adapter.relora is not None and any(name not in model.linears for name in model.adapted(adapter).ranks):
+        what = "adapter.relora is for linear layers, and the adapters of "
+        yield f"{what}{model.path} reach experts and routers", "limit adapter.target_modules to attention"
     if start is True:
         return
     problem = f"adapter.init_lora_weights: {start}"
@@ -273,6 +277,8 @@ def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterato
                 "a trained AdaLoRA adapter has lost the ranks that further training would reallocate",
                 "use adapter.type=full",
             )
+    if isinstance(adapter, LoraAdapter) and adapter.relora is not None:
+        yield from _restart_refusal(recipe, layout)
     if isinstance(adapter, PromptTuningAdapter):
         if layout.cp_size * layout.sp_size > 1:
             yield "virtual tokens would be put before each part of a split row", "use ddp without cp_size and sp_size"
@@ -296,6 +302,25 @@ def start_refusal(recipe: Recipe, layout: Layout, *, continues: bool) -> Iterato
     if layout.strategy not in ("single", "ddp"):
         what = "decomposes unsharded weights" if adapter.splits_base else "needs unsharded weights in each process"
         yield f"{name} {what}", "use ddp, or gaussian"
+
+
+def _restart_refusal(recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why an adapter cannot be merged into the base weights during training."""
+    train, method = recipe.train, recipe.method
+    if layout.strategy not in ("single", "ddp"):
+        yield "adapter.relora merges into unsharded weights", "use ddp, or unset it"
+    if method.reference_use != "none":
+        why = f"after a restart of adapter.relora the base weights are not the reference of {method.type}"
+        yield why, "unset it"
+    if train.optimizer not in RESET_OPTIMS:
+        what = f"adapter.relora resets AdamW's unquantized states, which {train.optimizer} does not have"
+        yield what, f"set train.optim to one of {', '.join(RESET_OPTIMS)}"
+    if train.ema_decay is not None:
+        yield "train.ema_decay averages matrices that adapter.relora restarts", "unset one of them"
+
+
+RESET_OPTIMS: tuple[Optim, ...] = ("adamw_torch_fused", "adamw_torch", "tunekit_adamw")
+"""Optimizers with the states that a restart of an adapter sets to 0."""
 
 
 def expert_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:

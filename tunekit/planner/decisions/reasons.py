@@ -169,7 +169,7 @@ def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
     return Reason(topic="workers", choice=f"{number} per device" if number else "none", why=why)
 
 
-def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
+def adapter_reason(recipe: Recipe, model: ModelFacts, schedule: Schedule | None) -> Reason:
     """Return the reason for the adapter."""
     adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
     if isinstance(adapter, FullAdapter) and not adapter.is_partial:
@@ -192,6 +192,7 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
         choice += f", from {adapter.init_lora_weights}"
     if isinstance(adapter, LoraAdapter):
         share = "".join([f"{'at most ' * adapter.distributes_ranks}{share}", *_start_words(adapter, model)])
+        share += _restart_words(adapter, model, schedule)
     return Reason(topic="adapter", choice=choice, why=share)
 
 
@@ -211,6 +212,19 @@ def _start_words(adapter: LoraAdapter, model: ModelFacts) -> Iterator[str]:
     if adapter.is_of_4bit_base:
         yield "; before training, the unquantized base is loaded into host memory as well; the adapter fits only the "
         yield "4-bit base"
+
+
+def _restart_words(adapter: LoraAdapter, model: ModelFacts, schedule: Schedule | None) -> str:
+    """Return how often an adapter restarts, and what is saved then."""
+    if adapter.relora is None:
+        return ""
+    one, two = (4 * num_trainable_params(model, adapter.of_times_the_rank(times)) for times in (1, 2))
+    words = f"; merged into the base weights and restarted every {adapter.relora.steps:,} steps, which adds "
+    words += f"{gib(two - one)} to host memory and checkpoints"
+    if schedule is None:
+        return words
+    num, saved = adapter.relora.num_restarts(schedule.num_steps), adapter.saved_after(schedule.num_steps)
+    return f"{words}, {num:,} {'time' if num == 1 else 'times'}; saved as plain LoRA of rank {saved.rank:,}"
 
 
 def _targets_words(adapter: PeftAdapter) -> str:
@@ -511,6 +525,19 @@ def check_allocation(adapter: Adapter, schedule: Schedule | None, dtype: Dtype) 
     if fixed >= num_steps:
         problem = f"adapter.tinit, adapter.tfinal: {fixed} steps together, but the run has {num_steps}"
         raise PlanError(problem, hint="lower them, or train longer")
+
+
+def check_restarts(adapter: Adapter, schedule: Schedule | None) -> None:
+    """Refuse restarts of an adapter of which a run reaches none.
+
+    Raises:
+        PlanError: It ends before.
+    """
+    if schedule is None or not isinstance(adapter, LoraAdapter) or adapter.relora is None:
+        return
+    if not adapter.relora.num_restarts(schedule.num_steps):
+        problem = f"adapter.relora.steps: no restart in {schedule.num_steps} steps, one is due after "
+        raise PlanError(f"{problem}{adapter.relora.steps}", hint="lower it, or train longer")
 
 
 def check_warmup(recipe: Recipe, schedule: Schedule | None) -> None:

@@ -205,6 +205,10 @@ class PeftAdapter(Section):
         """The section of the adapter that is saved."""
         return self
 
+    def saved_after(self, num_steps: int | None) -> Self:
+        """Return the section of the adapter that is saved after a number of steps; None where that is not known."""
+        return self.as_saved
+
     @property
     def chooses_by_name(self) -> bool:
         """True if modules are chosen or ranked by more than their last names."""
@@ -215,6 +219,32 @@ class PeftAdapter(Section):
         """The regular expression in `target_modules`; None where it is something else."""
         targets = self.target_modules
         return targets if isinstance(targets, str) and targets != ALL_LINEAR else None
+
+
+class ReloraSection(Section):
+    """Restarts of a LoRA adapter: it is merged into the base weights and begins anew (ReLoRA, arXiv 2307.05695)."""
+
+    steps: Annotated[int, Field(gt=0)]
+    """Optimizer steps between restarts."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    """Optimizer steps over which the learning rate rises from 0 to that of the schedule after a restart."""
+
+    prune_ratio: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Share of the adapter's optimizer states, those of the smallest magnitude, that a restart sets to 0."""
+
+    def _conflicts_within(self) -> Iterator[Conflict]:
+        if self.warmup_steps >= self.steps:
+            what = f"must be less than steps, got {self.warmup_steps} and {self.steps}"
+            yield Conflict(("warmup_steps",), what, "lower it")
+
+    def num_restarts(self, num_steps: int) -> int:
+        """Return the number of restarts in a run: none after its last step.
+
+        Args:
+            num_steps: Optimizer steps of the run.
+        """
+        return (num_steps - 1) // self.steps
 
 
 class LoraAdapter(PeftAdapter):
@@ -281,11 +311,21 @@ class LoraAdapter(PeftAdapter):
     """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
     2402.12354). Default: the same rate for all."""
 
+    relora: ReloraSection | None = None
+    """Merge the adapter into the base weights every `steps` and restart it, so that the sum of updates has a high rank
+    (ReLoRA, arXiv 2307.05695). The result is plain LoRA for the original base, whose rank grows with each restart.
+    Default: none."""
+
     @property
     def splits_base(self) -> bool:
         """True if adapters begin with parts of the base weights."""
         start = self.init_lora_weights
         return isinstance(start, str) and start.startswith(("pissa", "olora", "corda"))
+
+    @property
+    def moves_base(self) -> bool:
+        """True if a run changes the base weights, and what is saved is an adapter for them as they were."""
+        return self.splits_base or self.relora is not None
 
     @property
     def sees_rows(self) -> bool:
@@ -312,21 +352,32 @@ class LoraAdapter(PeftAdapter):
         """The section of the adapter that is saved, as far as a recipe tells it.
 
         Where parts of the base weights were taken out, what is saved is plain LoRA of twice the rank: the trained
-        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays. Ranks that rows
-        decide on stand in the folder, and a base in 4 bits is part of what an adapter of `loftq` is.
+        matrices beside the initial ones, which it subtracts. Alpha grows so that the scale stays. Ranks that rows or
+        restarts decide on stand in the folder, and a base in 4 bits is part of what an adapter of `loftq` is.
         """
         if self.distributes_ranks or self.is_of_4bit_base:
             return self
-        plain = self.model_copy(update={"init_lora_weights": True, **_UNREAD})
-        if not self.splits_base:
-            return plain
-        times = math.sqrt(2) if self.use_rslora else 2
-        update: dict[str, Any] = {"rank": 2 * self.rank, "alpha": times * self.alpha}
+        return self.of_times_the_rank(2 if self.splits_base else 1)
+
+    def saved_after(self, num_steps: int | None) -> Self:
+        """Return the section of the adapter that is saved after a number of steps; None where that is not known."""
+        if self.relora is None or num_steps is None:
+            return self.as_saved
+        return self.of_times_the_rank(1 + self.relora.num_restarts(num_steps))
+
+    def of_times_the_rank(self, times: int) -> Self:
+        """Return the section of plain LoRA of a multiple of the rank, with the same scale.
+
+        Args:
+            times: The multiple.
+        """
+        scale = math.sqrt(times) if self.use_rslora else times
+        update: dict[str, Any] = {"rank": times * self.rank, "alpha": scale * self.alpha}
         if self.rank_pattern:
-            update["rank_pattern"] = {name: 2 * rank for name, rank in self.rank_pattern.items()}
+            update["rank_pattern"] = {name: times * rank for name, rank in self.rank_pattern.items()}
         if self.alpha_pattern:
-            update["alpha_pattern"] = {name: times * alpha for name, alpha in self.alpha_pattern.items()}
-        return plain.model_copy(update=update)
+            update["alpha_pattern"] = {name: scale * alpha for name, alpha in self.alpha_pattern.items()}
+        return self.model_copy(update={"init_lora_weights": True, "relora": None, **_UNREAD, **update})
 
     def _conflicts_within(self) -> Iterator[Conflict]:
         yield from super()._conflicts_within()
@@ -340,6 +391,11 @@ class LoraAdapter(PeftAdapter):
             refused = {"dropout": self.dropout > 0, "use_dora": self.use_dora, "lora_bias": self.lora_bias}
             for name in [name for name, is_set in {**refused, "init_lora_weights": not plain}.items() if is_set]:
                 yield Conflict((name,), "unsupported by PEFT with target_parameters", "unset one of them")
+        if self.relora is not None:
+            is_kept = self.init_lora_weights not in (True, "gaussian")
+            for name in ("use_dora", "lora_bias", "target_parameters", *["init_lora_weights"] * is_kept):
+                if dict(self)[name]:
+                    yield Conflict((name,), "unsupported with relora, which merges plain LoRA", "unset one of them")
         for name, starts in _READ_BY.items():
             if dict(self)[name] != _UNREAD[name] and self.init_lora_weights not in starts:
                 yield Conflict((name,), f"has no effect without init_lora_weights {' or '.join(starts)}", "unset it")
@@ -420,6 +476,8 @@ class QloraAdapter(LoraAdapter):
         yield from super()._conflicts_within()
         if self.bits == 8 and self.is_of_4bit_base:
             yield Conflict(("init_lora_weights",), "loftq is for 4-bit quant_types", "use gaussian, or unset it")
+        if self.relora is not None:
+            yield Conflict(("relora",), "merges into weights that are not quantized", "set adapter.type=lora")
 
 
 class Ia3Adapter(PeftAdapter):

@@ -32,7 +32,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from tunekit.errors import RunError
 from tunekit.estimates.layout import Layout
-from tunekit.models.split_base import save_plain
+from tunekit.models.base_parts import save_plain
 from tunekit.planner.plan import Plan
 from tunekit.process.processes import name_interface_to_main
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -397,7 +397,7 @@ def save_model(trainer: Trainer, plan: Plan, folder: Path) -> None:
     how = {} if isinstance(plan.recipe.adapter, FullAdapter) else of_adapter
     if trainer.accelerator.is_main_process:
         trainer.model.save_pretrained(folder, state_dict=state, **how)
-        if isinstance(plan.recipe.adapter, LoraAdapter) and plan.recipe.adapter.splits_base:
+        if isinstance(plan.recipe.adapter, LoraAdapter) and plan.recipe.adapter.moves_base:
             save_plain(trainer.model, plan.recipe.adapter, folder)
     trainer.accelerator.wait_for_everyone()
 

@@ -8,8 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tunekit.models.base_parts import load_plain, save_plain
 from tunekit.models.load import attach_adapter
-from tunekit.models.split_base import load_plain, save_plain
 from tunekit.recipe.sections.adapters import LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
