@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import fsspec
@@ -165,7 +166,11 @@ def test_user_and_password_open_the_file_and_are_never_told(web, tmp_path):
 
 def test_a_url_that_is_not_valid_is_not_shown_as_a_password_may_be_what_is_wrong():
     message = "data.train.path: invalid URL; in a user name or password, write : / @ as %3A %2F %40"
-    assert refusal("https://ada:s3cr3t/7@host/rows.jsonl") == message
+    url = "https://ada:s3cr3t/7@host/rows.jsonl"
+    assert refusal(url) == message
+    with pytest.raises(DataError) as refused:
+        load(url)
+    assert "s3cr3t" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_a_run_writes_a_url_down_as_it_is_but_for_its_secrets(monkeypatch):

@@ -11,11 +11,14 @@ import pytest
 from tests.estimates.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tests.planner.golden import ROWS, recipe
 from tunekit.errors import PlanError
+from tunekit.estimates.facts import Origin
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.decisions.candidates import candidates
 from tunekit.planner.decisions.checks import SHARDED_OPTIMS
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model
+from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.section import BLOCK_OPTIMS, Optim, ParallelSection
 
 
@@ -321,6 +324,32 @@ def test_what_cannot_be_run_correctly_is_refused_by_name(name):
     with pytest.raises(PlanError) as caught:
         resolve(recipe(**sections), find_machine("8xh100").hardware(), LLAMA_8B, ROWS)
     assert str(caught.value) == message
+
+
+ADAPTER = Origin(
+    folder="adapter", base=ModelSection(path="base"), adapter=LoraAdapter(modules_to_save=["lm_head"]), start="base",
+    runs=(),
+)  # fmt: skip
+BEFOREHAND = {"type": "dpo", "precompute_ref_log_probs": True}
+UNMERGED = {
+    "answers to come": (
+        {"method": {"type": "grpo", "beta": 0.1}, "parallel": {"strategy": "fsdp2"}},
+        "shards the reference of grpo",
+    ),
+    "log-probabilities": ({"method": BEFOREHAND, "parallel": {"strategy": "fsdp2"}}, "to precompute log-probabilities"),
+    "divided layers": ({"parallel": {"tp_size": 2}}, "cannot be merged into tensor parallel layers"),
+    "whole modules": ({"adapter": "lora", "parallel": {"strategy": "zero3"}}, "ZeRO-3 shards lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", UNMERGED)
+def test_an_adapter_that_could_not_be_loaded_into_the_model_or_its_reference_is_refused(name):
+    sections, message = UNMERGED[name]
+    sections = {"adapter": "full", **sections}
+    machine = find_machine("8xh100").hardware()
+    resolve(recipe(**sections), machine, LLAMA_1B, ROWS)
+    with pytest.raises(PlanError, match=message):
+        resolve(recipe(**sections), machine, LLAMA_1B.model_copy(update={"origin": ADAPTER}), ROWS)
 
 
 @pytest.mark.parametrize(

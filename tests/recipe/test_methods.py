@@ -79,6 +79,31 @@ def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
         load_recipe({**SOURCE, "data": data, "method": "dpo"})
 
 
+NEEDED: dict[str, Any] = {"distillation": {"teacher": "pico"}, "grpo": {"rewards": ["exact_match"]}, "rloo": {"rewards": ["exact_match"]}}
+CHOICES = {
+    "data.packing": ["data.packing=true"],
+    "data.padding_free": ["data.padding_free=true"],
+    "data.loss_on": ["data.loss_on=all"],
+    "data.curriculum": ["data.curriculum=length", "data.shuffle=false"],
+    "data.too_long": ["data.too_long=drop"],
+    "output.sample_prompts": ["output.sample_prompts=[Hi]"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_form_offers_those_fields_that_the_method_does_not_refuse(method: str) -> None:
+    source = {**SOURCE, "method": {"type": method, **NEEDED.get(method, {})}}
+    assert load_recipe(source).method.type == method
+    refused = set()
+    for key, overrides in CHOICES.items():
+        try:
+            load_recipe(source, overrides)
+        except RecipeError as error:
+            assert f"{key}: " in str(error)
+            refused.add(key)
+    assert refused == {key for key in CHOICES if not METHODS[method].offers(tuple(key.split(".")))}
+
+
 @pytest.mark.parametrize(("method", "rates"), [(name, section.spec.learning_rate) for name, section in METHODS.items()])
 def test_a_default_learning_rate_from_a_config_of_trl_is_that_of_the_config(method: str, rates: Any) -> None:
     if not rates.source.startswith("TRL's "):

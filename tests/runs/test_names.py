@@ -9,9 +9,10 @@ from tunekit.api import verbs
 from tunekit.api.background import start_resume
 from tunekit.cli.app import app
 from tunekit.errors import RunError
+from tunekit.recipe.load import load_recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.fingerprints import settled
-from tunekit.runs.run import Run, find_run, matching
+from tunekit.runs.run import Run, check_free, find_run, matching
 from tunekit.sweeps.conduct import resume_sweep, stop_sweep
 from tunekit.sweeps.folder import SPEC, TRIALS, find_sweep
 
@@ -83,6 +84,18 @@ def test_a_recipe_starts_from_the_run_that_is_wholly_so_called(runs, tmp_path):
     assert settled(ModelSection(path="zz")).path == str(tmp_path / "runs" / "zz" / "model")
     assert find_run("zz").path == Run("runs/zz").path
     assert settled(ModelSection(path="z")).path == "z"
+
+
+@pytest.mark.parametrize("content", [None, "", "rows.jsonl"])
+def test_a_run_is_not_written_through_a_link(content, tmp_path):
+    target = tmp_path / "elsewhere"
+    if content is not None:
+        target.mkdir()
+    if content:
+        (target / content).touch()
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(RunError, match=f"output.dir: .*link is a link to {target}; set its target"):
+        check_free(load_recipe({"model": "pico", "data": {"train": "x"}, "output": {"dir": str(tmp_path / "link")}}))
 
 
 def test_a_sweep_is_found_as_a_run_is(tmp_path, monkeypatch):
