@@ -246,8 +246,9 @@ def test_what_is_no_json_gets_nothing(answer: str) -> None:
     assert judged({"type": "json_schema", "column": "schema"}, [answer], schema=[True]) == [0]
 
 
-def test_a_schema_elsewhere_is_not_fetched() -> None:
-    schema = {"$ref": "http://127.0.0.1:9/schema.json"}
+def test_a_schema_elsewhere_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text("true")
+    schema = {"$ref": (tmp_path / "schema.json").as_uri()}
     with pytest.raises(RunError, match=r"json_schema raised .*Unresolvable"):
         judged({"type": "json_schema", "column": "schema"}, ["{}"], schema=[schema])
 
@@ -602,3 +603,23 @@ def test_every_value_is_a_finite_number() -> None:
     for reward in ("exact_match", "numeric_match", "repetition", {"type": "regex", "pattern": "x"}):
         values = judged(reward, texts, answer=["1"] * len(texts))
         assert all(value is not None and math.isfinite(value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ([1.0, math.inf], r"returned inf for prompt 'b', completion '2'"),
+        ([-math.inf, 1.0], r"returned -inf for prompt 'a', completion '1'"),
+        ([1.0, math.nan], r"returned nan for prompt 'b'"),
+        ([1.0, "much"], r"returned much for prompt 'b'"),
+        ([1.0, [1.0]], r"returned a value of type list for prompt 'b'"),
+        ([1.0], r"returned 1 values for 2 completions"),
+        (1.0, r"returned a value of type float, not a list"),
+    ],
+)
+def test_a_reward_that_returns_no_finite_number_for_each_answer_is_named(
+    returned: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "own_reward", lambda **columns: returned)
+    with pytest.raises(RunError, match=rf"method.rewards: {__name__}:own_reward {problem}"):
+        judged(f"{__name__}:own_reward", ["1", "2"], ["a", "b"])

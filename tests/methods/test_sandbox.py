@@ -57,7 +57,6 @@ def test_the_sandbox_works_here() -> None:
     check_sandbox()
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("program", "tests", "passed"),
     [
@@ -117,7 +116,6 @@ def f(x): return Always()
 """
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "program",
     [
@@ -213,7 +211,6 @@ def test_an_object_that_obliges_everybody_passes_no_test_of_plain_data() -> None
     assert [test for test, passed in zip(tests, passes(cheat, *tests), strict=True) if passed] == []
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("cheat", "honest", "test"),
     [
@@ -324,9 +321,9 @@ def test_an_object_that_obliges_everybody_passes_no_test_of_plain_data() -> None
         ),
         # Iterators without end, or that look at who asks.
         ("def f(x): return range(10**30)", "def f(x): return range(4218)", "assert 4217 in f(2)"),
-        (ENDLESS, "def f(x): return iter([4217])", "assert 4217 in iter(f(2))"),
-        (ENDLESS, "def f(x): return range(4218)", "assert 4217 in list(f(2))"),
-        (ENDLESS, "def f(x): yield 9999999", "assert any(one == 9999999 for one in f(2))"),
+        pytest.param(ENDLESS, "def f(x): return iter([4217])", "assert 4217 in iter(f(2))", marks=pytest.mark.slow),
+        pytest.param(ENDLESS, "def f(x): return range(4218)", "assert 4217 in list(f(2))", marks=pytest.mark.slow),
+        pytest.param(ENDLESS, "def f(x): yield 9999999", "assert any(one == 9999999 for one in f(2))", marks=pytest.mark.slow),
         (ENDLESS, "def f(x): yield 10", "assert len(list(f(2))) == 1"),
         # Methods and attributes, of which a program does not know what is expected.
         (
@@ -380,7 +377,6 @@ def test_a_cheat_fails_the_test_that_an_honest_program_passes(cheat: str, honest
     assert (passes(cheat, test), passes(honest, test)) == ([False], [True])
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("program", "test"),
     [
@@ -475,7 +471,6 @@ def test_what_honest_programs_return_can_be_used(program: str, test: str) -> Non
     assert failures(program, [test], timeout_seconds=LIMIT_SECONDS, memory_bytes=2**29) == [None]
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("program", "test", "reason"),
     [
