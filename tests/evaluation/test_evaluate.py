@@ -18,6 +18,7 @@ import tunekit
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.cli import app
 from tunekit.evaluation.bootstrap import Figure, Sample, scored, wilson
+from tunekit.evaluation.losses import log_likelihoods
 from tunekit.probe.model import PICO
 from tunekit.runs.evaluation_result import Estimate, Score
 
@@ -144,6 +145,15 @@ def test_texts_are_measured_wholly(workspace, tmp_path):
     costs, num = sum(nats(model, one, 1) for one in ids), sum(len(one) - 1 for one in ids)
     made = tunekit.evaluate(workspace / "llama", data=tmp_path / "texts.jsonl", dtype="float32")
     assert by_name(made)["loss"].after.value == pytest.approx(costs / num, rel=1e-5)
+
+
+def test_of_sequences_of_all_lengths_each_token_but_the_first_is_weighed(workspace):
+    ids = [[5, 6, 7, 8, 9], [11, 12], [3], [20, 21, 22, 23], [7, 7, 7]]
+    found = log_likelihoods(bare(workspace), ids, [[1] * len(sequence) for sequence in ids])
+    assert found == pytest.approx([-nats(bare(workspace), sequence, 1) for sequence in ids], rel=1e-5)
+    last = log_likelihoods(bare(workspace), ids, [[0] * (len(sequence) - 1) + [1] for sequence in ids])
+    wanted = [-nats(bare(workspace), sequence, max(1, len(sequence) - 1)) for sequence in ids]
+    assert last == pytest.approx(wanted, rel=1e-5)
 
 
 def test_packed_sequences_are_measured_one_by_one():

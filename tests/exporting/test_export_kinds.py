@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
+from tests.runs.test_lineage import save_adapter
 from tests.tiny import save_chats, save_tiny_model_like
 from tunekit.exporting.export import merged
 from tunekit.exporting.verify import Subject, check
-from tunekit.inference.inference_model import find_trained, tokenizer_of
+from tunekit.inference.inference_model import Trained, find_trained, tokenizer_of
 from tunekit.probe.model import PICO
+from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 LARGE = {"learning_rate": 2e-2, "max_steps": 2, "global_batch_size": 4}
 """Steps after which a model is clearly another one."""
@@ -113,6 +116,18 @@ def test_whole_weights_answer_as_what_was_trained(kind, architecture, workspace,
 @pytest.mark.parametrize("case", SPECIAL)
 def test_weights_that_are_trained_wholly_or_scaled_otherwise_are_merged_too(case, workspace, tmp_path):
     is_exported_rightly(workspace, case.replace(",", ""), *SPECIAL[case], tmp_path)
+
+
+@pytest.mark.parametrize("trained", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"], []])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "mistral"])
+def test_tables_that_were_trained_apart_are_apart_once_they_are_loaded(architecture, trained, workspace, tmp_path):
+    base = workspace / architecture
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], modules_to_save=trained or None)
+    section = LoraAdapter(rank=4, alpha=6, target_modules=["q_proj"], modules_to_save=trained)
+    found = Trained("tiny", ModelSection(path=str(base)), section, str(adapter))
+    merged(found, "float32").save_pretrained(tmp_path / "out")
+    wanted = logits_of(PeftModel.from_pretrained(loaded(base), adapter), base)
+    assert (logits_of(loaded(tmp_path / "out"), base) - wanted).abs().max() < 1e-4 * wanted.std()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.tiny import save_chats, save_tiny_model
 from tests.training.watching import Hold
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit.api import verbs
-from tunekit.errors import ExchangeError, RunError, StandstillError
+from tunekit.errors import ExchangeError, RollbackError, RunError, StandstillError, TunekitError
 from tunekit.launching.local import launch, supervise
 from tunekit.process import processes as group
 from tunekit.process.processes import Group
@@ -322,6 +322,27 @@ def test_what_a_process_said_counts_more_than_how_it_crashed_on_its_way_out(code
     with pytest.raises(RunError) as caught:
         supervise(run, start, None)
     assert caught.value.problem == shown
+
+
+def test_a_run_that_is_stopped_while_it_goes_back_to_a_checkpoint_does_not_start_again(here):
+    run, starts = verbs.make_run("double.yaml", [*MANY, "output.name=back"]), []
+
+    class Stopping(Ended):
+        def wait(self, seconds):
+            if len(starts) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def start():
+        starts.append(True)
+        assert len(starts) < 3
+        Record(run, Place(rank=0, num_processes=2)).write_error(RollbackError("step 5: loss is NaN"))
+        yield Stopping(1, 1)
+
+    with pytest.raises(TunekitError):
+        supervise(run, start, None)
+    assert len(starts) == 2
+    assert [event["event"] for event in run.events()].count("restart") == 1
 
 
 def losses(run):

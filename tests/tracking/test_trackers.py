@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import TrainerCallback
 
 from tests.processes import in_processes, own_port
 from tests.runs.test_metrics import GRPO
@@ -27,7 +28,8 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.reporting.report import report
 from tunekit.runs.events import EventLog
 from tunekit.runs.run import Run
-from tunekit.tracking.trackers import WAIT_SECONDS, check_trackers, environment_of, kept_of
+from tunekit.tracking.tracker import Pump
+from tunekit.tracking.trackers import WAIT_SECONDS, check_trackers, environment_of, folder_of, kept_of
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 SHORT, LONG = 4, 6
@@ -388,3 +390,41 @@ def test_the_trackers_own_variables_say_where_a_run_is_shown(tmp_path):
     assert environment_of(run, "mlflow", given)["MLFLOW_EXPERIMENT_NAME"] == "tunekit"
     assert environment_of(run, "mlflow", {})["MLFLOW_TRACKING_URI"] == f"sqlite:///{run.path}/trackers/mlflow.db"
     assert environment_of(run, "trackio", {})["TRACKIO_DIR"] == str(run.path / "trackers" / "trackio")
+
+
+class Failing(TrainerCallback):
+    """A tracker that keeps the steps which it was handed, and fails once at one of them."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.steps: list[int] = []
+        self.fails_at = fails_at
+
+    def on_log(self, args, state, control, logs=None, **others):
+        if state.global_step == self.fails_at:
+            raise ConnectionError("gone")
+        self.steps.append(state.global_step)
+
+
+def handed_on(run, callback: Failing) -> list[int]:
+    """The steps that a process of a run hands on before it ends."""
+    pump = Pump(run, "trackio", lambda event, **fields: None)
+    pump._callback = callback
+    pump.end("finished")
+    pump.run()
+    return callback.steps
+
+
+def test_each_figure_is_handed_on_once_by_whichever_process(tmp_path):
+    run = made_run(tmp_path / "run")
+    folder_of(run).mkdir()
+    log = EventLog(run.path / "events.jsonl")
+    for step in (1, 2):
+        log.write("log", step=step, loss=1 / step)
+        log.write("checkpoint", step=step)
+    assert handed_on(run, Failing()) == [1, 2]
+    log.write("eval", step=3, eval_loss=0.5)
+    log.write("log", step=4, loss=0.25)
+    assert handed_on(run, Failing(fails_at=4)) == [3]
+    log.write("log", step=5, loss="nan")
+    assert handed_on(run, Failing()) == [4, 5]
+    assert handed_on(run, Failing()) == []

@@ -241,6 +241,13 @@ def test_a_loss_far_above_the_last_ones_is_told_each_time_that_it_comes():
     assert occurrences(losses(at_15=3.0)) == []
 
 
+def test_a_gradient_that_grows_again_after_it_was_mended_is_told_again():
+    logs = [{"loss": 1.0, "grad_norm": 31.0 if step in (*range(26, 30), *range(70, 74)) else 1.0} for step in range(99)]
+    assert [name for _, name in occurrences(logs)] == ["gradient_grows", "gradient_grows"]
+    # What is told once is of the whole run.
+    assert occurrences([{"kl": 5.0} for _ in range(99)], GRPOMethod(beta=0.1)) == [(10, "kl_explodes")]
+
+
 def test_steps_that_become_slow_are_told_with_what_they_wait_for():
     def timed(step, *, slow):
         # 1000 tokens in a second, of which 100 ms update weights; rows are there in 10 ms, or in 1.5 s.
