@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
 from tests.runs.test_lineage import save_adapter
@@ -126,8 +126,12 @@ def test_tables_that_were_trained_apart_are_apart_once_they_are_loaded(architect
     section = LoraAdapter(rank=4, alpha=6, target_modules=["q_proj"], modules_to_save=trained)
     found = Trained("tiny", ModelSection(path=str(base)), section, str(adapter))
     merged(found, "float32").save_pretrained(tmp_path / "out")
-    wanted = logits_of(PeftModel.from_pretrained(loaded(base), adapter), base)
-    assert (logits_of(loaded(tmp_path / "out"), base) - wanted).abs().max() < 1e-4 * wanted.std()
+    wanted, exported = logits_of(PeftModel.from_pretrained(loaded(base), adapter), base), loaded(tmp_path / "out")
+    assert (logits_of(exported, base) - wanted).abs().max() < 1e-4 * wanted.std()
+    # By its config.json other programs decide to read one table for both.
+    is_one = torch.equal(exported.get_input_embeddings().weight, exported.get_output_embeddings().weight)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.tie_word_embeddings == config.get_text_config().tie_word_embeddings == is_one
 
 
 @pytest.fixture(scope="module")

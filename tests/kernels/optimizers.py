@@ -9,15 +9,15 @@ from tests.processes import in_processes
 
 
 def parameters_of(shapes, dtype=torch.float32):
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    draws = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in shapes]
 
 
 def take_steps(optimizer, parameters, num_steps, *, first=0):
     for step in range(first, first + num_steps):
-        torch.manual_seed(100 + step)
+        draws = torch.Generator().manual_seed(100 + step)
         for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+            parameter.grad = torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
         optimizer.step()
 
 
@@ -41,9 +41,9 @@ def divided(make, blank, shapes, num_steps, num_replicas):
         model = fully_shard(torch.nn.ParameterList(parameters_of(shapes)), mesh=mesh)
         optimizer = make(model)
         for step in range(num_steps):
-            torch.manual_seed(100 + step)
+            draws = torch.Generator().manual_seed(100 + step)
             for parameter in model:
-                gradient = torch.randn(parameter.shape)
+                gradient = torch.randn(parameter.shape, generator=draws)
                 parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
             optimizer.step()
             if breaks and step == 1:
@@ -55,7 +55,7 @@ def divided(make, blank, shapes, num_steps, num_replicas):
     return results
 
 
-def assert_divided_alike(make, blank, shapes, num_steps, *, num, num_replicas):
+def assert_divided_alike(make, blank, shapes, num_steps, *, num, num_replicas, spread=in_processes):
     """Assert that processes which divide parameters give them the bits of whole ones, with a break and without.
 
     Args:
@@ -65,10 +65,11 @@ def assert_divided_alike(make, blank, shapes, num_steps, *, num, num_replicas):
         num_steps: Steps to take.
         num: Processes.
         num_replicas: Groups of them that hold the same.
+        spread: Calls a function in each of them, or in as many threads.
     """
     parameters = parameters_of(shapes)
     take_steps(make(parameters), parameters, num_steps)
-    for results in in_processes(num, divided, make, blank, shapes, num_steps, num_replicas):
+    for results in spread(num, divided, make, blank, shapes, num_steps, num_replicas):
         for one, broken, other in zip(*results, parameters, strict=True):
             assert np.array_equal(one, broken)
             assert np.array_equal(one, other.detach().numpy())

@@ -7,6 +7,8 @@ import torch
 from adam_mini import Adam_mini
 
 from tests.kernels.optimizers import assert_divided_alike, assert_same_bits, parameters_of, take_steps
+from tests.processes import in_processes
+from tests.threads import in_threads
 from tunekit.kernels.adam_mini import AdamMini
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.8, 0.95)}
@@ -96,9 +98,9 @@ def blank(parameters):
     return AdamMini(groups_of(parameters), lr=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("spread", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("num", "num_replicas"), [(3, 1), (4, 2)])
-def test_parameters_that_processes_divide_get_the_bits_of_whole_ones(num, num_replicas):
+def test_parameters_that_processes_divide_get_the_bits_of_whole_ones(num, num_replicas, spread):
     """Three processes divide four heads: the second and the third head lie in two of them."""
     shapes = list(PARAMETERS.values())
-    assert_divided_alike(adam_mini, blank, shapes, 4, num=num, num_replicas=num_replicas)
+    assert_divided_alike(adam_mini, blank, shapes, 4, num=num, num_replicas=num_replicas, spread=spread)

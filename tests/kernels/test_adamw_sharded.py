@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.processes import in_processes
+from tests.threads import in_threads
 from tunekit.kernels.adamw import AdamW
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -145,12 +146,12 @@ def four_bit_parts():
     return parts
 
 
-@pytest.mark.slow
-def test_parts_have_4_bits_in_all_processes_or_in_none():
+@pytest.mark.parametrize("spread", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
+def test_parts_have_4_bits_in_all_processes_or_in_none(spread):
     """Parts of 32 x 64 values are too small, and those of 64 x 66 and 63 x 64 are no whole blocks. Of the 2 x 4096 in 4
     bits the second process has half.
     """
-    first, second = in_processes(2, four_bit_parts)
+    first, second = spread(2, four_bit_parts)
     assert [sorted(state) == ["m", "m_scale", "v", "v_scale"] for state in first] == [False, False, False, True]
     assert first[3] == second[3]
     assert first[3]["m"] == ("torch.uint8", 4096) and first[3]["m_scale"] == ("torch.float32", 4 * 32)
@@ -173,9 +174,9 @@ def rounded_parts(placement):
     return local
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("spread", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("placement", ["both", "parts"])
-def test_processes_round_alike_what_both_have_and_apart_what_they_divide(placement):
-    first, second = in_processes(2, rounded_parts, placement)
+def test_processes_round_alike_what_both_have_and_apart_what_they_divide(placement, spread):
+    first, second = spread(2, rounded_parts, placement)
     assert len(np.unique(first)) == 2
     assert np.array_equal(first, second) == (placement == "both")

@@ -10,6 +10,8 @@ from apollo_torch import APOLLOAdamW
 from galore_torch import GaLoreAdamW as TheirGaLore
 
 from tests.kernels.optimizers import assert_divided_alike, assert_same_bits, parameters_of, take_steps
+from tests.processes import in_processes
+from tests.threads import in_threads
 from tunekit.kernels.low_rank import ApolloAdamW, GaLoreAdamW, random_projection
 
 RANK = {"rank": 4, "update_proj_gap": 3}
@@ -123,9 +125,9 @@ def blank(kind, parameters):
     return kind(groups_of(parameters), lr=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("spread", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [GaLoreAdamW, ApolloAdamW])
 @pytest.mark.parametrize(("num", "num_replicas"), [(2, 1), (4, 2)])
-def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(kind, num, num_replicas):
+def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(kind, num, num_replicas, spread):
     make, another = partial(low_rank, kind), partial(blank, kind)
-    assert_divided_alike(make, another, PARTS, 5, num=num, num_replicas=num_replicas)
+    assert_divided_alike(make, another, PARTS, 5, num=num, num_replicas=num_replicas, spread=spread)

@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.optimizers import assert_same_bits, divided, parameters_of, take_steps
 from tests.processes import in_processes
+from tests.threads import in_threads
 from tunekit.kernels.muon import Muon
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
@@ -122,12 +123,12 @@ def blank(parameters):
     return Muon(groups_of(parameters), lr=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("spread", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("num", "num_replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(num, num_replicas):
+def test_matrices_that_processes_divide_get_the_bits_of_whole_ones(num, num_replicas, spread):
     parameters = parameters_of(PARTS)
     take_steps(muon(parameters), parameters, 3)
-    for results in in_processes(num, divided, muon, blank, PARTS, 3, num_replicas):
+    for results in spread(num, divided, muon, blank, PARTS, 3, num_replicas):
         for one, broken, other in zip(*results, parameters, strict=True):
             assert np.array_equal(one, broken)
             if other.dim() == 3:

@@ -323,7 +323,9 @@ def test_an_object_that_obliges_everybody_passes_no_test_of_plain_data() -> None
         ("def f(x): return range(10**30)", "def f(x): return range(4218)", "assert 4217 in f(2)"),
         pytest.param(ENDLESS, "def f(x): return iter([4217])", "assert 4217 in iter(f(2))", marks=pytest.mark.slow),
         pytest.param(ENDLESS, "def f(x): return range(4218)", "assert 4217 in list(f(2))", marks=pytest.mark.slow),
-        pytest.param(ENDLESS, "def f(x): yield 9999999", "assert any(one == 9999999 for one in f(2))", marks=pytest.mark.slow),
+        pytest.param(
+            ENDLESS, "def f(x): yield 9999999", "assert any(one == 9999999 for one in f(2))", marks=pytest.mark.slow
+        ),
         (ENDLESS, "def f(x): yield 10", "assert len(list(f(2))) == 1"),
         # Methods and attributes, of which a program does not know what is expected.
         (

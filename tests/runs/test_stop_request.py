@@ -404,6 +404,21 @@ def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_run(folde
     assert run.state == "died"
 
 
+def test_a_run_that_ends_while_it_is_looked_at_has_not_died(tmp_path, monkeypatch):
+    run = made_run(tmp_path / "run", phase="training")
+
+    def ends(pid, identity):
+        run.update_status(phase="finished")
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tunekit.runs.small_files.is_alive", ends)
+        assert run.state == "finished"
+    run.update_status(phase="training")
+    monkeypatch.setattr("tunekit.runs.small_files.is_alive", lambda pid, identity: False)
+    assert run.state == "died"
+
+
 def test_a_run_on_another_host_has_died_when_it_gave_no_sign_for_long(folder, monkeypatch):
     run = made(folder)
     run.update_status(phase="training", host="elsewhere")

@@ -18,10 +18,9 @@ from tunekit.cli.app import app
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.launching.stop import stop_run
 from tunekit.runs.small_files import requested
+from tunekit.sweeps import begin
 from tunekit.sweeps.folder import known_sweep
 from tunekit.sweeps.page import page
-
-pytestmark = pytest.mark.slow
 
 RECIPE = """\
 model: pico
@@ -95,6 +94,7 @@ def resumed(stopped):
     return made, made.outcomes(), command("resume", made.path)
 
 
+@pytest.mark.slow
 def test_every_combination_is_planned_before_the_first_run_begins(stopped):
     _, told, _ = stopped
     assert [event["event"] for event in told][:2] == ["sweep", "begins"]
@@ -105,6 +105,7 @@ def test_every_combination_is_planned_before_the_first_run_begins(stopped):
     assert all(isinstance(variant.plan, tunekit.Plan) for variant in plans)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_that_trains_with_a_checkpoint_and_says_how_to_go_on(stopped, resumed):
     made, _, raised = stopped
     assert raised.exit_code == 130 and raised.hint == f"resume with: tunekit resume {made.path}"
@@ -113,6 +114,7 @@ def test_ctrl_c_ends_the_run_that_trains_with_a_checkpoint_and_says_how_to_go_on
     assert 0 < before[1].step < 12
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_comes_to_the_losses_of_one_that_was_not(resumed):
     made, _, _ = resumed
     failed, stopped, _, whole = (one.run for one in made.outcomes())
@@ -124,6 +126,7 @@ def test_a_run_that_was_stopped_comes_to_the_losses_of_one_that_was_not(resumed)
     assert [event.get("phase") for event in failed.events()].count("loading") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_with_its_reason_and_the_others_go_on(resumed):
     made, _, (exit_code, _, error) = resumed
     states = [one.state for one in made.outcomes()]
@@ -132,6 +135,7 @@ def test_a_run_that_fails_is_told_with_its_reason_and_the_others_go_on(resumed):
     assert "2 of 4 runs did not finish: 1 failed, 3 failed" in error and exit_code == 1
 
 
+@pytest.mark.slow
 def test_the_table_marks_the_best_of_those_that_finished(resumed):
     made, _, (_, printed, _) = resumed
     outcomes = made.outcomes()
@@ -145,12 +149,14 @@ def test_the_table_marks_the_best_of_those_that_finished(resumed):
     assert shown[0] == 0 and line in shown[1]
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_lie_among_the_others_and_have_its_tag(resumed):
     made, _, _ = resumed
     mine = [run for run in tunekit.list_runs() if f"sweep:{made.name}" in run.tags]
     assert sorted(run.name for run in mine) == [f"{made.name}-{number:02d}" for number in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_json_has_what_the_table_has(resumed):
     made, _, _ = resumed
     exit_code, printed, _ = command("sweep", "show", made.path, "--json")
@@ -161,6 +167,7 @@ def test_json_has_what_the_table_has(resumed):
     assert made.to_frame()["value"].tolist()[1] == words["runs"][1]["value"]
 
 
+@pytest.mark.slow
 def test_the_pictures_show_every_run_that_has_a_measure(resumed, tmp_path):
     made, _, _ = resumed
     assert command("sweep", "show", made.path, "--plot", tmp_path / "s.png")[1].strip() == str(tmp_path / "s.png")
@@ -172,6 +179,7 @@ def test_the_pictures_show_every_run_that_has_a_measure(resumed, tmp_path):
     assert command("sweep", "show", made.path, "--plot", tmp_path / "no" / "s.png")[2].startswith("cannot write")
 
 
+@pytest.mark.slow
 def test_what_is_swept_is_nothing_that_all_runs_have_in_common(stopped, tmp_path):
     # A copy: its page is asked for before any of its runs has begun.
     made, _, _ = stopped
@@ -185,6 +193,7 @@ def test_what_is_swept_is_nothing_that_all_runs_have_in_common(stopped, tmp_path
     assert not any(words in common for words in ("adapter", "rank", "lora", "learning_rate"))
 
 
+@pytest.mark.slow
 def test_stopping_a_sweep_that_is_over_changes_nothing(resumed):
     made, _, _ = resumed
     before = made.trials()
@@ -192,6 +201,7 @@ def test_stopping_a_sweep_that_is_over_changes_nothing(resumed):
     assert made.trials() == before
 
 
+@pytest.mark.slow
 def test_a_sweep_is_conducted_by_one_process(resumed):
     made, _, _ = resumed
     assert not made.is_conducted()
@@ -199,6 +209,7 @@ def test_a_sweep_is_conducted_by_one_process(resumed):
         tunekit.resume_sweep(made)
 
 
+@pytest.mark.slow
 def test_optuna_chooses_three_and_a_run_that_somebody_ends_is_left_for_later(workspace, tmp_path, monkeypatch):
     told = []
     # The second never comes to its end by itself.
@@ -254,6 +265,20 @@ def test_bad_input_is_refused_before_anything_is_made(workspace, words, said):
 
 
 @pytest.mark.parametrize(
+    ("words", "num_runs"),
+    [(["adapter.rank=16,32"], 2), (["adapter.rank=16,32", "train.learning_rate=1e-5..1e-3", "--optuna", "3"], 3)],
+)
+def test_runs_that_would_fill_the_disk_together_are_refused_before_the_first(workspace, words, num_runs, monkeypatch):
+    run_bytes = tunekit.plan("mine.yaml", ["adapter.rank=32"]).saving.run_bytes
+    monkeypatch.setattr(begin, "free_bytes", lambda place: run_bytes)
+    monkeypatch.setattr(begin, "conduct", lambda *values: None)
+    before = sorted(workspace.rglob("*"))
+    exit_code, _, error = command("sweep", "mine.yaml", *words)
+    assert exit_code == 1 and error.startswith(f"{num_runs} runs need up to "), error
+    assert sorted(workspace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["sweep"], "no recipe"),
@@ -268,6 +293,7 @@ def test_what_is_no_sweep_is_refused_in_a_line(workspace, words, said):
     assert error.startswith(said) and "\n" not in error
 
 
+@pytest.mark.slow
 def test_a_damaged_sweep_is_named(resumed, tmp_path):
     made, _, _ = resumed
     folder = tmp_path / "sweeps" / "broken"

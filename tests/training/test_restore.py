@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import work_in, worked
+from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from tunekit.api import verbs
 from tunekit.api.resume import resumed
@@ -32,9 +34,12 @@ from tunekit.launching.stop import delete_run
 from tunekit.recipe.load import reload_recipe
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import prospects
-from tunekit.runs.checkpoints.complete import MANIFEST, newest_complete
+from tunekit.runs.checkpoints.complete import MANIFEST, Newest, Patience, newest_complete
+from tunekit.runs.events import EventLog
 from tunekit.runs.run import Run
-from tunekit.training.checkpointing.restore import _state_as_is
+from tunekit.runs.small_files import Place
+from tunekit.training.callbacks import evaluation_is_due
+from tunekit.training.checkpointing.restore import Carried, _state_as_is
 
 SHORT, LONG = 4, 8
 
@@ -248,6 +253,56 @@ def test_a_run_goes_back_to_a_checkpoint_and_the_later_ones_are_set_aside(name, 
         notes = said(run, "train.max_steps=6", from_=str(run.path / "checkpoints" / "aside-1" / "checkpoint-4"))
         assert notes[-1] == "set aside in checkpoints/aside-2: checkpoint-4"
         assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "step", "evaluated", "counted", "is_due"),
+    [
+        (3, 6, None, None, True),
+        (3, 6, 6, None, False),
+        (3, 7, None, None, False),
+        (3, 8, None, None, True),
+        (3, 8, 6, None, True),
+        (3, 8, 8, None, False),
+        (3, 6, 6, 3, True),
+        (3, 6, 6, 6, False),
+        (None, 8, None, None, False),
+    ],
+)
+def test_an_evaluation_that_was_cut_off_is_made_up_for(eval_steps, step, evaluated, counted, is_due, tmp_path):
+    run = made_run(tmp_path / "run", phase="interrupted")
+    if evaluated is not None:
+        EventLog(run.path / "events.jsonl").write("eval", step=evaluated, eval_loss=1.0)
+    schedule = run.plan.schedule.model_copy(update={"num_steps": 8, "eval_steps": eval_steps})
+    patience = None if counted is None else Patience(counter=0, since=counted, step=counted)
+    newest = Newest(step=step, path=tmp_path, patience=patience)
+    assert evaluation_is_due(run, schedule, newest, Place()) is is_due
+
+
+class Halfway:
+    """What a trainer carries between two logged steps."""
+
+    def __init__(self, **values):
+        self.args = SimpleNamespace(device="cpu", gradient_accumulation_steps=1)
+        self.state = SimpleNamespace(global_step=5, max_steps=8, epoch=1.25, num_input_tokens_seen=0)
+        self.summed_loss, self.logged_step, self.num_trained_tokens = torch.tensor(0.0), 0, 0
+        self.metrics = {"train": {}, "eval": {}}
+        vars(self).update(values)
+
+    def wrap(self, name, function):
+        pass
+
+
+def test_what_was_summed_since_the_last_logged_step_is_logged_after_a_resume(full, tmp_path):
+    measured = {"train": {"entropy": [0.5, torch.tensor(2.0)]}, "eval": {}}
+    saved = Halfway(summed_loss=torch.tensor(7.5), logged_step=4, num_trained_tokens=1234, metrics=measured)
+    source = shutil.copytree(newest_complete(full.path).path, tmp_path / "checkpoint-4")
+    Carried(saved, full.plan, Place(), None)._save(lambda folder: None, str(source))
+    resumed_trainer = Halfway(state=SimpleNamespace(global_step=5, max_steps=8))
+    Carried(resumed_trainer, full.plan, Place(), source).restore()
+    assert (resumed_trainer.summed_loss.item(), resumed_trainer.logged_step) == (7.5, 4)
+    assert resumed_trainer.num_trained_tokens == 1234
+    assert resumed_trainer.metrics == {"train": {"entropy": [0.5, 2.0]}, "eval": {}}
 
 
 def test_what_is_no_checkpoint_of_the_run_is_refused(full, short, tmp_path):

@@ -64,11 +64,25 @@ def events(run, kind):
 
 
 @pytest.fixture(scope="module")
-def finished(folder):
+def synced():
+    """The files and folders that were brought to the disk, and took their names, while a run trained, in their order."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def finished(folder, synced):
     """A run whose loss falls, while the best is asked to be where it is highest: at its first evaluation."""
     asked = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "eval_steps": 3}
     run = Run(made(recipe_for(folder, asked)))
-    worked(run.path)
+    sync = os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        worked(run.path)
     return run
 
 
@@ -105,6 +119,14 @@ def test_a_manifest_has_the_checksum_of_every_file_and_no_pickle_of_arguments_is
     assert manifest["recipe"] == hashlib.sha256(read["recipe.yaml"]).hexdigest()
     assert manifest["made_of"] == hashlib.sha256(read["fingerprints.json"]).hexdigest()
     assert not list(finished.path.rglob("training_args.bin"))
+
+
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_is_visible(finished, synced):
+    for step in (6, 8):
+        manifest = json.loads((finished.path / "checkpoints" / f"checkpoint-{step}" / MANIFEST).read_text())
+        folder = finished.path / "checkpoints" / f".saving-{step}" / f"checkpoint-{step}"
+        before = synced[: synced.index(folder / f".{MANIFEST}")]
+        assert {folder / name for name in manifest["files"]} <= set(before)
 
 
 def test_what_a_checkpoint_takes_is_planned_and_told(finished):

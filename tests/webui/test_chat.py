@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 import tunekit
+from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from webui.chat import Words, choices_of, chosen
 from webui.said import asked_of, shown, text_of, with_turn
@@ -59,6 +60,32 @@ def test_a_model_that_nobody_asks_ends_and_that_is_told(talks, trained_run):
     assert talks.close_idle(time.monotonic()) == []
     assert talks.close_idle(time.monotonic() + 2 * IDLE_SECONDS) == ["one"]
     assert not psutil.pid_exists(pid) and talks.has_ended("one")
+
+
+class Idle:
+    """A model that is loaded at once."""
+
+    pid, is_open = 1, True
+
+    def close(self):
+        self.is_open = False
+
+
+def test_a_model_that_answers_is_not_taken_for_idle(workspace, monkeypatch):
+    made_run(workspace / "runs" / "mine")
+    talk = Idle()
+    monkeypatch.setattr(tunekit, "chat", lambda *chosen, **options: talk)
+    talks = Talks(Site(workspace))
+    talks.load("one", [Choice("mine")], device="cpu")
+    later = time.monotonic() + 2 * IDLE_SECONDS
+    talks.begin("one")
+    talks.begin("one")
+    talks.end("one")
+    assert talks.close_idle(later) == [] and talk.is_open, "one of its answers is still coming"
+    talks.end("one")
+    assert talks.close_idle(time.monotonic()) == [] and talks.sides("one")
+    assert talks.close_idle(later) == ["one"]
+    assert talks.has_ended("one") and not talk.is_open and talks.sides("one") == []
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.waiting import LIMIT_SECONDS
 from webui import situation
 from webui.controls import _Shown, _tag, line_of, look, tags_in
 from webui.diagnosis import card
-from webui.resume_form import choices_of, effects_table, lines_of
+from webui.resume_form import ResumeForm, choices_of, effects_table, lines_of
 from webui.site import Site
 from webui.situation import situation_of
 from webui.words import Words
@@ -124,6 +124,20 @@ def test_a_run_that_ended_is_looked_at_again_when_it_goes_on(site, workspace):
     run.update_status(phase="finished")
     situation.forget(run)
     assert situation_of(run).diagnosis is None
+
+
+@pytest.mark.parametrize("edit", ["parallel.nvme_path=/var/tmp", "data.train=../chats.jsonl", "model.path=~/model"])
+def test_a_run_is_resumed_with_edits_that_stay_in_the_workspace_alone(site, workspace, monkeypatch, edit):
+    made_run(workspace / "runs" / "mine", phase="interrupted")
+    started = []
+    monkeypatch.setattr(tunekit, "effects_of", lambda *values, **options: [])
+    monkeypatch.setattr(tunekit, "start_resume", lambda run, edits, **options: started.append(edits))
+    with gr.Blocks():
+        form = ResumeForm(site, EN, gr.Textbox())
+    told, _ = form._start("mine", "", edit, False, False)
+    assert not started and edit.partition("=")[0] in unescape(told.value) and "workspace" in told.value
+    form._start("mine", "", "train.max_steps=9", False, False)
+    assert started == [["train.max_steps=9"]]
 
 
 def test_tags_of_all_runs_are_offered(site, workspace):
