@@ -3,12 +3,16 @@
 from typing import NoReturn
 
 import pytest
+import torch
 from datasets import Dataset
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM
 
-from tests.tiny import make_tokenizer, save_chats, save_tiny_model_like
+from tests.runs.test_lineage import save_adapter
+from tests.tiny import make_tokenizer, save_chats, save_tiny_model_like, saved_weights
 from tunekit.api import verbs
 from tunekit.methods import sft
-from tunekit.methods.arguments import Parts
+from tunekit.methods.arguments import Parts, settle_reference
 from tunekit.models.load import load_model
 
 
@@ -51,3 +55,23 @@ def test_the_trainer_weighs_the_loss_of_routers_as_its_plan_says(folder, tmp_pat
     )
     trainer = sft.build(plan.recipe.method, parts)
     assert (trainer.router_aux_loss_coef, trainer.aux_loss_enabled) == (wanted, True)
+
+
+@pytest.mark.parametrize("reference", ["none", "without adapter", "copied adapter"])
+def test_an_adapter_that_is_trained_further_and_its_copy_are_what_was_saved(folder, tmp_path, reference):
+    """TRL rounds the first where the base is quantized, and copies it (trl 1.16, `DPOTrainer.__init__`)."""
+    adapter = save_adapter(tmp_path / "adapter", folder / "experts", target_modules=["q_proj"])
+    base = AutoModelForCausalLM.from_pretrained(folder / "experts")
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    model.add_adapter("ref", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16().float()
+    settle_reference(model, reference, adapter)
+    saved = saved_weights(adapter)
+    names = ["default", "ref"] if reference == "copied adapter" else ["default"]
+    assert list(model.peft_config) == names
+    for name in names:
+        weights = get_peft_model_state_dict(model, adapter_name=name)
+        assert all(torch.equal(weights[key], value) for key, value in saved.items())
+    assert {".ref." in name for name, each in model.named_parameters() if each.requires_grad} == {False}

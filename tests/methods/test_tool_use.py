@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl.chat_template_utils import add_response_schema
 
 import tunekit
@@ -16,6 +16,7 @@ from tests.processes import in_processes
 from tests.tiny import save_tiny_model
 from tunekit.display.rewards import trial_parts
 from tunekit.errors import DataError, RecipeError, TunekitError
+from tunekit.inference.episode_trial import HeldOut, _trainer
 from tunekit.methods.tool_use import _Turns, give_response_template, tool_schemas
 from tunekit.probe.model import PICO
 from tunekit.recipe.methods.grpo import GRPOMethod
@@ -276,6 +277,20 @@ def test_an_answer_of_several_turns_is_a_transcript():
     assert transcript("a text") == "a text"
 
 
+STARTS = [{"prompt": [{"role": "user", "content": "Guess my number."}], "start": start} for start in (1, 2)]
+
+
+@pytest.mark.parametrize("held_out", [None, HeldOut(batch_size=3, is_greedy=True), HeldOut(3, is_greedy=False)])
+def test_episodes_of_an_evaluation_are_played_one_a_prompt_without_dropout(home, held_out):
+    wanted = tunekit.plan(recipe(home, STARTS, method={"rewards": ["own_tools:judge"]}))
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(PICO), AutoTokenizer.from_pretrained(PICO)
+    size = 4 if held_out is None else held_out.batch_size
+    trainer = _trainer(wanted, wanted.recipe.method, loaded, tokenizer, STARTS, size, home, held_out)
+    assert trainer.model.training == (held_out is None)
+    assert trainer.num_generations_eval == (4 if held_out is None else 1)
+    assert trainer.generation_config.do_sample == (held_out is None or not held_out.is_greedy)
+
+
 @pytest.fixture(scope="module")
 def calling_model(tmp_path_factory):
     """A tiny model with pico's tokenizer that has learned to call `guess`, and nothing else."""
@@ -321,9 +336,6 @@ def calling_model(tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-STARTS = [{"prompt": [{"role": "user", "content": "Guess my number."}], "start": start} for start in (1, 2)]
 
 
 @pytest.mark.slow

@@ -79,11 +79,8 @@ def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
         load_recipe({**SOURCE, "data": data, "method": "dpo"})
 
 
-NEEDED: dict[str, Any] = {
-    "distillation": {"teacher": "pico"},
-    "grpo": {"rewards": ["exact_match"]},
-    "rloo": {"rewards": ["exact_match"]},
-}
+REWARDED: dict[str, Any] = {"rewards": ["exact_match"]}
+NEEDED: dict[str, Any] = {"distillation": {"teacher": "pico"}, "grpo": REWARDED, "rloo": REWARDED}
 CHOICES = {
     "data.packing": ["data.packing=true"],
     "data.padding_free": ["data.padding_free=true"],

@@ -12,22 +12,25 @@ import pytest
 import torch
 from accelerate.utils.fsdp_utils import _get_model_state_dict
 from peft import PeftModel, get_peft_model_state_dict
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 import tunekit
+from tests.models.test_quantization import stack_of
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tests.training.test_learning_rates import recipe_for
 from tests.training.test_resume import cut_off
 from tunekit.errors import PlanError, RecipeError, TunekitError
+from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.states import shared_matrices, trained_bytes
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.models.load import attach_adapter, load_model
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.adapters import VeraAdapter
+from tunekit.recipe.sections.adapters import QloraAdapter, VeraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.run import Run
 from tunekit.training.engines.engine import before_wrapping
@@ -81,6 +84,24 @@ def test_two_processes_take_the_steps_of_one(kind, strategy, folder, alone):
     run = Run(made(recipe_for(folder, ADAPTERS[kind], FAST, num_processes=2, strategy=strategy)))
     work_in(run.path, 2)
     torch.testing.assert_close(saved_weights(run.model_path), saved_weights(alone(kind).model_path), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(strategy="ddp", dp_replicate_size=2)])
+def test_packed_weights_are_left_alone_by_a_group_of_whatever_number_of_processes(layout, folder):
+    """Launchers put a single process into a group too, and Accelerate wraps its model as any other."""
+    plan = tunekit.plan(recipe_for(folder, ADAPTERS["biases"], FAST))
+    recipe = plan.recipe.model_copy(update={"adapter": QloraAdapter()})
+    plan = plan.model_copy(update={"layout": layout, "recipe": recipe})
+    model = torch.nn.Linear(8, 8)
+    model.experts = torch.nn.Parameter(stack_of(2, 64, 64)[0], requires_grad=False)
+    before_wrapping(SimpleNamespace(model=model), plan)
+    init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        wrapped = DistributedDataParallel(model)
+        wrapped(torch.ones(2, 8)).sum().backward()
+    finally:
+        destroy_process_group()
+    assert model.weight.grad is not None
 
 
 class Loading:

@@ -13,7 +13,11 @@ from tests.tiny import save_chats, save_tiny_model
 from tests.training.equality import SUBJECTS, recipe_of, train
 from tunekit.errors import RunError
 from tunekit.inference.inference_model import Trained, load_trained
+from tunekit.probe.model import PICO
+from tunekit.runs.record import Record
 from tunekit.runs.run import Run
+from tunekit.runs.small_files import Place
+from tunekit.training import check_saved
 from tunekit.training.check_saved import logit_error
 
 LORA = next(subject for subject in SUBJECTS if subject.name == "SFT LoRA")
@@ -76,6 +80,28 @@ def test_a_deep_random_model_in_16_bits_rounds_more_and_passes(tmp_path):
     tunekit.train(recipe)
     saved = saved_event(tmp_path / "run")
     assert 0.05 < saved["logit_error"] < saved["tolerance"] < 0.4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "is_told"),
+    [("bfloat16", 1.0, False), ("bfloat16", 1.2, True), ("float32", 1.0, True)],
+)
+def test_what_rounds_as_the_saved_model_itself_does_is_no_other_model(tmp_path, monkeypatch, dtype, scale, is_told):
+    """In 16 bits its products in float32 are the trained ones here, and the tolerance is far below their rounding."""
+    recipe = {**small_recipe(tmp_path, "full"), "model": {"path": "pico", "dtype": dtype}}
+    run = Run.create(tunekit.plan(recipe))
+    plan = run.plan.model_copy(update={"dtype": dtype, "autocast": dtype != "float32", "trained_dtype": "float32"})
+    monkeypatch.setitem(check_saved.TOLERANCES, dtype, 1e-6)
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    rows = [list(range(20, 52)), list(range(60, 92))]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "down_proj" in name:
+                weight.mul_(scale if dtype != "float32" else 1 + 1e-4)
+        trained = [check_saved._logits(model, row, "cpu") for row in rows]
+    problem = check_saved._problem(plan, Record(run, Place()), tmp_path / "saved", "cpu", rows, trained)
+    assert (problem is not None) == is_told, problem
 
 
 def test_an_error_is_a_share_of_the_spread_over_the_vocabulary():

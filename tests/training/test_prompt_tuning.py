@@ -13,7 +13,7 @@ from tests.training.test_learning_rates import recipe_for
 from tests.training.test_resume import STEPS, cut_off
 from tunekit.errors import PlanError, RecipeError, RunError, TunekitError
 from tunekit.estimates.memory.states import num_trainable_params, trained_bytes
-from tunekit.inference.inference_model import Sampling, answer, find_trained, load
+from tunekit.inference.inference_model import Sampling, Trained, answer, load
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
@@ -341,9 +341,12 @@ def test_models_that_look_token_ids_up_are_refused(folder):
         tunekit.plan({**recipe, "model": "pico-vision"})
 
 
-@pytest.mark.slow
-def test_nothing_is_padded_between_virtual_tokens_and_a_prompt_which_layers_with_a_state_would_see(alone):
-    loaded = load(find_trained(alone), device="cpu", dtype="float32")
+def test_nothing_is_padded_between_virtual_tokens_and_a_prompt_which_layers_with_a_state_would_see(folder, tmp_path):
+    section = PromptTuningAdapter(num_virtual_tokens=NUM)
+    attach_adapter(base_of(folder), section, seed=0).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path)
+    found = Trained("tiny", ModelSection(path=str(folder / "model")), section, str(tmp_path))
+    loaded = load(found, device="cpu", dtype="float32")
     generate, masks = loaded.model.generate, []
 
     def watched(**inputs):

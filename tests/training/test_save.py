@@ -65,7 +65,7 @@ def events(run, kind):
 
 @pytest.fixture(scope="module")
 def synced():
-    """The files and folders that were brought to the disk, and took their names, while a run trained, in their order."""
+    """The files and folders that were brought to the disk while a run trained, in their order."""
     return []
 
 
