@@ -104,7 +104,6 @@ def test_more_models_than_there_may_be_are_refused_in_words(talks, trained_run):
     assert talks.sides("one") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "step"), [("nothing", None), ("../runs", None), ("", None), (None, "../../model")])
 def test_what_is_no_run_of_the_workspace_is_not_loaded(talks, trained_run, name, step):
     with pytest.raises(tunekit.TunekitError):
@@ -112,7 +111,6 @@ def test_what_is_no_run_of_the_workspace_is_not_loaded(talks, trained_run, name,
     assert talks.sides("one") == []
 
 
-@pytest.mark.slow
 def test_the_choices_are_what_the_run_has(site, trained_run):
     checkpoint, beside, prompts = choices_of(site, Words("en"), trained_run.name, "4")
     assert [value for _, value in checkpoint.choices] == ["", "8", "4"] and checkpoint.value == "4"

@@ -39,7 +39,6 @@ def failed_run(workspace, problem="step 3: the loss is nan, for <b>rows.jsonl:7<
     return run
 
 
-@pytest.mark.slow
 def test_a_run_that_trained_to_its_end_can_be_continued_and_not_stopped(site, trained_run):
     found = situation_of(trained_run)
     assert (found.state, found.is_over, found.can_go_on, found.diagnosis) == ("finished", True, True, None)
@@ -47,7 +46,6 @@ def test_a_run_that_trained_to_its_end_can_be_continued_and_not_stopped(site, tr
     assert line_of(EN, found) == "<div role='status'></div>"
 
 
-@pytest.mark.slow
 def test_checkpoints_are_offered_with_step_loss_and_size_and_damaged_ones_are_not(site, trained_run):
     offered = choices_of(EN, situation_of(trained_run))
     assert [name for _, name in offered] == ["", "checkpoint-8", "checkpoint-4"]
@@ -60,7 +58,6 @@ def test_checkpoints_are_offered_with_step_loss_and_size_and_damaged_ones_are_no
     assert [name for _, name in offered] == ["", "checkpoint-4"]
 
 
-@pytest.mark.slow
 def test_what_becomes_of_each_edit_stands_in_a_table_before_anything_is_done(site, trained_run):
     before = (trained_run.path / "recipe.yaml").read_text()
     edits = "train.max_steps=12\n\n adapter.rank=4 \ntrain.learning_rate=1e-5"
@@ -79,7 +76,6 @@ def test_what_becomes_of_each_edit_stands_in_a_table_before_anything_is_done(sit
     assert (trained_run.path / "recipe.yaml").read_text() == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("edits", ["train.max_stepz=3", "<script>alert(1)</script>=3", "nothing"])
 def test_edits_that_are_none_are_told_in_words(site, trained_run, edits):
     told = effects_table(site, EN, trained_run.name, "", edits, weights_only=False)

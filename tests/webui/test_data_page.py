@@ -137,7 +137,6 @@ def test_a_recipe_of_the_workspace_and_a_run_are_looked_at_as_they_are(site):
             recipe_of(site, Asked(origin=origin))
 
 
-@pytest.mark.slow
 def test_rows_show_what_counts_and_whatever_stands_in_them_stays_text(site, words):
     chat = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": f"ok {HOSTILE}\n\x07"}]
     write(site.root / "hostile.jsonl", [{"messages": chat, HOSTILE: HOSTILE}, {"messages": HOSTILE}])
@@ -152,7 +151,6 @@ def test_rows_show_what_counts_and_whatever_stands_in_them_stays_text(site, word
     assert "hostile.jsonl:2" in text_of(data_view.bad_rows(words, preview))
 
 
-@pytest.mark.slow
 def test_both_answers_stand_side_by_side(site, words):
     preview = work.call("preview", recipe_of(site, Asked(path="pairs.jsonl", method="dpo", max_length=16)), num_rows=1)
     html = data_view.rows_html(words, preview)
@@ -204,7 +202,6 @@ def test_measuring_ends_when_it_is_cancelled(site):
     data_page.cancel("one")
 
 
-@pytest.mark.slow
 def test_a_call_that_is_cancelled_ends_also_where_all_that_it_says_has_come(monkeypatch):
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=time.sleep, args=(LIMIT_SECONDS,), daemon=True)

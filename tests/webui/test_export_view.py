@@ -32,7 +32,6 @@ def until_over(run):
     until(lambda: exports.progress_of(run).is_over)
 
 
-@pytest.mark.slow
 def test_a_finished_run_offers_its_result_and_its_checkpoints(site, trained_run):
     found = look(site, Words("en"), trained_run.name, "")
     assert [value for _, value in found[CHECKPOINT].choices] == ["", "8", "4"]
@@ -44,7 +43,6 @@ def test_a_finished_run_offers_its_result_and_its_checkpoints(site, trained_run)
     assert again == [gr.skip()] * len(again), "nothing has changed"
 
 
-@pytest.mark.slow
 def test_a_run_that_trained_for_few_bits_offers_them(site, trained_run):
     recipe = trained_run.path / "recipe.yaml"
     recipe.write_text(re.sub(r"(?m)^  qat: null$", "  qat: {weight_dtype: int8}", recipe.read_text()))
@@ -52,7 +50,6 @@ def test_a_run_that_trained_for_few_bits_offers_them(site, trained_run):
     assert [value for _, value in found[KIND].choices] == ["merged", "quantized"]
 
 
-@pytest.mark.slow
 def test_a_run_without_result_and_checkpoint_says_why_nothing_can_be_done(site, trained_run):
     status = trained_run.status()
     (trained_run.path / "status.json").write_text(json.dumps({**status, "phase": "failed"}))
@@ -78,7 +75,6 @@ def test_an_export_is_made_and_its_check_is_told_to_every_browser(site, trained_
     assert "exists and is not empty" in look(site, Words("en"), trained_run.name, "")[STATUS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dest", ["../out", "/tmp/out", "link/out", "a\nb"])
 def test_nothing_is_exported_out_of_the_workspace(site, trained_run, dest):
     (site.root / "link").symlink_to(site.root.parent)
@@ -86,7 +82,6 @@ def test_nothing_is_exported_out_of_the_workspace(site, trained_run, dest):
     assert exports.progress_of(trained_run) is None
 
 
-@pytest.mark.slow
 def test_what_an_export_says_of_itself_is_text(site, trained_run):
     folder = trained_run.path / "export" / "<b>"
     folder.mkdir(parents=True)
@@ -99,7 +94,6 @@ def test_what_an_export_says_of_itself_is_text(site, trained_run):
     assert "Nothing exported yet" in look(site, Words("en"), trained_run.name, "")[SHOWN]
 
 
-@pytest.mark.slow
 def test_the_report_is_a_page_that_may_do_nothing(site, trained_run):
     app = FastAPI()
     add_report(app, site)

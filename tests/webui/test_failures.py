@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Iterator
 
 import gradio as gr
@@ -11,7 +10,7 @@ import pytest
 import tunekit
 from tests.training.folders import made_run
 from tests.waiting import until
-from webui import chat, data_page, exports, failures, launching, situation, work
+from webui import chat, data_page, exports, failures, launching, situation
 from webui.app import build_pages
 from webui.failures import Pages, told_by
 from webui.site import LANGUAGES, Site
@@ -129,45 +128,6 @@ def test_work_in_the_background_that_fails_in_any_way_has_an_end(site, monkeypat
     ending = situation._endings[run.path.resolve()]
     until(lambda: ending.ended)
     assert "no such process" in ending.words
-
-
-class Talkative:
-    """A worker that tells of itself without a pause, and then has a result."""
-
-    def __init__(self, num_messages):
-        self.messages = [*(("event", number) for number in range(num_messages)), ("result", "done"), True]
-        self.connection = self.process = self
-
-    def send(self, message):
-        pass
-
-    def poll(self, seconds):
-        return bool(self.messages)
-
-    def recv(self):
-        return self.messages.pop(0)
-
-    def close(self):
-        self.messages.clear()
-
-    def terminate(self):
-        pass
-
-
-def test_work_that_tells_of_itself_without_a_pause_is_cancelled_at_once(monkeypatch):
-    ended, told = threading.Event(), []
-
-    def hear(event):
-        told.append(event)
-        if event == 2:
-            ended.set()
-
-    monkeypatch.setattr(work, "_take", lambda: Talkative(99))
-    with pytest.raises(work.Cancelled):
-        work.call("data_report", on_event=hear, until=ended)
-    assert told == [0, 1, 2]
-    monkeypatch.setattr(work, "_give_back", lambda worker, is_usable: None)
-    assert work.call("data_report", on_event=told.append, until=threading.Event()) == "done"
 
 
 def test_a_run_that_cannot_be_read_is_told_where_it_is_chosen_to_talk_with(site):

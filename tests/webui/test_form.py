@@ -322,7 +322,6 @@ def test_a_draft_begins_from_nothing_else(site: Site, source: str) -> None:
         draft.opened(site, source, [])
 
 
-@pytest.mark.slow
 def test_a_draft_begins_from_a_run(trained_run: tunekit.Run) -> None:
     site = Site(trained_run.path.parent.parent)
     text = draft.opened(site, f"run:{trained_run.name}", ["train.max_steps=9"])

@@ -67,7 +67,6 @@ def test_a_machine_is_described_in_the_workspace_alone(site):
         check_machine(site, "/etc/mine.yaml")
 
 
-@pytest.mark.slow
 def test_a_run_is_not_continued_with_edits_that_lead_out(site, trained_run):
     site = Site(root=trained_run.path.parent.parent)
     check_edits(site, trained_run, ["train.max_steps=99", "parallel.nvme_path=swap"])

@@ -46,7 +46,6 @@ def looked(site: Site, name: str, seen: str = "", order: str = "newest", overlai
     return run_view.look(site, WORDS, name, seen, order, *looks.values(), list(overlaid))
 
 
-@pytest.mark.slow
 def test_a_run_is_listed_with_what_its_folder_says(trained_run):
     (line,) = Listing(trained_run.path.parent).lines()
     last = [event for event in trained_run.events() if event["event"] == "log"][-1]
@@ -55,7 +54,6 @@ def test_a_run_is_listed_with_what_its_folder_says(trained_run):
     assert line.tokens_per_second == last["tokens_per_second"] and line.seconds_left is None and line.is_over
 
 
-@pytest.mark.slow
 def test_what_is_no_run_is_not_listed_and_what_is_damaged_says_so(trained_run, tmp_path):
     runs = trained_run.path.parent
     (runs / "empty").mkdir()
@@ -104,7 +102,6 @@ def test_the_time_left_is_told_by_the_clock_of_the_last_steps():
     assert seconds_left(logs[:1], 24) is None and seconds_left(logs, None) is None
 
 
-@pytest.mark.slow
 def test_a_run_is_shown_whole_and_then_only_what_changed(trained_run):
     site = site_of(trained_run)
     answer = looked(site, trained_run.name)
@@ -131,14 +128,12 @@ def test_no_run_and_a_run_from_elsewhere_are_told_in_words(workspace):
     assert all(part == SKIP for part in looked(Site(workspace), ""))
 
 
-@pytest.mark.slow
 def test_a_damaged_plan_is_no_end_of_the_page(trained_run):
     (trained_run.path / "plan.yaml").write_text("layout: {", encoding="utf-8")
     *_, recipe, plan = looked(site_of(trained_run), trained_run.name)
     assert "model:" in recipe and "role='alert'" in plan
 
 
-@pytest.mark.slow
 def test_answers_with_rewards_are_sorted_by_them(trained_run):
     def answer(text, reward):
         return {"answer": text, "rewards": {"mine": reward, "other": None}, "advantage": reward - 0.5}
@@ -179,7 +174,6 @@ def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(tmp_path, monk
     assert "log-2.txt" not in log_view.logs_of(run)
 
 
-@pytest.mark.slow
 def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
     other = shutil.copytree(trained_run.path, trained_run.path.parent / "other")
     recipe = (other / "recipe.yaml").read_text(encoding="utf-8")
