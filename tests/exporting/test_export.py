@@ -178,37 +178,51 @@ def test_an_adapter_that_changes_less_than_its_type_can_hold_is_not_lost_in_sile
     assert tunekit.export(run, tmp_path / "out", dtype="float32").check.adapter_change > 0
 
 
-@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     cases = [
-        (("lora", tmp_path / "full"), {}, "exists and is not empty"),
-        (("lora", tmp_path / "link"), {}, "is a symbolic link to"),
-        (("lora", tmp_path / "a\nb"), {}, "is not a valid export folder"),
-        (("lora", tmp_path / "full" / "mine" / "below"), {}, "cannot be created"),
-        (("full", tmp_path / "out"), {"kind": "adapter"}, "has no adapter"),
-        (("lora", tmp_path / "out"), {"kind": "adapter", "dtype": "bfloat16"}, "stays in float32"),
-        (("lora", tmp_path / "out"), {"checkpoint": "3"}, "no such checkpoint; available: checkpoint-2, checkpoint-4"),
-        (("lora", tmp_path / "out"), {"checkpoint": "../../full"}, "no such checkpoint"),
+        (tmp_path / "full", {}, "exists and is not empty"),
+        (tmp_path / "link", {}, "is a symbolic link to"),
+        (tmp_path / "a\nb", {}, "is not a valid export folder"),
+        (tmp_path / "full" / "mine" / "below", {}, "cannot be created"),
+        (tmp_path / "out", {"kind": "adapter", "dtype": "bfloat16"}, "stays in float32"),
+        (tmp_path / "out", {"checkpoint": "3"}, "no such checkpoint; available: checkpoint-2, checkpoint-4"),
+        (tmp_path / "out", {"checkpoint": "../../full"}, "no such checkpoint"),
     ]
-    for (kind, dest), options, words in cases:
+    for dest, options, words in cases:
         with pytest.raises(tunekit.TunekitError, match=words):
-            tunekit.export(runs[kind], dest, **options)
+            tunekit.export(runs["lora"], dest, **options)
     with pytest.raises(tunekit.TunekitError, match="is not a run"):
         tunekit.export("pico", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]
 
 
 @pytest.mark.slow
-def test_a_run_that_has_not_finished_is_exported_by_a_checkpoint_alone(runs, tmp_path):
+def test_all_weights_are_exported_as_no_adapter(runs, tmp_path):
+    with pytest.raises(tunekit.TunekitError, match="has no adapter"):
+        tunekit.export(runs["full"], tmp_path / "out", kind="adapter")
+
+
+@pytest.fixture
+def interrupted(runs, tmp_path):
+    """A run that ended with checkpoints and without a result."""
     folder = shutil.copytree(runs["lora"].path, tmp_path / "copy")
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps({**status, "phase": "interrupted"}))
+    return tunekit.Run(folder)
+
+
+def test_a_run_that_has_not_finished_is_not_exported_and_names_its_checkpoint(interrupted, tmp_path):
     with pytest.raises(tunekit.TunekitError, match=r"is interrupted.*--checkpoint 4"):
-        tunekit.export(tunekit.Run(folder), tmp_path / "out")
-    assert tunekit.export(tunekit.Run(folder), tmp_path / "out", checkpoint="4").step == 4
+        tunekit.export(interrupted, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_has_not_finished_is_exported_by_a_checkpoint(interrupted, tmp_path):
+    assert tunekit.export(interrupted, tmp_path / "out", checkpoint="4").step == 4
 
 
 def test_a_damaged_checkpoint_is_not_exported(runs, tmp_path):

@@ -151,7 +151,6 @@ def test_a_run_waits_behind_one_that_waits_for_the_same_device(tmp_path, monkeyp
     assert places == [(2, ["earlier"])] and run.state == "interrupted"
 
 
-@pytest.mark.slow
 def test_an_idle_device_is_taken_before_one_that_has_to_be_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     machine = find_machine("2xh100").hardware()

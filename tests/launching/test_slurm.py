@@ -195,7 +195,6 @@ def test_a_job_that_slurm_does_not_take_fails_with_its_words(slurm, recipe, tmp_
     assert run.state == "failed"
 
 
-@pytest.mark.slow
 def test_the_printed_script_asks_for_the_nodes_of_the_plan(recipe, tmp_path):
     """Planned for machines that are not here, with a name that the shell and Slurm would each read otherwise."""
     folder = tmp_path / "it's 100% mine"

@@ -24,8 +24,6 @@ from tunekit.errors import PlanError, RunError
 from tunekit.launching.ssh_hosts import Hosts
 from tunekit.runs.run import Run
 
-pytestmark = pytest.mark.slow
-
 NUM_STEPS = 80
 
 
@@ -119,6 +117,7 @@ def two(hosts: Namespaces) -> list[str]:
     return ["--nodes", ",".join(hosts.addresses[:2])]
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process_does(hosts, workspace, expected):
     folder = workspace / "two"
     code, words = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *two(hosts)).end()
@@ -130,6 +129,7 @@ def test_two_hosts_train_as_one_process_does(hosts, workspace, expected):
     until(lambda: not hosts.processes())
 
 
+@pytest.mark.slow
 def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_host_is_back(
     hosts, workspace, expected, tmp_path
 ):
@@ -162,6 +162,7 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
     assert losses(run) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_starts_again_once_a_lost_host_answers_and_ctrl_c_ends_it_on_all_hosts(hosts, workspace):
     folder = workspace / "again"
     restarts = ["parallel.max_restarts=1", "train.max_steps=100000"]
@@ -187,6 +188,7 @@ def test_a_run_starts_again_once_a_lost_host_answers_and_ctrl_c_ends_it_on_all_h
     until(lambda: not hosts.processes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "override", "reason"),
     [
@@ -216,6 +218,7 @@ def test_a_name_that_ssh_would_take_for_an_option_is_none():
         Hosts(["-oProxyCommand=true"])
 
 
+@pytest.mark.slow
 def test_hosts_with_other_versions_or_another_disk_are_refused_by_name(hosts, workspace, tmp_path):
     (torch,) = Path(sysconfig.get_path("purelib")).glob("torch-*.dist-info")
     shutil.copytree(torch, tmp_path / "torch")
@@ -240,6 +243,7 @@ def test_hosts_with_other_versions_or_another_disk_are_refused_by_name(hosts, wo
     assert f"10.77.0.2:2202: does not see {workspace / 'other' / 'run'}" in words
 
 
+@pytest.mark.slow
 def test_doctor_measures_the_exchange_between_hosts(hosts, workspace):
     code, words = Command(hosts, workspace, "doctor", "--network", "recipe.yaml", *two(hosts)).end()
     assert code == 0, words
@@ -253,6 +257,7 @@ def test_doctor_measures_the_exchange_between_hosts(hosts, workspace):
         assert float(speed) == pytest.approx(sent / float(milliseconds) / 1e6, rel=0.02)
 
 
+@pytest.mark.slow
 def test_doctor_names_the_rank_that_does_not_answer(tmp_path):
     doctor = subprocess.Popen(
         [sys.executable, "-m", "tunekit", "doctor", "--network"],

@@ -12,8 +12,6 @@ from tests.training.test_resume import CUT, SAVED, STEPS, cut_off
 from tunekit.estimates.memory.states import states_bytes
 from tunekit.runs.run import Run
 
-pytestmark = pytest.mark.slow
-
 LAST = {"type": "full", "last_layers": 1}
 GATES = {"type": "full", "unfrozen_parameters": [r"layers\.1\.mlp\.gate_proj", r"norm\.weight$"]}
 PARTS = {"last layer": LAST, "gates and norms": GATES}
@@ -64,6 +62,7 @@ def whole(folder):
     return saved_weights(trained(folder, "full", {**ONE_STEP, "warmup_steps": 0}).model_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("kernels", ["torch", "tunekit"])
 @pytest.mark.parametrize("adapter", PARTS.values(), ids=PARTS)
@@ -82,6 +81,7 @@ def test_a_step_changes_the_part_as_a_step_on_the_whole_does_and_nothing_else(
             assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", PARTS.values(), ids=PARTS)
 def test_a_run_holds_the_bytes_of_its_part(adapter, folder):
     result = trained(folder, adapter).result()
@@ -93,6 +93,7 @@ def test_a_run_holds_the_bytes_of_its_part(adapter, folder):
     assert result["held_bytes"]["optimizer"] == 8 * size + 4 * len(part) == states_bytes(part, "adamw_torch_fused")
 
 
+@pytest.mark.slow
 def test_a_run_on_a_part_that_was_cut_off_goes_on_exactly(folder):
     alone = trained(folder, LAST)
     run = Run(made(recipe_for(folder, LAST)))
@@ -103,6 +104,7 @@ def test_a_run_on_a_part_that_was_cut_off_goes_on_exactly(folder):
     assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", PARTS.values(), ids=PARTS)
 def test_two_processes_train_a_part_as_one_does(adapter, folder):
     alone = saved_weights(trained(folder, adapter).model_path)

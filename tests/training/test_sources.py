@@ -10,8 +10,6 @@ from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import read_dataset
 from tunekit.errors import DataError
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
@@ -56,6 +54,7 @@ def texts(dataset):
         yield text.replace("⟧⟦", "")
 
 
+@pytest.mark.slow
 def test_sources_of_different_formats_and_masks_are_trained_on_by_weight(here):
     run = tunekit.train(recipe(MIXED))
     found = list(texts(read_dataset(run.path / "data" / "train.arrow")))
@@ -80,6 +79,7 @@ def test_the_plan_estimates_the_shares_before_anything_is_tokenised(here):
     assert "16, 8 rows" in mixture.why
 
 
+@pytest.mark.slow
 def test_a_run_folder_names_all_of_its_sources_and_can_be_read_again(here):
     run = tunekit.train(recipe(MIXED))
     again = tunekit.load_recipe(run.path / "recipe.yaml")
@@ -87,6 +87,7 @@ def test_a_run_folder_names_all_of_its_sources_and_can_be_read_again(here):
     assert [source.weight for source in again.data.sources] == [2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_stream_is_trained_on_in_its_order_like_the_same_rows_prepared_before(here, packing):
     order = {} if packing else {"shuffle": False}
@@ -101,11 +102,13 @@ def test_a_stream_is_trained_on_in_its_order_like_the_same_rows_prepared_before(
         assert streamed.metrics()["num_tokens"].tolist()[-1] > 3 * 4 * 60
 
 
+@pytest.mark.slow
 def test_a_stream_starts_again_where_it_is_shorter_than_the_run(here):
     run = tunekit.train(recipe("notes.txt", streaming=True), ["train.max_steps=4"])
     assert len(run.metrics()) == 4
 
 
+@pytest.mark.slow
 def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_with_its_place(here):
     rows = (here / "doubles.jsonl").read_text(encoding="utf-8")
     (here / "late.jsonl").write_text(rows * 50 + "{broken\n" + rows * 20, encoding="utf-8")
@@ -119,6 +122,7 @@ def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_with_its_place(here):
     assert [json.loads(line)["place"] for line in skipped] == [f"{here}/late.jsonl:1501:2"]
 
 
+@pytest.mark.slow
 def test_streams_are_mixed_by_weight(here):
     from tunekit.data.packing.stream import stream
 

@@ -13,8 +13,6 @@ from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
 from tunekit.errors import DataError, PlanError
 from tunekit.runs.run import Run
 
-pytestmark = pytest.mark.slow
-
 RATE, NUM_TOKENS, GROUP = 0.01, 6, 4
 REWARD = """
 import json
@@ -100,6 +98,7 @@ def expected_changes(saved, judged, method):
     return {name: -RATE * p.grad for name, p in model.named_parameters() if p.grad is not None}, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(method, saved):
     from transformers import AutoModelForImageTextToText
@@ -123,6 +122,7 @@ def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(met
             torch.testing.assert_close(moved, changes[name], rtol=0, atol=2e-3 * largest, msg=name)
 
 
+@pytest.mark.slow
 def test_models_that_trl_does_not_give_all_of_their_pictures_are_refused(tmp_path):
     save_tiny_vision_model(tmp_path / "model", "mllama")
     row = json.loads(save_rows(tmp_path / "data", 1, without=None).read_text())
@@ -135,6 +135,7 @@ def test_models_that_trl_does_not_give_all_of_their_pictures_are_refused(tmp_pat
         tunekit.train(wanted)
 
 
+@pytest.mark.slow
 def test_prompts_without_pictures_beside_others_are_refused(llava):
     lines = (llava / "data" / "prompts.jsonl").read_text().splitlines()
     bare = json.dumps({"prompt": [{"role": "user", "content": "say hi"}], "answer": "hi"})
@@ -167,6 +168,7 @@ def with_lengths(folder, **sections):
     return wanted
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(llava, tmp_path):
     whole = tunekit.train({**with_lengths(llava), "output": {"dir": str(tmp_path / "whole"), "sample_prompts": []}})
     wanted = {**with_lengths(llava), "output": {"dir": str(tmp_path / "part"), "sample_prompts": []}}
@@ -177,6 +179,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(llava, tmp_pa
     assert resumed.metrics()["reward"].nunique() > 1
 
 
+@pytest.mark.slow
 def test_two_processes_generate_from_pictures_and_learn(llava, tmp_path):
     path = made({**with_lengths(llava), "parallel": {"strategy": "ddp", "num_processes": 2}})
     work_in(path, 2)
