@@ -612,6 +612,7 @@ def test_every_value_is_a_finite_number() -> None:
         ([-math.inf, 1.0], r"returned -inf for prompt 'a', completion '1'"),
         ([1.0, math.nan], r"returned nan for prompt 'b'"),
         ([1.0, "much"], r"returned much for prompt 'b'"),
+        ([1.0, 10**400], r"returned an integer of 1,329 bits for prompt 'b'"),
         ([1.0, [1.0]], r"returned a value of type list for prompt 'b'"),
         ([1.0], r"returned 1 values for 2 completions"),
         (1.0, r"returned a value of type float, not a list"),

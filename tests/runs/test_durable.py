@@ -9,6 +9,7 @@ import pytest
 from tests.training.folders import made_run
 from tunekit.errors import DiskError
 from tunekit.runs.checkpoints.complete import Manifest, Written, draft_of, publish
+from tunekit.runs.events import EventLog, read_events
 from tunekit.runs.record import not_saved
 from tunekit.runs.small_files import Continuation, write_continuation, write_whole
 
@@ -41,6 +42,31 @@ def test_a_checkpoint_is_visible_once_all_that_it_needs_of_the_run_is_on_the_dis
     publish(run.path, manifest)
     before = synced[: synced.index("checkpoints")]
     assert {"recipe.yaml", "plan.yaml", "status.json", "events.jsonl", "train.arrow", "data", "run"} <= set(before)
+    assert {tmp_path.name, tmp_path.parent.name} <= set(before), "folders that may be as new as the run"
+
+
+@pytest.mark.parametrize("content", [b"", bytes(300)])
+def test_a_run_that_lost_its_status_with_the_power_has_died(content, tmp_path):
+    run = made_run(tmp_path / "run")
+    (run.path / "ranks").mkdir()
+    for name in ("status.json", "ranks/rank-0.json"):
+        (run.path / name).write_bytes(content)
+    assert run.state == "died" and run.status()["step"] == 0
+    run.update_status(step=3)
+    assert run.status()["phase"] == "training" and run.status()["step"] == 3
+
+
+@pytest.mark.parametrize("tail", [b"", bytes(70000), b'{"event": "log", "ti', b'{"event": "lo' + bytes(50)])
+def test_events_go_on_behind_the_last_whole_one(tail, tmp_path):
+    path = tmp_path / "events.jsonl"
+    EventLog(path).write("phase", phase="training")
+    with path.open("ab") as stream:
+        stream.write(tail)
+    assert [event["event"] for event in read_events(path)[0]] == ["phase"]
+    log = EventLog(path)
+    for step in (1, 2):
+        log.write("log", step=step)
+    assert [event.get("step") for event in read_events(path)[0]] == [None, 1, 2]
 
 
 def test_files_that_a_resume_replaces_are_on_the_disk_before_they_take_their_names(synced, tmp_path):

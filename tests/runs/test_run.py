@@ -236,7 +236,7 @@ def test_one_damaged_file_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch
     (tmp_path / "runs" / "good" / "events.jsonl").write_text(
         '{"event": "log", "time": 1, "step": 1, "loss": 2.5}\n{"ev\n'
     )
-    (tmp_path / "runs" / "bad" / "status.json").write_text("")
+    (tmp_path / "runs" / "bad" / "status.json").write_text('{"phase"')
     assert [run.name for run in list_runs()] == ["good"] and find_run("goo").name == "good"
     listed = CliRunner().invoke(app, ["runs"]).output
     assert "note: runs/bad/status.json is damaged" in listed and "loss 2.5000" in listed

@@ -95,6 +95,7 @@ class EventLog:
     def __init__(self, path: Path, listener: Listener | None = None) -> None:
         self.path = path
         self.listener = listener
+        self._has_written = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text.
@@ -106,12 +107,34 @@ class EventLog:
         line = json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n"
         content = line.encode("utf-8")
         with self.path.open("ab", buffering=0) as stream:
+            if not self._has_written:
+                _cut_incomplete_line(stream, self.path)
             end = stream.tell()
             if stream.write(content) < len(content):
                 stream.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._has_written = True
         if self.listener is not None:
             self.listener(entry)
+
+
+def _cut_incomplete_line(stream: IO[bytes], path: Path) -> None:
+    """Cut what a power loss left behind the last line of an events file: a part of a line, or zeros."""
+    end, kept = stream.tell(), stream.tell()
+    with path.open("rb") as written:
+        while kept:
+            begin = max(0, kept - _BLOCK)
+            written.seek(begin)
+            at = written.read(kept - begin).rfind(b"\n")
+            kept = begin + at + 1
+            if at >= 0:
+                break
+    if kept < end:
+        stream.truncate(kept)
+
+
+_BLOCK = 2**16
+"""Bytes that are read at once in search of a line's end."""
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -132,6 +132,9 @@ STATUS: dict[str, tuple[type, ...]] = {
 }
 """Fields of every status, by type."""
 
+NO_PROCESS = 2**22 + 1
+"""Number that no process has: Linux has none above 2**22."""
+
 SEEN_SECONDS = 30
 """Seconds for another machine to see a new file of a run, which a network file system may show late."""
 
@@ -175,7 +178,7 @@ class Run:
             "exit_reason": None,
             "comes_from": None if plan.origin is None else plan.origin.chain,
         }
-        _write_status(path, status)
+        _write_status(path, status, durable=True)
         return cls(path)
 
     @property
@@ -237,10 +240,24 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return phase, step, process and exit reason, as last written.
 
+        Of a run that lost them with the power, they are those of one that died. Only steps are written without being
+        synced.
+
         Raises:
             RunError: The status file is damaged.
         """
         file = self.path / "status.json"
+        if small_files.is_blank(file):
+            this = {"pid": NO_PROCESS, "identity": "", "host": os.uname().nodename}
+            step, started = newest_complete(self.path).step, file.stat().st_mtime
+            return {
+                "phase": "training",
+                "step": step,
+                "num_steps": None,
+                "started": started,
+                **this,
+                "exit_reason": None,
+            }
         status = small_files.read_object(file)
         for key, kinds in STATUS.items():
             if not isinstance(status.get(key), kinds):
@@ -248,8 +265,8 @@ class Run:
         return status
 
     def update_status(self, **changes: Any) -> None:
-        """Change the status atomically."""
-        _write_status(self.path, {**self.status(), **changes})
+        """Change the status atomically; a phase is synced."""
+        _write_status(self.path, {**self.status(), **changes}, durable="phase" in changes)
 
     @property
     def tags(self) -> list[str]:
@@ -543,9 +560,9 @@ def _check_own(path: Path) -> None:
         raise RunError(f"output.dir: {path} is the root or home folder", hint="set a new folder in it")
 
 
-def _write_status(path: Path, status: dict[str, Any]) -> None:
+def _write_status(path: Path, status: dict[str, Any], *, durable: bool) -> None:
     text = json.dumps({**without_secrets(status), "updated": time.time()}, indent=2)
-    small_files.write_whole(path / "status.json", text)
+    small_files.write_whole(path / "status.json", text, durable=durable)
 
 
 def _this_process() -> dict[str, Any]:

@@ -115,6 +115,14 @@ def _read_json(path: Path, kind: type, hint: str) -> Any:
     return content
 
 
+def is_blank(path: Path) -> bool:
+    """Return whether a small file is empty, or holds zeros: what a power loss leaves of one that was not synced."""
+    try:
+        return not read_regular(path).strip(b"\0")
+    except OSError:
+        return False
+
+
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Write a small file atomically.
 
@@ -221,7 +229,8 @@ def beats_in(folder: Path) -> list[dict[str, Any]]:
     for file in (folder / RANKS).glob("rank-*.json"):
         # It may end meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            beats.append(read_object(file, keys=("rank", "pid", "identity", "host", "at", "step", "time", "since")))
+            if not is_blank(file):
+                beats.append(read_object(file, keys=("rank", "pid", "identity", "host", "at", "step", "time", "since")))
     return beats
 
 

@@ -167,11 +167,13 @@ def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | N
 def _number(path: str, value: Any, columns: dict[str, Any], index: int) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if math.isfinite(number):
         return number
-    shown_value = value if isinstance(value, int | float | str) else f"a value of type {type(value).__name__}"
+    shown_value = value if isinstance(value, float | str) else f"a value of type {type(value).__name__}"
+    if isinstance(value, int):
+        shown_value = f"an integer of {value.bit_length():,} bits"
     problem = f"method.rewards: {path} returned {shown_value} for {_shown(columns, index)}"
     raise RunError(problem, hint="return a finite number, or None if the reward does not apply")
 

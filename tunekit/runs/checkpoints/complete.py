@@ -201,6 +201,10 @@ def _sync_run(run_folder: Path) -> None:
         # A status may be replaced meanwhile.
         with contextlib.suppress(FileNotFoundError):
             to_disk(path)
+    # The folders of runs may be as new, or somebody else's.
+    for folder in (run_folder.parent, run_folder.parent.parent):
+        with contextlib.suppress(PermissionError):
+            to_disk(folder)
 
 
 def publish_result(draft: Path, to: Path) -> None:
