@@ -6,7 +6,7 @@ that the main process alone has read; the others have its shapes. So nothing may
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +31,7 @@ from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.layout import Layout
+from tunekit.models.load import towers
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.training.engines import expert_parallel
@@ -97,23 +98,30 @@ def keep_losses_in_float32(trainer: Trainer, plan: Plan) -> None:
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
 
-def name_layers(trainer: Trainer) -> None:
+def name_layers(trainer: Trainer, *, reads_pictures: bool) -> None:
     """Tell Accelerate which layers to divide.
+
+    Layers of towers are no units where rows have pictures: a unit is gathered by all processes together, and a
+    micro-batch without pictures does not come to them. They are gathered with the whole model's own unit.
 
     Its own choice, `_no_split_modules`, is empty for some types (BigBird, BioGPT), has names of no module of the model
     for others (SigLIP's text encoder with Gemma 3), which Accelerate refuses (1.15, `fsdp2_prepare_auto_wrap_policy`),
     or embeddings that the head shares (BERT), which cannot be in two units.
     """
-    names = sorted(layer_types(trainer.model))
-    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
+    model = trainer.model
+    base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    names = towers(base) if reads_pictures else []
+    of_towers = {module for name in names for module in base.get_submodule(name).modules()}
+    layers = layer_types([module for module in model.modules() if module not in of_towers])
+    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(layers)
 
 
-def layer_types(model: Module) -> set[str]:
+def layer_types(modules: Collection[Module]) -> set[str]:
     """Return the names of the classes of layers: of those that can be recomputed, or of the largest list of modules."""
-    layers = {_class_name(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    layers = {_class_name(module) for module in modules if isinstance(module, GradientCheckpointingLayer)}
     if layers:
         return layers
-    lists = [module for module in model.modules() if isinstance(module, ModuleList)]
+    lists = [module for module in modules if isinstance(module, ModuleList)]
     largest = max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
     return {_class_name(layer) for layer in largest}
 
@@ -322,7 +330,7 @@ def _found_mesh(trainer: Trainer) -> dict[str, int]:
 
 def _reshards(model: Module) -> bool:
     """Return whether decoder layers reshard their weights after the forward pass."""
-    names = layer_types(model)
+    names = layer_types([*model.modules()])
     groups = (
         module._get_fsdp_state()._fsdp_param_group
         for module in model.modules()
