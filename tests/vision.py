@@ -161,16 +161,111 @@ def _gemma3() -> tuple[Any, Any]:
     processor = t.Gemma3Processor(
         t.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
         tokenizer,
-        image_seq_length=1,
+        image_seq_length=4,
         chat_template=tokenizer.chat_template,
     )
     config = t.Gemma3Config(
         vision_config={**TOWER, "vision_use_head": False},
         text_config=_text(tokenizer, sliding_window=16),
-        mm_tokens_per_image=1,
+        mm_tokens_per_image=4,
         image_token_id=tokenizer.image_token_id,
         boi_token_id=tokenizer.boi_token_id,
         eoi_token_id=tokenizer.eoi_token_id,
+    )
+    return config, processor
+
+
+def _aya_vision() -> tuple[Any, Any]:
+    import transformers as t
+
+    marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
+    tiles = ("TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5)))
+    tokenizer = _tokenizer("<image>", "<image>", *marks, *tiles)
+    processor = t.AyaVisionProcessor(
+        t.GotOcr2ImageProcessorPil(
+            size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4
+        ),
+        tokenizer,
+        patch_size=14,
+        img_size=28,
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.AyaVisionConfig(
+        vision_config={"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False},
+        text_config={"model_type": "cohere2", **_text(tokenizer, sliding_window=16), "sliding_window_pattern": 2},
+        downsample_factor=1,
+        image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
+    )
+    return config, processor
+
+
+def _ovis2() -> tuple[Any, Any]:
+    import transformers as t
+
+    marks = ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    tokenizer = _tokenizer("<image>", "<image>", *marks)
+    processor = t.Ovis2Processor(
+        t.Ovis2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4),
+        tokenizer,
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+    ids = tokenizer.convert_tokens_to_ids(list(marks))
+    config = t.Ovis2Config(
+        vision_config={**TOWER, "vocab_size": 12, "num_visual_indicator_tokens": 5},
+        text_config={"model_type": "qwen2", **_text(tokenizer)},
+        image_token_id=ids[0],
+        visual_indicator_token_ids=ids[1:],
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT["hidden_size"],
+    )
+    return config, processor
+
+
+def _qwen2_vl() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _qwen_tokenizer()
+    processor = t.Qwen2VLProcessor(
+        t.Qwen2VLImageProcessor(**_QWEN_PIXELS),
+        tokenizer,
+        t.Qwen2VLVideoProcessor(**_QWEN_PIXELS),
+        chat_template=tokenizer.chat_template,
+    )
+    config = t.Qwen2VLConfig(
+        vision_config={"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
+        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE),
+        **_qwen_ids(processor),
+    )
+    return config, processor
+
+
+def _qwen3_5() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = _qwen_tokenizer()
+    pixels = _QWEN_PIXELS | {"patch_size": 16}
+    processor = t.Qwen3VLProcessor(
+        t.Qwen2VLImageProcessor(**pixels),
+        tokenizer,
+        t.Qwen3VLVideoProcessor(**pixels),
+        chat_template=tokenizer.chat_template,
+    )
+    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+    rope = _QWEN_ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    config = t.Qwen3_5Config(
+        vision_config={
+            **{"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
+            "num_position_embeddings": 64,
+        },
+        text_config=_text(
+            tokenizer,
+            **linear,
+            linear_num_value_heads=2,
+            layer_types=["linear_attention", "full_attention"],
+            rope_parameters=rope,
+        ),
+        **_qwen_ids(processor),
     )
     return config, processor
 
@@ -316,19 +411,23 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "idefics3": _idefics3,
     "mllama": _mllama,
     "gemma3": _gemma3,
+    "aya_vision": _aya_vision,
+    "ovis2": _ovis2,
 }
 if find_spec("torchvision") is not None:
     FAMILIES |= {
         "qwen2_5_vl": _qwen2_5_vl,
         "qwen3_vl": _qwen3_vl,
+        "qwen2_vl": _qwen2_vl,
+        "qwen3_5": _qwen3_5,
         "mistral3": _mistral3,
         "internvl": _internvl,
         "glm4v": _glm4v,
     }
 
 
-def save_tiny_vision_model(folder: Path, family: str) -> Path:
-    """Save a model of random weights of a family, with its processor, and return its folder."""
+def tiny_vision_model(family: str) -> tuple[Any, Any]:
+    """Return a model of random weights of a family, the same ones each time, and its processor."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -339,6 +438,12 @@ def save_tiny_vision_model(folder: Path, family: str) -> Path:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             parameter.copy_(noise / parameter.shape[-1] ** 0.5) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+    return model, processor
+
+
+def save_tiny_vision_model(folder: Path, family: str) -> Path:
+    """Save such a model with its processor, and return its folder."""
+    model, processor = tiny_vision_model(family)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
@@ -348,7 +453,10 @@ COLOURS = ("red", "green", "blue", "yellow")
 
 
 def save_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
-    """Write pictures of several sizes and rows that ask for their colour, one of them without; return the file."""
+    """Write pictures of several sizes and rows that ask for their colour, one of them without; return the file.
+
+    Some pictures stand before the question, and others behind its beginning.
+    """
     from PIL import Image
 
     folder.mkdir(exist_ok=True)
@@ -360,6 +468,8 @@ def save_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
             size = (20 + 7 * (number % 3), 30 + 11 * (number % 2))
             Image.effect_noise(size, 60).convert("RGB").save(folder / f"{number}.png")
             asked = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what colour?"}]
+            if number % 4 == 1:
+                asked.insert(0, {"type": "text", "text": "look: "})
         answer = {"role": "assistant", "content": colour}
         lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, answer]}) + "\n")
     file = folder / "rows.jsonl"

@@ -33,7 +33,7 @@ def loaded(folder, name="rows.jsonl", **section):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_tokens_of_a_picture_are_those_that_its_processor_writes_for_it(family, folder):
-    _, processor = FAMILIES[family]()
+    config, processor = FAMILIES[family]()
     content = [{"type": "image", "image": f"{number}.png"} for number in (0, 1)]
     content.insert(1, {"type": "text", "text": "or\n"})
     answer = {"role": "assistant", "content": "red"}
@@ -45,12 +45,13 @@ def test_the_tokens_of_a_picture_are_those_that_its_processor_writes_for_it(fami
     placed = encoder.pictures_of(rows, 0)
     assert [one.picture.name for one in placed] == ["0.png", "1.png", "0.png"]
     is_inside = [any(one.start <= token < one.stop for one in placed) for token in range(len(ids))]
-    of_images = [token_id == processor.image_token_id for token_id in ids]
+    of_images = [token_id == config.image_token_id for token_id in ids]
     assert all(inside for inside, image in zip(is_inside, of_images, strict=True) if image)
     for one in placed:
         blank = Image.new("RGB", (one.picture.width, one.picture.height))
-        alone = processor(text=[processor.image_token], images=[[blank]], add_special_tokens=False)["input_ids"][0]
-        num = sum(token_id == processor.image_token_id for token_id in alone)
+        given = {"images": [[blank]], "add_special_tokens": False, "return_tensors": "pt"}
+        alone = processor(text=[processor.image_token], **given)["input_ids"][0]
+        num = sum(token_id == config.image_token_id for token_id in alone.tolist())
         assert sum(of_images[one.start : one.stop]) == num > 0
 
 

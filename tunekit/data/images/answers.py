@@ -45,7 +45,7 @@ class PictureAnswers:
         from PIL import Image
 
         blank = Image.new("RGB", (64, 64))
-        return set(self._images.processor(text=[self._images.mark], images=[[blank]]))
+        return set(self._images.processor(text=[self._images.mark], images=[[blank]], return_tensors="pt"))
 
     def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
         """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.

@@ -8,7 +8,6 @@ on rows with their real pictures, before training and for each row while it is t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.data.formats.row_formats import counted
@@ -69,15 +68,37 @@ class ImageTokens:
             from PIL import Image
 
             blank = Image.new("RGB", (width, height))
+            # As tensors: Ovis 2's processor reads sizes of pictures from these.
             features = self.processor(
-                text=[self.mark], images=[[blank]], add_special_tokens=False, return_text_replacement_offsets=True
+                text=[self.mark],
+                images=[[blank]],
+                add_special_tokens=False,
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
             )
             # A processor without replacements leaves the one token as it is.
             replaced = features.get("text_replacement_offsets") or [[]]
             text = replaced[0][0]["replacement"] if replaced[0] else self.mark
-            num_values = _num_values(features["pixel_values"])
+            num_values = features["pixel_values"].numel()
             self._by_size[width, height] = Replacement(text, len(features["input_ids"][0]), num_values)
         return self._by_size[width, height]
+
+    def num_values(self, sizes: Sequence[Sequence[tuple[int, int]]]) -> int:
+        """Return the number of values of the pixels of pictures of some sizes, of texts that are read together."""
+        if not any(sizes):
+            return 0
+        from PIL import Image
+
+        features = self.processor(
+            # A space, as some processors read no empty text.
+            text=[self.mark * len(of_text) or " " for of_text in sizes],
+            images=[[Image.new("RGB", size) for size in of_text] for of_text in sizes],
+            add_special_tokens=False,
+            padding=True,
+            return_tensors="pt",
+        )
+        num: int = features["pixel_values"].numel()
+        return num
 
     def expand(
         self, text: str, spans: Sequence[Span], pictures: Sequence[Picture], place: str
@@ -153,18 +174,14 @@ class ImageTokens:
             DataError: It does not.
         """
         images = [read_picture(picture) for picture in pictures]
-        features: Any = self.processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
-        if list(features) != list(ids):
+        features: Any = self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+        own = features["input_ids"][0].tolist()
+        if own != list(ids):
             raise DataError(
-                f"{place}: {type(self.processor).__name__} returns {len(features):,} tokens for the row, "
+                f"{place}: {type(self.processor).__name__} returns {len(own):,} tokens for the row, "
                 f"but the sizes of its images give {len(ids):,}",
                 hint="this image processor is unsupported for training",
             )
-
-
-def _num_values(pixels: Any) -> int:
-    """Return the number of values in arrays, or in lists of them."""
-    return sum(map(_num_values, pixels)) if isinstance(pixels, list | tuple) else prod(pixels.shape)
 
 
 def _moved(spans: Sequence[Span], marks: Sequence[Span], replaced: Sequence[Span]) -> list[Span]:
