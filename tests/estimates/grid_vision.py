@@ -90,6 +90,11 @@ STEPS = {
     "qwen2.5-vl-7b full, two rows": VisionStep(
         QWEN_2_5_VL_7B, FullAdapter(), (((40, 60),), ((28, 38),)), 768, checkpointing=True, accumulates=True
     ),
+    "qwen2.5-vl-7b lora, packed": VisionStep(
+        QWEN_2_5_VL_7B, LORA, (((36, 54), (20, 20)),), 2048, checkpointing=True, documents=2
+    ),
+    "gemma-3-4b lora, packed": VisionStep(GEMMA_3_4B, LORA, ((3,),), 2048, checkpointing=True, documents=2),
+    "smolvlm2-2.2b lora, packed": VisionStep(SMOLVLM_2B, LORA, ((13,),), 2400, documents=3),
     "gemma-3-4b lora, three pictures": VisionStep(GEMMA_3_4B, LORA, ((3,),), 1024, checkpointing=True),
     "gemma-3-4b lora, one row": VisionStep(GEMMA_3_4B, LORA, ((1,),), 700),
     "gemma-3-4b lora": VisionStep(GEMMA_3_4B, LORA, ((1,), (1,)), 640),

@@ -25,6 +25,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.pictures import PictureLoad
 from tunekit.estimates.memory.states import Dtype
+from tunekit.models.documents import tell_documents_apart
 from tunekit.models.load import attach_adapter, keep_trained, towers
 from tunekit.probe.model import sketch_model
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter
@@ -40,6 +41,7 @@ class VisionStep:
         adapter: What is trained.
         pictures: Of each row: height and width in patches for Qwen; the number of tiles for others.
         length: Tokens of a row.
+        documents: Documents that are packed into the one row.
     """
 
     config: dict[str, Any]
@@ -50,6 +52,7 @@ class VisionStep:
     dtype: Dtype = "bfloat16"
     accumulates: bool = False
     trained_dtype: Dtype = "float32"
+    documents: int = 1
 
     @property
     def autocasts(self) -> bool:
@@ -136,11 +139,20 @@ def inputs_of(step: VisionStep) -> dict[str, torch.Tensor]:
     return batch
 
 
+def packed(batch: dict[str, torch.Tensor], step: VisionStep) -> dict[str, torch.Tensor]:
+    """A batch of one row as a row of several documents of equal length, if the step asks for it."""
+    if step.documents == 1:
+        return batch
+    assert step.length % step.documents == 0
+    positions = torch.arange(step.length // step.documents).repeat(step.documents)[None]
+    return {**{name: value for name, value in batch.items() if name != "attention_mask"}, "position_ids": positions}
+
+
 def trace(step: VisionStep) -> Trace:
     """The live bytes of one step, beside weights and optimizer states."""
     with torch.device("meta"):
         model, base = built(step)
-    batches = [inputs_of(step) for _ in range(2 if step.accumulates else 1)]
+    batches = [packed(inputs_of(step), step) for _ in range(2 if step.accumulates else 1)]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, as_on_cuda():
         materialise(model)
         model.train()
@@ -180,6 +192,7 @@ def built(step: VisionStep) -> tuple[torch.nn.Module, PreTrainedModel]:
     weights = getattr(torch, step.trained_dtype if full else step.dtype)
     base = AutoModelForImageTextToText.from_config(config, dtype=weights, attn_implementation="sdpa")
     trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    tell_documents_apart(base)
     model: Any = attach_adapter(base, step.adapter, seed=0)
     if not full:
         keep_trained(model)
@@ -200,7 +213,7 @@ def facts_of(step: VisionStep) -> ModelFacts:
 def estimate_of(step: VisionStep) -> MemoryEstimate:
     """Return the planned memory of a step on an accelerator."""
     facts = facts_of(step)
-    masks = step.batch > 1 or (facts.tower is not None and facts.tower.masks_text)
+    masks = step.batch > 1 or step.documents > 1 or (facts.tower is not None and facts.tower.masks_text)
     mask_length = step.length if masks else None
     window = facts.sliding_window
     return estimate(

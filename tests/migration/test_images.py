@@ -304,11 +304,17 @@ def test_older_names_of_a_language_model_become_those_of_transformers_5() -> Non
     assert not re.fullmatch(pattern, "model.vision_tower.encoder.layers.1.self_attn.q_proj")
 
 
-def test_rows_with_images_are_not_packed() -> None:
+def test_rows_with_images_are_packed() -> None:
     made = of_script(packing="true", attn_impl="flash_attn")
-    assert not made.recipe.data.packing
-    assert line_of(made, "packing").words == "data.packing: unsupported for rows with images"
-    assert line_of(of_values(FACTORY, neat_packing=True), "neat_packing").kind == "unsupported"
+    assert made.recipe.data.packing and line_of(made, "packing").kind == "carried"
+    made = of_values(FACTORY, neat_packing=True)
+    assert made.recipe.data.packing and line_of(made, "neat_packing").kind == "carried"
+
+
+def test_rows_with_images_are_not_streamed() -> None:
+    made = of_script(streaming="true")
+    assert not made.recipe.data.streaming
+    assert line_of(made, "streaming").words == "data.streaming: unsupported for rows with images"
 
 
 def test_columns_of_ms_swift_are_renamed_where_tunekit_has_them() -> None:

@@ -1,6 +1,7 @@
 """Rows with pictures are trained on as plain Transformers and the model's own processor do."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,19 @@ import yaml
 import tunekit
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in, worked
-from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
+from tests.vision import FAMILIES, save_rows, save_tiny_vision_model, tiny_vision_model
 from tunekit.errors import DataError, ModelError, PlanError, RunError
+from tunekit.models.load import attach_adapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.runs.run import Run
+from tunekit.training.engines.fsdp2 import name_layers
 
 RATE = 0.01
 RANK = 4
+
+
+PACK = 128
+"""Tokens of packed rows: there are three or four of them."""
 
 
 QUICK = {"llava"}
@@ -41,13 +49,22 @@ def llava(tmp_path_factory):
     return folder
 
 
-def recipe(saved, folder, **sections):
-    """One step of gradient descent over all rows, in micro-batches of two."""
+@pytest.fixture(scope="module", params=sorted({"llava", "qwen2_5_vl"} & set(FAMILIES)))
+def several(request, tmp_path_factory):
+    """Models that place pictures in one way and in another."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny_vision_model(folder / "model", request.param)
+    save_rows(folder / "data")
+    return folder
+
+
+def recipe(saved, folder, *, packed=False, **sections):
+    """One step of gradient descent over all rows, in micro-batches of two: of rows, or of a few rows in one each."""
     train = {"max_steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "optim": "sgd", "learning_rate": RATE}
     train |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e9}
     return {
         "model": str(saved / "model"),
-        "data": {"train": str(saved / "data" / "rows.jsonl"), "max_length": 512},
+        "data": {"train": str(saved / "data" / "rows.jsonl"), "max_length": PACK if packed else 512, "packing": packed},
         "train": train | sections.pop("train", {}),
         "output": {"dir": str(folder / "run"), "sample_prompts": []},
         **sections,
@@ -83,12 +100,29 @@ def loss_of(model, processor, saved):
 
 @pytest.mark.parametrize("adapter", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_the_first_loss_and_all_gradients_are_those_of_plain_transformers(adapter, saved, tmp_path):
+    compare_with_plain_transformers(adapter, saved, tmp_path)
+
+
+@pytest.mark.parametrize("adapter", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+def test_packed_rows_have_the_loss_and_the_gradients_of_plain_transformers_on_each(adapter, saved, tmp_path):
+    if saved.name.startswith("mllama"):
+        why = "the cross-attention of mllama_text_model reads the images of a whole row; unset it"
+        with pytest.raises(PlanError, match=rf"^data\.packing: unsupported for rows with images: {why}$"):
+            tunekit.plan(recipe(saved, tmp_path, packed=True))
+        return
+    run = compare_with_plain_transformers(adapter, saved, tmp_path, packed=True)
+    plan = run.plan
+    assert plan.padding_free and 1 < plan.data.num_train < 8
+
+
+def compare_with_plain_transformers(adapter, saved, tmp_path, *, packed=False):
+    """Compare the first loss and all gradients of a run, and return it."""
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     sections = {"adapter": {"type": "lora", "rank": RANK, "alpha": RANK} if adapter == "lora" else "full"}
-    run = tunekit.train(recipe(saved, tmp_path, **sections))
+    run = tunekit.train(recipe(saved, tmp_path, packed=packed, **sections))
     model = AutoModelForImageTextToText.from_pretrained(saved / "model", dtype=torch.float32)
     if adapter == "lora":
         model = PeftModel.from_pretrained(model, run.model_path, is_trainable=True)
@@ -119,6 +153,7 @@ def test_the_first_loss_and_all_gradients_are_those_of_plain_transformers(adapte
     largest = max(float(grad.abs().max()) for _, grad in pairs.values())
     for name, (ours, theirs) in pairs.items():
         assert float((ours - theirs).abs().max()) <= 1e-3 * largest, name
+    return run
 
 
 def is_of_tower(name):
@@ -134,13 +169,19 @@ def test_a_model_that_reads_texts_otherwise_beside_pictures_is_refused(tmp_path)
     assert caught.value.hint == "set train.micro_batch_size=1, or add images to all rows or none"
 
 
+PACKS = {"global_batch_size": 2, "micro_batch_size": 1}
+"""Steps of a part of an epoch, of which the last one is filled in two processes."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_train_as_one(strategy, llava, tmp_path):
-    train = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-2}
-    one = made(recipe(llava, tmp_path / "one", train=train))
+def test_two_processes_train_as_one(strategy, packed, several, tmp_path):
+    train = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-2} | (PACKS if packed else {})
+    one = made(recipe(several, tmp_path / "one", packed=packed, train=train))
     worked(one)
-    two = made(recipe(llava, tmp_path / "two", train=train, parallel={"strategy": strategy, "num_processes": 2}))
+    parallel = {"strategy": strategy, "num_processes": 2}
+    two = made(recipe(several, tmp_path / "two", packed=packed, train=train, parallel=parallel))
     work_in(two, 2)
     losses = [[event["loss"] for event in Run(path).events() if event["event"] == "log"] for path in (one, two)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -150,13 +191,46 @@ def test_two_processes_train_as_one(strategy, llava, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(llava, tmp_path):
-    train = {"optim": "adamw_torch", "learning_rate": 1e-2}
-    whole = tunekit.train(recipe(llava, tmp_path / "whole", train=train | {"max_steps": 4}))
-    part = tunekit.train(recipe(llava, tmp_path / "part", train=train | {"max_steps": 2}))
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(packed, several, tmp_path):
+    train = {"optim": "adamw_torch", "learning_rate": 1e-2} | (PACKS if packed else {})
+    whole = tunekit.train(recipe(several, tmp_path / "whole", packed=packed, train=train | {"max_steps": 4}))
+    part = tunekit.train(recipe(several, tmp_path / "part", packed=packed, train=train | {"max_steps": 3}))
     resumed = tunekit.resume(part, ["train.max_steps=4"])
     after, before = saved_weights(resumed.model_path), saved_weights(whole.model_path)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=RANK)], ids=["full", "lora"])
+def test_a_tower_is_in_the_unit_of_the_whole_model_where_rows_have_pictures(adapter):
+    """Of two processes only one may have a micro-batch with pictures, and both gather a unit."""
+    model = attach_adapter(tiny_vision_model("llava")[0], adapter, seed=0)
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    name_layers(trainer, reads_pictures=True)
+    assert plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
+    name_layers(trainer, reads_pictures=False)
+    assert plugin.transformer_cls_names_to_wrap == ["CLIPEncoderLayer", "LlamaDecoderLayer"]
+
+
+def test_zero_3_is_refused_as_it_gathers_a_tower_where_it_runs(llava, tmp_path):
+    parallel = {"strategy": "zero3", "num_processes": 2}
+    with pytest.raises(PlanError, match="the vision tower runs only where rows have images; use fsdp2"):
+        tunekit.plan(recipe(llava, tmp_path, parallel=parallel))
+
+
+@pytest.mark.slow
+def test_packed_rows_are_evaluated_as_those_alone(several, tmp_path):
+    losses = []
+    for packed in (False, True):
+        wanted = recipe(several, tmp_path / str(packed), packed=packed)
+        wanted["data"] |= {"eval": wanted["data"]["train"]}
+        run = tunekit.train(wanted)
+        (scored,) = (score for score in tunekit.evaluate(run, before=False).scores if score.name == "loss")
+        assert scored.num_rows == 8
+        losses.append([run.metrics()["eval_loss"].dropna().iloc[-1], scored.after.value])
+    assert losses[0] == pytest.approx([losses[1][0]] * 2, rel=1e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -233,8 +307,8 @@ def test_a_setting_that_the_class_of_a_processor_goes_before_is_refused(tmp_path
 
 
 def test_pictures_are_refused_where_they_cannot_be_read_as_asked(llava, tmp_path):
-    with pytest.raises(PlanError, match=r"data\.packing: unsupported for rows with images"):
-        tunekit.plan({**recipe(llava, tmp_path), "data": {**recipe(llava, tmp_path)["data"], "packing": True}})
+    with pytest.raises(PlanError, match=r"data\.padding_free: unsupported for rows with images"):
+        tunekit.plan({**recipe(llava, tmp_path), "data": {**recipe(llava, tmp_path)["data"], "padding_free": True}})
     with pytest.raises(PlanError, match="rows have images, but pico is a text-only model"):
         tunekit.plan({**recipe(llava, tmp_path), "model": "pico"})
     settings = {"path": str(llava / "model"), "image_processor": {"do_resize": False}}

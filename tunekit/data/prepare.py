@@ -229,12 +229,14 @@ class Prepared:
 
     Attributes:
         path: The Arrow file: columns `input_ids` and `labels`, `seq_lengths` where packed; and where rows have pictures
-            `picture_text` and `pictures`, of which a processor makes the same tokens, and pixels.
+            `picture_text` and `pictures`, of which a processor makes the same tokens, and pixels; where packed, a list
+            of those of each document.
         reports: What became of the rows of each source.
         shares: What was taken of each source.
         num_sequences: Sequences to train on, packed where the recipe asks for it.
         num_tokens: Their tokens.
         num_trainable_tokens: Those that count in the loss.
+        most_pixel_values: Values of the pixels of the sequence with the most.
     """
 
     path: Path
@@ -243,6 +245,7 @@ class Prepared:
     num_sequences: int
     num_tokens: int
     num_trainable_tokens: int
+    most_pixel_values: int
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -444,6 +447,14 @@ class PictureInputs:
         """Made when the first row is asked for: nothing is where the cache has them all."""
         return Encoder(self._rows, self._tokenizer, self._images)
 
+    def num_values(self, pictures: Sequence[str]) -> int:
+        """Return the number of values of the pixels of pictures."""
+        return sum(self._images.of_size(*size).num_values for size in _sizes(pictures))
+
+    def num_values_of_pack(self, documents: Sequence[Sequence[str]]) -> int:
+        """Return the same of the pictures of documents that a processor reads together, with its padding."""
+        return self._images.num_values([_sizes(pictures) for pictures in documents])
+
     def of_row(self, index: int) -> tuple[str | None, list[str]]:
         """Return the text of a row, None where it is tokens, and its pictures as JSON."""
         row = self._rows.rows[index]
@@ -452,6 +463,10 @@ class PictureInputs:
         return self._encoder.text_of(row, self._rows.place(index)), [
             json.dumps(image) for image in row.get("images", ())
         ]
+
+
+def _sizes(pictures: Sequence[str]) -> list[tuple[int, int]]:
+    return [tuple(json.loads(picture)["size"]) for picture in pictures]
 
 
 def prepare_rows(
@@ -493,6 +508,7 @@ def prepare_rows(
         num_sequences=account["num_sequences"],
         num_tokens=account["num_tokens"],
         num_trainable_tokens=account["num_trainable_tokens"],
+        most_pixel_values=account["most_pixel_values"],
     )
 
 
@@ -526,8 +542,10 @@ def _write(
     columns = ("input_ids", "labels", "seq_lengths")[: 2 if sizes is None else 3]
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
     if inputs is not None:
-        schema = schema.append(pa.field(TEXT, pa.string())).append(pa.field(PICTURES, pa.list_(pa.string())))
-    num_trainable = 0
+        types = [pa.string(), pa.list_(pa.string())]
+        for name, type_ in zip((TEXT, PICTURES), types if sizes is None else map(pa.list_, types), strict=True):
+            schema = schema.append(pa.field(name, type_))
+    num_trainable = most_pixel_values = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for start, stop, packs in _batches(lengths, sizes):
             batch = _gather(sources, chosen.source[start:stop], chosen.index[start:stop])
@@ -541,15 +559,48 @@ def _write(
             if inputs is not None:
                 chosen_rows = zip(chosen.source[start:stop], chosen.index[start:stop], strict=True)
                 pairs = [inputs[s].of_row(int(sources[s].sequences.rows[i])) for s, i in chosen_rows]
-                arrays += [pa.array([text for text, _ in pairs], pa.string())]
-                arrays += [pa.array([pictures for _, pictures in pairs], pa.list_(pa.string()))]
+                values = np.array([inputs[0].num_values(pictures) for _, pictures in pairs])
+                columns_of_pictures = [list(column) for column in zip(*pairs, strict=True)]
+                if packs is not None:
+                    spans = list(zip((np.cumsum(packs) - packs).tolist(), np.cumsum(packs).tolist(), strict=True))
+                    columns_of_pictures = [[column[a:b] for a, b in spans] for column in columns_of_pictures]
+                    values = _values_of_packs(values, spans, columns_of_pictures[1], inputs[0])
+                most_pixel_values = max(most_pixel_values, int(values.max()))
+                arrays += [
+                    pa.array(column, schema.field(name).type)
+                    for name, column in zip((TEXT, PICTURES), columns_of_pictures, strict=True)
+                ]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     return {
         "shares": shares,
         "num_sequences": len(lengths) if sizes is None else len(sizes),
         "num_tokens": int(lengths.sum(dtype=np.int64)),
         "num_trainable_tokens": num_trainable,
+        "most_pixel_values": most_pixel_values,
     }
+
+
+def _values_of_packs(
+    values: "np.ndarray",
+    spans: Sequence[tuple[int, int]],
+    pictures: Sequence[Sequence[Sequence[str]]],
+    inputs: PictureInputs,
+) -> "np.ndarray":
+    """Return the numbers of values of the pixels of packs, of which the largest has all padding of its processor.
+
+    Args:
+        values: Those of each document.
+        spans: Documents `[start, end)` of each pack.
+        pictures: Pictures of each document of each pack.
+        inputs: The processor.
+    """
+    import numpy as np
+
+    sums = np.array([values[start:end].sum() for start, end in spans])
+    # Where each document is padded to the one with the most.
+    padded = [(end - start) * values[start:end].max() for start, end in spans]
+    heaviest = {int(np.argmax(sums)), int(np.argmax(padded))}
+    return np.append(sums, [inputs.num_values_of_pack(pictures[pack]) for pack in heaviest])
 
 
 def _batches(lengths: "np.ndarray", sizes: "np.ndarray | None") -> "Iterator[tuple[int, int, np.ndarray | None]]":

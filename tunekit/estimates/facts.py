@@ -848,7 +848,7 @@ class DataFacts(Facts):
     num_pixel_values: int | None = None
     """Values of the pixels of all pictures, as the model's processor cuts and scales them."""
     most_pixel_values: int | None = None
-    """The same of the row with the most."""
+    """The same of the sequence with the most: a row, or several that are packed."""
     num_good: int | None = None
     """Rows to train on whose answer is good, where rows say so."""
 

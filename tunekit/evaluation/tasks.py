@@ -5,6 +5,7 @@ Everything that can be wrong with what is asked is found here, before a model is
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from tunekit.data.formats.row_formats import COLUMNS, Learner, Row, counted
-from tunekit.data.images.collate import PICTURES
+from tunekit.data.images.collate import PICTURES, documents_of
 from tunekit.data.images.expand import ImageTokens
 from tunekit.data.images.pictures import pictures_of
 from tunekit.data.prepare import read_dataset, tokens_of
@@ -149,7 +150,8 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
             raise DataError(what, hint="pass rows with --data")
         dataset = read_dataset(file)
         if PICTURES in dataset.column_names:
-            rows_of_run = [PicturedRow(**row) for row in dataset.select(range(len(dataset))[: wish.limit])]
+            documents = (document for row in dataset for document in documents_of(row))
+            rows_of_run = [PicturedRow(**document) for document in islice(documents, wish.limit)]
             return PicturedTexts.of_rows(of, rows_of_run, processor_of(found, tokenizer))
         return _texts(of, _sequences(dataset), wish.limit)
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][

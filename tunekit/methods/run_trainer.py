@@ -468,5 +468,5 @@ def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> 
 def _empty(columns: list[str], pad_token_id: int) -> dict[str, Any]:
     """A row of one token that is not trained on."""
     row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": [-100], "seq_lengths": [1]}
-    row |= {TEXT: None, PICTURES: []}
+    row |= {TEXT: [None], PICTURES: [[]]} if "seq_lengths" in columns else {TEXT: None, PICTURES: []}
     return {name: row[name] for name in columns}

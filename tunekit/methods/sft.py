@@ -45,14 +45,18 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
         eval_dataset = filled(eval_dataset, at_once, pad)
     collation: dict[str, Any] = {}
     if parts.processor is not None:
-        collation = {"data_collator": PictureCollator(parts.processor, scores_positions=parts.head != "tiles")}
+        collator = PictureCollator(
+            parts.processor, scores_positions=parts.head != "tiles", packs=parts.plan.padding_free
+        )
+        collation = {"data_collator": collator}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
         TokenMeanSFTTrainer,
         **collation,
         args=SFTConfig(
             **parts.arguments(),
-            packing=parts.data.packing,
-            padding_free=parts.plan.padding_free,
+            # With pictures the collator lays rows in one row; TRL's would have no pixels.
+            packing=parts.data.packing and parts.processor is None,
+            padding_free=parts.plan.padding_free and parts.processor is None,
             # The rows are tokenised, truncated and packed already.
             max_length=None,
             dataset_kwargs={"skip_prepare_dataset": True},

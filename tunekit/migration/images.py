@@ -120,11 +120,9 @@ def finish(draft: Draft) -> None:
     """Take out what rows with images do not go with, and note what other tools train of the model."""
     if draft.tool == "TRL" and named_for_images(draft):
         draft.differ("model_name_or_path", _model(draft), f"TRL trains the vision tower too; {FROZEN}")
-    for target in ("data.packing", "data.streaming"):
-        if draft.has_images and draft.values.get(target):
-            del draft.values[target]
-            for key in draft.origins.pop(target, []):
-                draft.fates[key] = Fate("unsupported", f"{target}: unsupported for rows with images")
+    if draft.has_images and draft.values.pop("data.streaming", None):
+        for key in draft.origins.pop("data.streaming", []):
+            draft.fates[key] = Fate("unsupported", "data.streaming: unsupported for rows with images")
 
 
 def _reads_text_alone(draft: Draft) -> bool:

@@ -11,8 +11,12 @@ Such layers are known by a causal convolution of their own, which all of these f
 Other models attend across documents: their masks take no notice of positions (BERT, BLOOM), or they choose tokens from
 the whole row (the indexers of DeepSeek-V3.2). Their decoder is given one document after the other, as a row without
 padding, with positions of its own making.
+
+Decoders within models of pictures may have positions of several kinds for a token, of which the first says where
+documents begin, and masks in which the tokens of a picture see each other.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import ModelOutput
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -43,8 +48,14 @@ class Documents:
     noted: bool = False
 
     def note(self, position_ids: Tensor | None) -> None:
-        """Read where documents begin: where positions, of shape (batch, tokens), begin again at 0."""
+        """Read where documents begin: where positions, of shape (batch, tokens), begin again at 0.
+
+        Of positions of several kinds, (4, batch, tokens), those of text come first; three kinds are of rows that are
+        one document each.
+        """
         self.spans = None
+        if position_ids is not None and position_ids.ndim == 3:
+            position_ids = position_ids[0] if len(position_ids) == 4 else None
         if position_ids is None:
             return
         length = position_ids.shape[1]
@@ -199,3 +210,89 @@ def _joined(parts: list[Any], lengths: list[int] | None) -> Any:
         return torch.cat(parts)
     streams = [part.unflatten(1, (-1, length)) for part, length in zip(parts, lengths, strict=True)]
     return torch.cat(streams, dim=2).flatten(1, 2)
+
+
+def tell_documents_apart(model: nn.Module) -> None:
+    """Give text decoders of vision models the positions and masks that they tell packed documents apart by.
+
+    Qwen2.5-VL, GLM-4.5V and others have positions of three kinds in a row, and mask documents by a fourth one before
+    these. Of positions of text alone their code makes three (transformers 5.24), and documents see each other. The
+    model around such a decoder computes positions of pictures only where it is given none. Gemma 3 and Gemma 4 look up
+    pictures by positions in masks of sliding windows, as if each document were the first one of its row.
+    """
+    from transformers import PreTrainedModel
+
+    modules = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for module in modules:
+        code = inspect.getsource(inspect.unwrap(type(module).forward))
+        if "create_masks_for_vision_model(" in code:
+            module.register_forward_pre_hook(_with_picture_masks, with_kwargs=True)
+        if "position_ids.shape[0] == 4" not in code:
+            continue
+        if ".expand(3, position_ids.shape[0], -1)" in code:
+            module.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
+        for around in modules:
+            if module in around.children() and "get_rope_index" in dir(around):
+                around.register_forward_pre_hook(_with_picture_positions, with_kwargs=True)
+
+
+def _with_text_positions(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 2:
+        kwargs["position_ids"] = positions.expand(4, *positions.shape)
+    return args, kwargs
+
+
+def _with_picture_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a packed row the positions that the model computes for its documents as a padded batch, `(4, 1, tokens)`."""
+    positions, grids = kwargs.get("position_ids"), kwargs.get("image_grid_thw")
+    if grids is None or positions is None or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
+        return args, kwargs
+    starts = (positions[0] == 0).nonzero().flatten()
+    lengths = torch.diff(starts, append=starts.new_tensor([positions.shape[1]])).tolist()
+    ids, kinds, mask = (
+        pad_sequence(values[0].split(lengths), batch_first=True)
+        for values in (kwargs["input_ids"], kwargs["mm_token_type_ids"], torch.ones_like(positions))
+    )
+    index: Callable[..., Any] = cast(Any, module).get_rope_index
+    of_pictures, _ = index(input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=mask)
+    kwargs["position_ids"] = torch.cat([positions[None], of_pictures[:, None, mask.bool()]])
+    return args, kwargs
+
+
+def _with_picture_masks(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a packed row the masks that the model makes of it as one document, in which no document sees another one."""
+    base, positions = cast(Any, module), kwargs.get("position_ids")
+    config = base.config.get_text_config()
+    kinds = kwargs.get("token_type_ids")
+    if kinds is None and config.use_bidirectional_attention == "vision":
+        kinds = kwargs.get("mm_token_type_ids")
+    if kinds is None or positions is None or len(positions) > 1 or kwargs.get("attention_mask") is not None:
+        return args, kwargs
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return args, kwargs
+    code: Any = inspect.getmodule(type(module))
+    masks = code.create_masks_for_vision_model(
+        config=config,
+        inputs_embeds=torch.empty(*kinds.shape, 1, dtype=base.dtype, device=kinds.device),
+        attention_mask=None,
+        cache=None,
+        position_ids=None,
+        block_sequence_ids=code.get_block_sequence_ids_for_mask(kinds, device=kinds.device),
+    )
+    document = (positions[0] == 0).cumsum(0)
+    apart = document[:, None] != document
+    kwargs["attention_mask"] = {name: _without_others(mask, apart) for name, mask in masks.items()}
+    return args, kwargs
+
+
+def _without_others(mask: Tensor | None, apart: Tensor) -> Tensor:
+    """Return a mask, `(1, 1, tokens, tokens)`, in which tokens that are apart do not see each other.
+
+    Args:
+        mask: True, or 0, where a token is seen; None where attention is causal.
+        apart: Whether tokens are of different documents, `(tokens, tokens)`.
+    """
+    if mask is None:
+        return (~apart).tril()[None, None]
+    return mask.masked_fill(apart, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)

@@ -20,7 +20,6 @@ Trained parameters: every weight, or low-rank updates through PEFT.
 """
 
 import contextlib
-import inspect
 import json
 import os
 import re
@@ -260,6 +259,7 @@ def load_model(
     from transformers import AutoModelForSequenceClassification, set_seed
 
     from tunekit.models.attention import register_packed_attention
+    from tunekit.models.documents import tell_documents_apart
 
     if attn_implementation == VARLEN:
         register_packed_attention()
@@ -351,28 +351,6 @@ def keep_positions(model: "Module", config: "PretrainedConfig") -> None:
         counted_from = vars(module).get("padding_idx") if "position" in name.rpartition(".")[2] else None
         if counted_from is not None:
             config.get_text_config().pad_token_id = counted_from
-
-
-def tell_documents_apart(model: "PreTrainedModel") -> None:
-    """Give text decoders of vision models the positions that they tell packed documents apart by.
-
-    Qwen2.5-VL, GLM-4.5V and others have positions of three kinds in a row, and mask documents by a fourth one before
-    these. Of positions of text alone their code makes three (transformers 5.24), and documents see each other.
-    """
-    from transformers import PreTrainedModel
-
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            code = inspect.getsource(inspect.unwrap(type(module).forward))
-            if ".expand(3, position_ids.shape[0], -1)" in code and "position_ids.shape[0] == 4" in code:
-                module.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
-
-
-def _with_text_positions(_module: "Module", args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    positions = kwargs.get("position_ids")
-    if positions is not None and positions.ndim == 2:
-        kwargs["position_ids"] = positions.expand(4, *positions.shape)
-    return args, kwargs
 
 
 def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:

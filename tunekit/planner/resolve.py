@@ -59,9 +59,8 @@ def resolve(
         recipe, hardware, model, dtype, reads_pictures=data.has_pictures
     )
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
-    check_pictures(recipe, model, data)
-    setting = setting_of(recipe, hardware, model, records, teacher=teacher)
-    setting = replace(setting, reads_pictures=data.has_pictures, row_pixel_values=data.most_pixel_values)
+    check_pictures(recipe, model, data, attention)
+    setting = setting_of(recipe, hardware, model, records, data=data, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)
@@ -217,6 +216,7 @@ def setting_of(
     model: ModelFacts,
     records: Sequence[RunRecord] = (),
     *,
+    data: DataFacts | None = None,
     limit_bytes: int | None = None,
     teacher: ModelFacts | None = None,
 ) -> Setting:
@@ -227,6 +227,7 @@ def setting_of(
         hardware: The machine.
         model: The model.
         records: Finished runs, from which the reserve is told.
+        data: The rows, which may have pictures.
         limit_bytes: What may be used of each device, where that is known better than from its free memory.
         teacher: The model to learn from, for distillation.
     """
@@ -235,18 +236,21 @@ def setting_of(
     dtype, _ = choose_dtype(recipe, device)
     learned = reserve_share(records, device)
     host = hardware.cpu.memory_free_bytes if hardware.cpu is not None else None
+    reads_pictures = data is not None and data.has_pictures
     return Setting(
         recipe=recipe,
         hardware=hardware,
         model=model,
         dtype=dtype,
-        attention=backends.choose_attention(recipe, hardware, model, dtype)[0],
+        attention=backends.choose_attention(recipe, hardware, model, dtype, reads_pictures=reads_pictures)[0],
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
         why_reserve=None if learned is None else learned[1],
         teacher=teacher,
         by_vllm=generates(recipe.method) and recipe.method.generation.use_vllm is True,
+        reads_pictures=reads_pictures,
+        row_pixel_values=None if data is None else data.most_pixel_values,
     )
 
 

@@ -161,7 +161,7 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_pictures=num_pictures or None,
         num_picture_tokens=num_tokens or None,
         num_pixel_values=sum(report.num_pixel_values for report in reports) or None,
-        most_pixel_values=max(report.most_pixel_values for report in reports) or None,
+        most_pixel_values=train.most_pixel_values or None,
     )
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import Module
 from transformers import PreTrainedModel, Trainer
 
-from tunekit.data.images.collate import PICTURES, PictureCollator, as_text
+from tunekit.data.images.collate import PICTURES, PictureCollator, as_text, documents_of
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads
@@ -324,7 +324,8 @@ def _language_model(trainer: Any, wrapped: Any) -> Any:
 def _rows_of_pictures(rows: Any) -> list[dict[str, Any]]:
     """Return the shortest of the first rows with pictures: whole ones, as pictures cannot be cut."""
     first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
-    chosen = sorted(map(as_text, first), key=lambda row: (not row[PICTURES], len(row["input_ids"])))
+    texts = (as_text(document) for row in first for document in documents_of(row))
+    chosen = sorted(texts, key=lambda row: (not row[PICTURES], len(row["input_ids"])))
     return chosen[:NUM_ROWS]
 
 

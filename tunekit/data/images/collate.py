@@ -2,10 +2,13 @@
 
 Rows were tokenized and masked before; here the processor makes tokens and pixels of their texts and pictures. The
 tokens have to be those of the rows, so that each label stands at its token.
+
+A packed row has several documents. The processor reads them as a batch, as it reads rows that are not packed, and its
+padding is left out behind it: pixels stay in the order of the tokens that stand for them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.images.pictures import Picture, read_picture
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 TEXT, PICTURES = "picture_text", "pictures"
-"""Columns of prepared rows: the text in which each picture is one token, and the pictures as JSON."""
+"""Columns of prepared rows: the text in which each picture is one token, and the pictures as JSON; where packed, a list
+of those of each document."""
 
 
 class PictureCollator:
@@ -25,18 +29,28 @@ class PictureCollator:
     Args:
         processor: Processor of the model.
         scores_positions: Whether a batch names the positions whose next token counts, as tunekit's head takes them.
+        packs: Whether rows are laid in one row without padding; they have a column `seq_lengths` where packed.
 
     Attributes:
         processor: The processor.
+        packs: See above.
     """
 
-    def __init__(self, processor: "ProcessorMixin", *, scores_positions: bool) -> None:
+    def __init__(self, processor: "ProcessorMixin", *, scores_positions: bool, packs: bool = False) -> None:
         self.processor = processor
+        self.packs = packs
         self._scores_positions = scores_positions
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch, as `texts`."""
-        return self.texts(rows)
+        """Return a batch as tensors: as `texts`, or packed as `in_one_row`.
+
+        Raises:
+            DataError: As for `texts`.
+        """
+        if not self.packs:
+            return self.texts(rows)
+        batch = in_one_row(self.texts([document for row in rows for document in documents_of(row)]))
+        return self._with_scored_positions(batch)
 
     def texts(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch as tensors: tokens, mask and labels `(batch, seq)`, padded on the right, and the pixels.
@@ -45,8 +59,6 @@ class PictureCollator:
             DataError: A picture changed, or the processor makes other tokens than were prepared.
         """
         import torch
-
-        from tunekit.kernels.linear_ce import next_labels, places_of
 
         tokenizer = self.processor.tokenizer
         # A row that fills a step has no text.
@@ -74,8 +86,13 @@ class PictureCollator:
         for number, row in enumerate(rows):
             labels[number, : len(row["labels"])] = torch.tensor(row["labels"])
         batch["labels"] = labels
+        return self._with_scored_positions(batch)
+
+    def _with_scored_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
+        from tunekit.kernels.linear_ce import next_labels, places_of
+
         if self._scores_positions:
-            batch["scored_positions"] = places_of(next_labels(labels))
+            batch["scored_positions"] = places_of(next_labels(batch["labels"]))
         return batch
 
 
@@ -103,6 +120,35 @@ class PicturePairCollator(PictureCollator):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])
         return batch
+
+
+def in_one_row(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a padded batch of documents as one row without padding, whose positions begin again with each document.
+
+    Args:
+        batch: Inputs with a value for each token, `(documents, tokens)`, and others, which stay as they are. The first
+            token of a document has no label.
+    """
+    mask = batch["attention_mask"].bool()
+    row = {
+        name: value[mask][None] if value.shape == mask.shape and not value.is_floating_point() else value
+        for name, value in batch.items()
+        if name not in ("attention_mask", "scored_positions")
+    }
+    row["position_ids"] = (mask.cumsum(1) - 1)[mask][None]
+    return row
+
+
+def documents_of(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the documents of a packed row as rows of one text each; any other row as it is."""
+    if "seq_lengths" not in row:
+        yield dict(row)
+        return
+    start = 0
+    for length, text, pictures in zip(row["seq_lengths"], row[TEXT], row[PICTURES], strict=True):
+        part = slice(start, start + length)
+        yield {"input_ids": row["input_ids"][part], "labels": row["labels"][part], TEXT: text, PICTURES: pictures}
+        start += length
 
 
 def as_text(row: Mapping[str, Any], answer: str = "chosen") -> dict[str, Any]:

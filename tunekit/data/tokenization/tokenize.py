@@ -61,7 +61,6 @@ class TokenReport:
         num_pictures: Pictures of the rows.
         num_picture_tokens: Their tokens.
         num_pixel_values: Values of the pixels of all pictures that are trained on.
-        most_pixel_values: The same of the row with the most.
         num_too_long: Rows longer than `max_length` that are left out: those with pictures, or all by `data.too_long`.
         notes: What the user should know about how the rows were read, a sentence each.
     """
@@ -77,7 +76,6 @@ class TokenReport:
     num_pictures: int = 0
     num_picture_tokens: int = 0
     num_pixel_values: int = 0
-    most_pixel_values: int = 0
     num_too_long: int = 0
     notes: tuple[str, ...] = ()
 
@@ -147,7 +145,6 @@ class TokenReport:
         if encoded.pixel_values is not None:
             values = encoded.pixel_values[rows[learned]]
             self.num_pixel_values += int(values.sum())
-            self.most_pixel_values = max(self.most_pixel_values, int(values.max(initial=0)))
         return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
     def notes_of_rows(self, source: str, max_length: int, too_long: TooLong) -> list[str]:

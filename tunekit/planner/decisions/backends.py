@@ -103,6 +103,18 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     return None
 
 
+def why_pictures_not_packed(model: ModelFacts, attn_implementation: str) -> str | None:
+    """Return why rows with pictures are not packed; None where nothing is known against it.
+
+    Args:
+        model: The model.
+        attn_implementation: Attention implementation by its transformers name.
+    """
+    if model.tower is not None and model.tower.form == "crossed":
+        return f"the cross-attention of {model.model_type} reads the images of a whole row"
+    return why_not_isolated(model, attn_implementation)
+
+
 def runs_by_document(model: ModelFacts) -> bool:
     """Return whether layers that carry a state are run once for each document of a row."""
     attends_only = bool(model.layer_types) and set(model.layer_types) <= ATTENTION_LAYERS
@@ -147,7 +159,7 @@ def choose_attention(
         hardware: The machine.
         model: The model.
         dtype: The type that it computes in.
-        reads_pictures: Whether rows have pictures, and are padded.
+        reads_pictures: Whether rows have pictures, whose towers do not use the attention for packed rows.
 
     Raises:
         PlanError: What is asked for does not run, or is not installed.
@@ -293,7 +305,7 @@ def padding_of(
     """Choose the collation of the rows of a micro-batch, with the reason."""
     masks = needs_mask(attn_implementation)
     is_single = micro_batch_size * passes.sequences_per_row == 1
-    if passes.always_pads:
+    if passes.always_pads or (passes.reads_pictures and not data.packing):
         masks_pictures = passes.reads_pictures and model.tower is not None and model.tower.masks_text
         length = data.max_length + passes.num_virtual_tokens
         mask_length = length if masks and (masks_pictures or not is_single) else None

@@ -24,6 +24,7 @@ from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.decisions.published import published_faults, published_refusals
+from tunekit.planner.plan import VARLEN
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
@@ -262,8 +263,14 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         yield problem, "set adapter.type=full"
 
 
-def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
+def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts, attn_implementation: str) -> None:
     """Check that rows with pictures can be trained on as a recipe says.
+
+    Args:
+        recipe: The recipe.
+        model: The model.
+        rows: The rows.
+        attn_implementation: Attention implementation by its transformers name.
 
     Raises:
         PlanError: They cannot, or the recipe says how to read pictures where there are none.
@@ -277,7 +284,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
         problem = f"model.path: rows have images, but {model.path} is a text-only model"
         raise PlanError(problem, hint="choose a vision-language model, or remove the images from the rows")
     settings = {
-        "data.packing": data.packing,
+        f"model.attn_implementation={VARLEN}": recipe.model.attn_implementation == VARLEN,
         "data.padding_free": data.padding_free is True,
         "data.streaming": data.streaming,
         "method.generation.use_vllm": generates(recipe.method) and recipe.method.generation.use_vllm is True,
@@ -289,6 +296,9 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts) -> None:
     for key, is_asked in settings.items():
         if is_asked:
             raise PlanError(f"{key}: unsupported for rows with images", hint="unset it")
+    why_not = backends.why_pictures_not_packed(model, attn_implementation) if data.packing else None
+    if why_not is not None:
+        raise PlanError(f"data.packing: unsupported for rows with images: {why_not}", hint="unset it")
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:

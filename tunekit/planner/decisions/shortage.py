@@ -128,5 +128,5 @@ def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelF
             flash_attn_3=plan.flash_attention == "FA3",
             flash_attn_4=plan.flash_attention == "FA4",
         )
-    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes, teacher=teacher)
+    setting = setting_of(plan.recipe, hardware, model, data=plan.data, limit_bytes=limit_bytes, teacher=teacher)
     return replace(setting, by_vllm=plan.vllm is not None)

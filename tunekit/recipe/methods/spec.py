@@ -97,7 +97,7 @@ class MethodPasses:
     @property
     def always_pads(self) -> bool:
         """True if batches are padded whatever the recipe says."""
-        return self.method != "sft" or self.reads_pictures or self.num_virtual_tokens > 0
+        return self.method != "sft" or self.num_virtual_tokens > 0
 
 
 @dataclass(frozen=True)
