@@ -1,9 +1,12 @@
 """Documents with pictures in one row have the logits and gradients that plain Transformers gives each alone."""
 
+import inspect
+
 import pytest
 import torch
 from PIL import Image
 
+from benchmarks.tiny_models import tiny_model
 from tests.vision import FAMILIES, tiny_vision_model
 from tunekit.data.images.collate import in_one_row
 from tunekit.models.documents import run_by_document, tell_documents_apart
@@ -128,3 +131,49 @@ def test_no_document_depends_on_another_one(family):
     assert [bool(grads.abs().max() > 0) for grads in seen] == [num > 0 for num, _ in DOCUMENTS]
     # No value of a pixel is read by two documents.
     assert not (torch.stack([grads != 0 for grads in seen]).sum(0) > 1).any()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_masks_of_pictures_are_those_of_each_document_alone(kind, attention):
+    """The tokens of a picture see each other, as the model's own code has it, and none of another document."""
+    model = tiny_model(kind)
+    base, config = model.model, model.config.get_text_config()
+    # For the decoder alone: the audio tower of Gemma 4 has no sdpa.
+    config._attn_implementation = attention
+    name = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
+    if kind == "gemma4":
+        config.use_bidirectional_attention = "vision"
+    documents = [torch.tensor([kinds]) for kinds in ([0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0], [1, 1, 0])]
+    code = inspect.getmodule(type(base))
+
+    def masks_of(kinds):
+        masks = code.create_masks_for_vision_model(
+            config=config,
+            inputs_embeds=torch.empty(*kinds.shape, 1),
+            attention_mask=None,
+            cache=None,
+            position_ids=None,
+            block_sequence_ids=code.get_block_sequence_ids_for_mask(kinds, device="cpu"),
+        )
+        causal = torch.ones(kinds.shape[1], kinds.shape[1], dtype=torch.bool).tril()
+        return {name: causal if mask is None else seen(mask[0, 0]) for name, mask in masks.items()}
+
+    def seen(mask):
+        return mask if mask.dtype == torch.bool else mask == 0
+
+    tell_documents_apart(model)
+    given = {}
+
+    def note(module, args, kwargs):
+        given.update(kwargs)
+        raise StopIteration
+
+    base.register_forward_pre_hook(note, with_kwargs=True)
+    positions = torch.cat([torch.arange(kinds.shape[1]) for kinds in documents])[None]
+    with pytest.raises(StopIteration):
+        base(input_ids=positions, position_ids=positions, **{name: torch.cat(documents, dim=1)})
+    for layers, mask in given["attention_mask"].items():
+        alone = [masks_of(kinds)[layers] for kinds in documents]
+        assert torch.equal(seen(mask[0, 0]), torch.block_diag(*alone).bool())
+    assert {*given["attention_mask"]} == {"full_attention", "sliding_attention"}
