@@ -45,8 +45,8 @@ def test_a_shipped_recipe_trains_ten_steps(name, workspace, monkeypatch):
     changes = [f"model={architecture(recipe)}", f"data.train={method}.jsonl", "data.eval=null", "data.eval_size=null"]
     changes += ["data.max_length=64", "train.num_epochs=null", f"train.max_steps={NUM_STEPS}", "train.eval_steps=null"]
     changes += ["train.global_batch_size=8", "output.sample_prompts=[]"]
-    if recipe.train.optim.startswith("paged"):  # what is paged lies in an accelerator's memory
-        changes.append(f"train.optim={recipe.train.optim.removeprefix('paged_')}")
+    if recipe.train.optimizer.startswith("paged"):  # what is paged lies in an accelerator's memory
+        changes.append(f"train.optim={recipe.train.optimizer.removeprefix('paged_')}")
     if "max_completion_length" in type(recipe.method).model_fields:
         changes.append("method.max_completion_length=8")
     if method == "distillation":
