@@ -364,3 +364,12 @@ def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
 def test_a_name_that_cannot_be_is_said_to_be_so():
     with pytest.raises(ModelError, match="is neither a folder here nor a valid name on the Hub"):
         probe_model(ModelSection(path="some model!"))
+
+
+@pytest.mark.slow
+def test_a_model_that_transformers_builds_is_known_without_words_of_libraries():
+    """In a process of its own, where nothing is imported yet."""
+    name = "HuggingFaceTB/SmolVLM2-2.2B-Instruct"
+    words = f"from tunekit.probe.model import known_model\nprint(known_model({name!r}).num_params)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("2246784880", "")

@@ -6,6 +6,7 @@ or tunekit's own table of well-known models.
 """
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -273,10 +274,11 @@ def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | No
         settings = _as_config_class(config)
         if settings is None:
             return None
-        import torch
+        with _without_warnings():
+            import torch
 
-        with torch.device("meta"):
-            model = auto_class(settings).from_config(settings)
+            with torch.device("meta"):
+                model = auto_class(settings).from_config(settings)
     except ImportError as error:
         command = re.search(r"pip install [\w.-]+", str(error))
         raise ModelError(
@@ -297,6 +299,17 @@ def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | No
             f"transformers cannot build what its config.json describes: {reason}", hint="fix config.json"
         ) from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within it, libraries log no warnings: quantizers warn on import of kernels for other devices (torchao 0.18)."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _is_of_transformers(config: Mapping[str, Any]) -> bool:
