@@ -49,9 +49,9 @@ def llava(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=sorted({"llava", "qwen2_5_vl"} & set(FAMILIES)))
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - {"mllama"}))
 def several(request, tmp_path_factory):
-    """Models that place pictures in one way and in another."""
+    """The same of the families whose rows can be packed."""
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny_vision_model(folder / "model", request.param)
     save_rows(folder / "data")
@@ -234,15 +234,15 @@ def test_packed_rows_are_evaluated_as_those_alone(several, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_result_is_a_model_with_its_processor_that_transformers_loads(llava, tmp_path):
+def test_the_result_is_a_model_with_its_processor_that_transformers_loads(saved, tmp_path):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    run = tunekit.train(recipe(llava, tmp_path, adapter="lora"))
+    run = tunekit.train(recipe(saved, tmp_path, adapter="lora"))
     tunekit.export(run, tmp_path / "merged", kind="merged")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    processor, own = (AutoProcessor.from_pretrained(path) for path in (tmp_path / "merged", llava / "model"))
+    processor, own = (AutoProcessor.from_pretrained(path) for path in (tmp_path / "merged", saved / "model"))
     assert processor.image_processor.to_dict() == own.image_processor.to_dict()
-    assert torch.isfinite(loss_of(model, processor, llava))
+    assert torch.isfinite(loss_of(model, processor, saved))
 
 
 @pytest.mark.slow
