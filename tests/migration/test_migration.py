@@ -620,6 +620,13 @@ def test_a_trl_file_without_a_batch_size_has_trls(tmp_path) -> None:
     assert made.recipe.train.global_batch_size == 3 * size
 
 
+def test_epochs_count_where_transformers_own_default_of_steps_is_written_down(tmp_path) -> None:
+    config = "model_name_or_path: a/b\ndataset_name: c/d\nnum_train_epochs: 5\n"
+    (tmp_path / "sft.yaml").write_text(f"{config}max_steps: {TrainingArguments.max_steps}\n")
+    train = migrate(tmp_path / "sft.yaml", tool="trl").recipe.train
+    assert (train.num_epochs, train.max_steps) == (5, None)
+
+
 def test_devices_multiply_the_batch_of_a_step() -> None:
     made = migrate(CONFIGS / "axolotl-alpaca-lora.yaml", num_devices=8)
     assert made.recipe.train.global_batch_size == 64

@@ -352,6 +352,15 @@ def test_an_adapter_that_could_not_be_loaded_into_the_model_or_its_reference_is_
         resolve(recipe(**sections), machine, LLAMA_1B.model_copy(update={"origin": ADAPTER}), ROWS)
 
 
+def test_an_adapter_that_trained_an_embedding_which_the_head_shares_is_not_merged():
+    trained = LoraAdapter(modules_to_save=["embed_tokens"])
+    origin = ADAPTER.model_copy(update={"adapter": trained})
+    machine = find_machine("8xh100").hardware()
+    resolve(recipe(adapter="full"), machine, LLAMA_8B.model_copy(update={"origin": origin}), ROWS)
+    with pytest.raises(PlanError, match="so merging it would change the head"):
+        resolve(recipe(adapter="full"), machine, LLAMA_1B.model_copy(update={"origin": origin}), ROWS)
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [

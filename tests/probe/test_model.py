@@ -361,6 +361,18 @@ def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
     assert facts.path == "some-org/some-model"
 
 
+def test_a_hub_model_with_code_of_another_repository_is_refused(saved, tmp_path, monkeypatch):
+    snapshot = hub_snapshot(tmp_path, "some-org/some-model")
+    for file in saved.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    config = json.loads((saved / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "other-org/other--own.OwnForCausalLM"}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"'some-org/some-model' runs code of another repository, other-org/other"):
+        probe_model(ModelSection(path="some-org/some-model", revision="0" * 40, trust_remote_code=True))
+
+
 def test_a_name_that_cannot_be_is_said_to_be_so():
     with pytest.raises(ModelError, match="is neither a folder here nor a valid name on the Hub"):
         probe_model(ModelSection(path="some model!"))

@@ -71,6 +71,12 @@ def test_a_password_may_come_from_the_environment_and_stay_there(canary, monkeyp
     assert load_recipe(recipe, ["train.max_steps=3"]).data == recipe.data
 
 
+def test_a_password_that_only_begins_with_a_variable_is_refused(canary, monkeypatch):
+    monkeypatch.setenv("TUNEKIT_TRUSTED_HOSTS", "host")
+    with pytest.raises(RecipeError, match=r"recipe: data\.train\.path: contains a password in a URL"):
+        load_recipe({"model": "pico", "data": {"train": "https://ada:${SERVICE_TOKEN}geheim99@host/a.jsonl"}})
+
+
 @pytest.mark.parametrize("keys", [{"model": "/models/${SERVICE_TOKEN}"}, {"output": {"dir": "/runs/${HF_TOKEN}"}}])
 def test_a_variable_that_is_secret_by_its_name_is_no_part_of_a_path(keys, canary):
     with pytest.raises(RecipeError, match="looks like a secret"):

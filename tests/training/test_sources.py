@@ -122,7 +122,6 @@ def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_with_its_place(here):
     assert [json.loads(line)["place"] for line in skipped] == [f"{here}/late.jsonl:1501:2"]
 
 
-@pytest.mark.slow
 def test_streams_are_mixed_by_weight(here):
     from tunekit.data.packing.stream import stream
 
