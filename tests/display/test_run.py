@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tunekit.api import verbs
-from tunekit.display.console import Progress
+from tunekit.display.console import Progress, summary
 from tunekit.runs.run import Run
 
 LOGGED = {"event": "log", "step": 1, "loss": -1e-9, "learning_rate": 1e-5, "tokens_per_second": 123456.0}
@@ -48,3 +48,24 @@ def test_a_step_is_told_in_a_line_that_fits(tmp_path, method, row, values, begin
     assert held_out.startswith(f"step 1/3  eval {begins}") and "no signal" not in held_out
     assert max(len(log), len(held_out)) <= width
     assert width == 80 or "tokens/s" in log
+
+
+@pytest.mark.parametrize(("measures", "first"), [({}, "loss"), ({"reward": [0.25, 0.75]}, "reward")])
+def test_the_summary_of_a_rewarded_run_begins_with_its_reward_and_not_with_a_loss_near_zero(tmp_path, measures, first):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 64)
+    data, output = {"train": str(tmp_path / "rows.jsonl")}, {"dir": str(tmp_path / "run")}
+    run = Run.create(verbs.plan({"model": "pico", "data": data, "method": "grpo", "output": output}))
+    result = {
+        "first_loss": 1e-9,
+        "last_loss": -1e-9,
+        "eval_loss": None,
+        "measures": measures,
+        "tokens_per_second": None,
+        "peak_memory_bytes": 1,
+        "planned_memory_bytes": 1,
+        "model": "model",
+    }
+    written = io.StringIO()
+    Console(file=written, width=80).print(summary(result, run))
+    labels = [line.split()[0] for line in written.getvalue().splitlines() if line]
+    assert labels == [first, "peak", "model"]

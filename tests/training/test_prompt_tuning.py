@@ -1,9 +1,12 @@
 """Prompt tuning: losses, gradients and answers beside plain PEFT, runs resumed and in several processes, refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
+from trl.trainer.utils import add_fused_lm_head
 
 import tunekit
 from tests.processes import in_processes
@@ -14,6 +17,7 @@ from tests.training.test_resume import STEPS, cut_off
 from tunekit.errors import PlanError, RecipeError, RunError, TunekitError
 from tunekit.estimates.memory.states import num_trainable_params, trained_bytes
 from tunekit.inference.inference_model import Sampling, Trained, answer, load
+from tunekit.methods.head import replace_heads
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.probe.model import probe_model
@@ -122,6 +126,22 @@ def test_loss_and_gradients_of_a_padded_batch_are_pefts_but_for_first_tokens(ker
         results.append((loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)))
     assert len(results[0]) == 2
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
+
+
+def test_our_head_scores_the_answers_of_every_row_of_a_micro_batch_as_pefts_logits_do(folder):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 250, (3, 9))
+    labels = ids.clone()
+    labels[:, :4], labels[1, 7:] = -100, -100
+    rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
+    scored = by_peft(base_of(folder), 3)(input_ids=ids).logits[:, NUM:].log_softmax(-1)
+    expected = scored[rows, positions, ids[rows, positions + 1]]
+    base = base_of(folder)
+    add_fused_lm_head(base, outputs=("log_probs",))
+    model = attach_adapter(base, PromptTuningAdapter(**ADAPTER), seed=3)
+    replace_heads(SimpleNamespace(model=model))
+    output = model(input_ids=ids, labels=labels, scored_positions=9 * rows + positions, fused_lm_head=True)
+    torch.testing.assert_close(output.log_probs[rows, positions], expected, rtol=0, atol=1e-5)
 
 
 def test_outputs_are_those_of_the_row_and_without_the_adapter_those_of_the_base(folder):
