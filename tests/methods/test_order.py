@@ -1,5 +1,7 @@
 """Which rows each step takes: the same for any number of processes, each epoch and after resuming."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, prepare_data_loader, skip_first_batches
@@ -8,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import TrainerControl, TrainerState
+from trl import GRPOTrainer
 
 from tunekit.methods.arguments import even_size
-from tunekit.methods.run_trainer import Order, filled, filled_stream, filled_with_first, num_missing
+from tunekit.methods.run_trainer import (
+    GroupOrder,
+    Order,
+    filled,
+    filled_stream,
+    filled_with_first,
+    num_missing,
+    run_trainer,
+)
 
 
 def order_of(num_rows, multiple, *, repeats=False, shuffle=True, seed=3, epoch=0):
@@ -131,3 +142,31 @@ def test_each_of_two_processes_resumes_within_an_epoch_where_it_was(epoch, rank)
     found = [batch.tolist() for batch in resumed]
     assert found == batches_of(order_of(13, 4, epoch=epoch), 2, 2)[rank][2:]
     assert found != batches_of(order_of(13, 4, epoch=epoch + 1), 2, 2)[rank][2:]
+
+
+class NumberedAnswers(GRPOTrainer):
+    """TRL's trainer without a model: answers are the number of times that some were generated."""
+
+    def __init__(self):
+        self.model = torch.nn.Identity().train()
+        self.args = SimpleNamespace(gradient_accumulation_steps=2, steps_per_generation=2, report_to=[])
+        self.num_iterations, self.num_generated = 1, 0
+        self._step, self._buffered_inputs = 0, None
+
+    def add_callback(self, callback):
+        pass
+
+    def _generate_and_score_completions(self, rows):
+        self.num_generated += 1
+        return {"answers": torch.full((2,), self.num_generated)}
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_each_step_of_a_resumed_run_learns_from_new_answers_and_from_them_alone(num_steps):
+    trainer = run_trainer(NumberedAnswers)()
+    GroupOrder(trainer, seed=0).on_train_begin(trainer.args, TrainerState(global_step=num_steps))
+    answers = []
+    for _ in range(6):
+        answers += trainer._prepare_inputs({})["answers"].tolist()
+        trainer._step += 1
+    assert answers == [1, 1, 2, 2, 3, 3]
