@@ -48,14 +48,11 @@ def tell_accelerate_nothing():
 
 
 def leave_the_cpu_out():
-    """Do not tell the trainer that it computes on a CPU, and make no group for it."""
+    """Do not tell the trainer that it computes on a CPU."""
     import trl
-
-    from tunekit.training.engines import engine
 
     config = trl.SFTConfig
     trl.SFTConfig = lambda **args: config(**{**args, "use_cpu": False})
-    engine.join = lambda plan, place: None
 
 
 def forget_the_others():
