@@ -60,7 +60,7 @@ END_SECONDS = 300
 
 @dataclass
 class Found:
-    """What was done, and what did not hold."""
+    """Steps that were taken, and what did not hold."""
 
     steps: Counter[str] = field(default_factory=Counter)
     ended: int = 0
@@ -143,7 +143,7 @@ class Life:
 
     def _wait_until_gone(self) -> None:
         try:
-            self.place._wait_until_gone()
+            self.place.wait_until_gone()
         except TimeoutError as error:
             self.fail(str(error))
             for process in self.place.processes():
@@ -226,11 +226,11 @@ class Life:
         self.process.join(self.draws.uniform(*WAITS))
         answer = self.place.folder / "answer.json"
         if answer.exists():
-            said = json.loads(answer.read_text())
-            if said["kind"] is not None and not said["is_told"]:
-                self.fail(f"it ended without words: {said}")
-            if said["kind"] is not None and not said["hint"]:
-                self.fail(f"no remedy: {said}")
+            outcome = json.loads(answer.read_text())
+            if outcome["kind"] is not None and not outcome["is_told"]:
+                self.fail(f"it ended without words: {outcome}")
+            if outcome["kind"] is not None and not outcome["hint"]:
+                self.fail(f"no remedy: {outcome}")
 
     def _compare(self) -> None:
         """Compare the weights of a run that has ended, which may have been before it was to be trained longer."""
@@ -290,14 +290,14 @@ def _resume_only(folder: str, answer: str) -> None:
     from tunekit.api import verbs
 
     os.chdir(Path(answer).parent)
-    said: dict[str, Any] = {"kind": None}
+    outcome: dict[str, Any] = {"kind": None}
     try:
         verbs.resume(folder)
     except TunekitError as error:
-        said = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint}
+        outcome = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint}
     except BaseException as error:  # noqa: BLE001 - it is the outcome
-        said = {"kind": type(error).__name__, "problem": str(error), "hint": None}
-    Path(answer).write_text(json.dumps(said), encoding="utf-8")
+        outcome = {"kind": type(error).__name__, "problem": str(error), "hint": None}
+    Path(answer).write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def reference_of(prepared: Prepared, folder: Path) -> dict[int, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What a power loss leaves of a run: every crash state that a file system allows, and what is resumed from it.
+"""States that a power loss may leave of a run: all that a file system allows, and what is resumed from them.
 
     python -m benchmarks.power_loss [--only ENGINE ...] [--states N] [--resumes N] [--save]
 
@@ -66,7 +66,7 @@ BLOCK = 4096
 """Bytes that a disk writes whole or not at all."""
 
 FATES = ("all", "none", "half", "zeros")
-"""What may become of a file's unsynced bytes."""
+"""Fates of a file's unsynced bytes."""
 
 NEEDED = ("recipe.yaml", "plan.yaml", "fingerprints.json", "data/*")
 """Files of a run besides its checkpoints that a resume reads."""
@@ -111,7 +111,7 @@ class Change:
 
 
 class Record:
-    """What was done below a folder, as strace told it.
+    """Calls below a folder, as strace told them.
 
     Args:
         log: Its lines.
@@ -162,7 +162,7 @@ class Record:
             if node is not None:
                 self._of_file(name, node, arguments, texts, result, paths)
             return
-        named = [self._parts(path) for path in absolute(name, arguments, paths, texts)]
+        named = [self._parts(path) for path in absolute(paths, texts)]
         inside = [parts for parts in named if parts]
         if not inside:
             return
@@ -378,7 +378,7 @@ def paths_of(arguments: str) -> tuple[list[str], list[bytes]]:
     return paths, [decoded(found) for found in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments)]
 
 
-def absolute(name: str, arguments: str, folders: list[str], texts: list[bytes]) -> list[str]:
+def absolute(folders: list[str], texts: list[bytes]) -> list[str]:
     """Return the paths that a call names, those that are relative by the folder of their descriptor."""
     names = [text.decode() for text in texts]
     return [
@@ -444,7 +444,7 @@ def record_of(folder: Path, engine: str) -> Record:
 
 @dataclass
 class Reference:
-    """What a run saved: contents by path, of the checkpoints as they were when they became visible."""
+    """Contents that a run saved, by path: of the checkpoints as they were when they became visible."""
 
     checkpoints: dict[str, dict[str, bytes]]
     needed: dict[str, bytes]
@@ -486,7 +486,7 @@ def is_needed(path: str) -> bool:
 
 @dataclass
 class Counts:
-    """What was found in the states of a run."""
+    """Counts of what was found in the states of a run."""
 
     calls: int = 0
     points: int = 0

@@ -129,7 +129,7 @@ class Place:
         try:
             if process.is_alive():
                 raise TimeoutError(f"not ended after {seconds:.0f} s")
-            self._wait_until_gone()
+            self.wait_until_gone()
         finally:
             process.kill()
             for worker in self.processes():
@@ -150,7 +150,12 @@ class Place:
                 continue
         return found
 
-    def _wait_until_gone(self) -> None:
+    def wait_until_gone(self) -> None:
+        """Wait until no process works on the run.
+
+        Raises:
+            TimeoutError: One still does.
+        """
         until = time.monotonic() + GONE_SECONDS
         while left := self.processes():
             if time.monotonic() > until:

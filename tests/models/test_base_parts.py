@@ -39,15 +39,19 @@ def logits_of(model):
         return model.eval()(input_ids=IDS).logits
 
 
-def trained(adapter, **how):
-    """A model whose adapter is another one than it began with."""
-    model = attach_adapter(base(**how), adapter, seed=0)
+def move(model):
+    """Train an adapter a little."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def trained(adapter, **how):
+    """A model whose adapter is another one than it began with."""
+    return move(attach_adapter(base(**how), adapter, seed=0))
 
 
 def saved(model, adapter, folder):

@@ -12,7 +12,7 @@ from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file
 
-from tests.models.test_base_parts import OPTIONS, base, logits_of, saved
+from tests.models.test_base_parts import OPTIONS, base, logits_of, move, saved
 from tunekit.errors import DataError
 from tunekit.models.base_parts import load_plain
 from tunekit.models.initial import Document, Sources, draw
@@ -34,16 +34,6 @@ def documents(num=12, counted=0.6):
 
 def sources(rows=None, weights=base):
     return Sources(lambda: documents() if rows is None else rows, weights)
-
-
-def move(model):
-    """Train an adapter a little."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 def same(ours, theirs):

@@ -13,6 +13,7 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
+from tests.training.plain import add_gradients, batches_of
 from tests.training.test_base_parts import logits_of
 from tests.training.test_resume import STEPS, cut_off, recipe_for
 from tunekit.errors import PlanError, RecipeError
@@ -75,10 +76,7 @@ def test_a_run_is_a_loop_with_pefts_allocator(folder, alone):
     """Rows, rates and clipping as the run had them; losses and ranks as PEFT's `update_and_allocate` leaves them."""
     from transformers import get_scheduler
 
-    from tunekit.data.prepare import read_dataset
-    from tunekit.methods.run_trainer import Order
-
-    plan, rows = alone.plan, read_dataset(alone.path / "data" / "train.arrow")
+    plan = alone.plan
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
     section = plan.recipe.adapter
     model = attach_adapter(base, section, seed=plan.recipe.train.seed)
@@ -89,27 +87,16 @@ def test_a_run_is_a_loop_with_pefts_allocator(folder, alone):
     parameters = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=3e-2, weight_decay=plan.recipe.train.weight_decay)
     schedule = get_scheduler("cosine", optimizer, plan.schedule.warmup_steps, STEPS)
-    losses, step = [], 0
-    for epoch in range(2):
-        order = list(Order(len(rows), 0, repeats=False, shuffle=True, seed=plan.recipe.train.seed).of_epoch(epoch))
-        for start in range(0, len(order), 8):
-            batch = rows.select(order[start : start + 8])
-            total = sum(sum(label != -100 for label in row["labels"][1:]) for row in batch)
-            optimizer.zero_grad()
-            task = torch.zeros(())
-            for row in batch:
-                logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-                labels = torch.tensor(row["labels"][1:])
-                loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / total
-                loss.backward()
-                task += loss.detach()
-            config.orth_reg_weight = 0.1
-            losses.append(float(task + add_orthogonality(model.base_model.model, 0.1)))
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            step += 1
-            model.base_model.update_and_allocate(step)
+    losses = []
+    for step, batch in enumerate(batches_of(alone, 8, 2), start=1):
+        optimizer.zero_grad()
+        task = add_gradients(model, batch)
+        config.orth_reg_weight = 0.1
+        losses.append(float(task + add_orthogonality(model.base_model.model, 0.1)))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        model.base_model.update_and_allocate(step)
     logged = [event["loss"] for event in alone.events() if event["event"] == "log"]
     assert logged == pytest.approx(losses, rel=1e-4)
     pattern = json.loads((alone.model_path / "adapter_config.json").read_text())["rank_pattern"]

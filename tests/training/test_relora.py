@@ -11,6 +11,7 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
+from tests.training.plain import add_gradients, batches_of
 from tests.training.test_base_parts import logits_of
 from tests.training.test_resume import SAVED, STEPS, cut_off, events, recipe_for
 from tunekit.errors import PlanError, RecipeError
@@ -73,51 +74,36 @@ def test_the_smallest_states_go(ratio):
 @pytest.mark.slow
 def test_a_run_is_a_loop_with_pefts_merge(folder, alone):
     """Rows and clipping as the run had them; rates, merges and states by the paper, in a new adapter of PEFT's."""
-    from tunekit.data.prepare import read_dataset
-    from tunekit.methods.run_trainer import Order
-
-    rows, seed = read_dataset(alone.path / "data" / "train.arrow"), alone.plan.recipe.train.seed
+    seed = alone.plan.recipe.train.seed
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
     model = attach_adapter(base, alone.plan.recipe.adapter, seed=seed)
     settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    states, losses, norms, step = None, [], [], 0
-    for epoch in range(2):
-        order = list(Order(len(rows), 0, repeats=False, shuffle=True, seed=seed).of_epoch(epoch))
-        for start in range(0, len(order), 8):
-            if states is None:
-                parameters = [one for one in model.parameters() if one.requires_grad]
-                states = [{"m": torch.zeros_like(one), "v": torch.zeros_like(one)} for one in parameters]
-            batch = rows.select(order[start : start + 8])
-            total = sum(sum(label != -100 for label in row["labels"][1:]) for row in batch)
-            model.zero_grad()
-            task = torch.zeros(())
-            for row in batch:
-                logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-                labels = torch.tensor(row["labels"][1:])
-                loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / total
-                loss.backward()
-                task += loss.detach()
-            losses.append(float(task))
-            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
-            rate = RATE * min(1, step) * (1 + math.cos(math.pi * max(0, step - 1) / (STEPS - 1))) / 2
-            rate *= 0 if step in (2, 4) else 1
-            step += 1
-            with torch.no_grad():
-                for one, state in zip(parameters, states, strict=True):
-                    state["m"].mul_(0.9).add_(one.grad, alpha=0.1)
-                    state["v"].mul_(0.999).addcmul_(one.grad, one.grad, value=0.001)
-                    mean, square = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.999**step)
-                    one -= rate * mean / (square.sqrt() + 1e-8)
-            if step in (2, 4):
-                model = get_peft_model(model.merge_and_unload(), LoraConfig(**settings))
-                parameters = [one for one in model.parameters() if one.requires_grad]
-                torch.manual_seed(seed + step)
-                for name, one in model.named_parameters():
-                    if "lora_A" in name:
-                        torch.nn.init.kaiming_uniform_(one, a=5**0.5)
-                for values in (value for state in states for value in state.values()):
-                    smallest = values.flatten().abs().argsort()[: round(0.7 * values.numel())]
-                    values.view(-1)[smallest] = 0
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    states = [{"m": torch.zeros_like(one), "v": torch.zeros_like(one)} for one in parameters]
+    losses, norms = [], []
+    for taken, batch in enumerate(batches_of(alone, 8, 2)):
+        model.zero_grad()
+        losses.append(float(add_gradients(model, batch)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
+        rate = RATE * min(1, taken) * (1 + math.cos(math.pi * max(0, taken - 1) / (STEPS - 1))) / 2
+        rate *= 0 if taken in (2, 4) else 1
+        step = taken + 1
+        with torch.no_grad():
+            for one, state in zip(parameters, states, strict=True):
+                state["m"].mul_(0.9).add_(one.grad, alpha=0.1)
+                state["v"].mul_(0.999).addcmul_(one.grad, one.grad, value=0.001)
+                mean, square = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.999**step)
+                one -= rate * mean / (square.sqrt() + 1e-8)
+        if step in (2, 4):
+            model = get_peft_model(model.merge_and_unload(), LoraConfig(**settings))
+            parameters = [one for one in model.parameters() if one.requires_grad]
+            torch.manual_seed(seed + step)
+            for name, one in model.named_parameters():
+                if "lora_A" in name:
+                    torch.nn.init.kaiming_uniform_(one, a=5**0.5)
+            for values in (value for state in states for value in state.values()):
+                smallest = values.flatten().abs().argsort()[: round(0.7 * values.numel())]
+                values.view(-1)[smallest] = 0
     logs = events(alone, "log")
     assert [event["loss"] for event in logs] == pytest.approx(losses, rel=1e-4)
     assert [event["grad_norm"] for event in logs] == pytest.approx(norms, rel=1e-3)

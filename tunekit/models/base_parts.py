@@ -30,8 +30,12 @@ Pair = tuple[Tensor, Tensor]
 
 def matrices(model: "PeftModel") -> dict[str, Tensor]:
     """Return the matrices A and B of a model's adapter on the CPU, by their names in files."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in _own(model).items()}
+
+
+def _own(model: "PeftModel") -> dict[str, Tensor]:
     weights = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: tensor.detach().cpu().clone() for name, tensor in weights.items() if name.endswith((_A, _B))}
+    return {name: tensor for name, tensor in weights.items() if name.endswith((_A, _B))}
 
 
 def parts_of(model: "PeftModel") -> dict[str, Tensor]:
@@ -77,7 +81,7 @@ def load_plain(model: "PeftModel", folder: Path) -> None:
     again as it was. Where that takes rows, it is not: the base is whole then, as it is before all restarts.
     """
     weights, before, after = load_file(folder / ADAPTER_WEIGHTS), parts_of(model), dict[str, Tensor]()
-    for name, own in matrices(model).items():
+    for name, own in _own(model).items():
         dim = _rank_dim(name)
         rank, total = own.shape[dim], weights[name].shape[dim]
         if total > rank:

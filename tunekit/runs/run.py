@@ -247,7 +247,11 @@ class Run:
             RunError: The status file is damaged.
         """
         file = self.path / "status.json"
-        if small_files.is_blank(file):
+        try:
+            status = small_files.read_object(file)
+        except RunError:
+            if not small_files.is_blank(file):
+                raise
             this = {"pid": NO_PROCESS, "identity": "", "host": os.uname().nodename}
             step, started = newest_complete(self.path).step, file.stat().st_mtime
             return {
@@ -258,7 +262,6 @@ class Run:
                 **this,
                 "exit_reason": None,
             }
-        status = small_files.read_object(file)
         for key, kinds in STATUS.items():
             if not isinstance(status.get(key), kinds):
                 raise small_files.damaged(file, f"{key} is {status[key]!r}" if key in status else f"{key} is missing")

@@ -227,10 +227,14 @@ def beats_in(folder: Path) -> list[dict[str, Any]]:
     """Return the last heartbeats of the processes of a run."""
     beats = []
     for file in (folder / RANKS).glob("rank-*.json"):
-        # It may end meanwhile.
-        with contextlib.suppress(FileNotFoundError):
+        try:
+            beats.append(read_object(file, keys=("rank", "pid", "identity", "host", "at", "step", "time", "since")))
+        except FileNotFoundError:
+            # It may end meanwhile.
+            continue
+        except RunError:
             if not is_blank(file):
-                beats.append(read_object(file, keys=("rank", "pid", "identity", "host", "at", "step", "time", "since")))
+                raise
     return beats
 
 
