@@ -222,16 +222,19 @@ def _ovis2() -> tuple[Any, Any]:
     return config, processor
 
 
+def _qwen_processor(cls: Any, video: Any, **settings: Any) -> Any:
+    """Return a processor of Qwen-VL's kind: its class, the class of its videos, and settings of its images."""
+    import transformers as t
+
+    pixels, tokenizer = _QWEN_PIXELS | settings, _qwen_tokenizer()
+    return cls(t.Qwen2VLImageProcessor(**pixels), tokenizer, video(**pixels), chat_template=tokenizer.chat_template)
+
+
 def _qwen2_vl() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _qwen_tokenizer()
-    processor = t.Qwen2VLProcessor(
-        t.Qwen2VLImageProcessor(**_QWEN_PIXELS),
-        tokenizer,
-        t.Qwen2VLVideoProcessor(**_QWEN_PIXELS),
-        chat_template=tokenizer.chat_template,
-    )
+    processor = _qwen_processor(t.Qwen2VLProcessor, t.Qwen2VLVideoProcessor)
+    tokenizer = processor.tokenizer
     config = t.Qwen2VLConfig(
         vision_config={"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
         text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE),
@@ -243,14 +246,8 @@ def _qwen2_vl() -> tuple[Any, Any]:
 def _qwen3_5() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _qwen_tokenizer()
-    pixels = _QWEN_PIXELS | {"patch_size": 16}
-    processor = t.Qwen3VLProcessor(
-        t.Qwen2VLImageProcessor(**pixels),
-        tokenizer,
-        t.Qwen3VLVideoProcessor(**pixels),
-        chat_template=tokenizer.chat_template,
-    )
+    processor = _qwen_processor(t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor, patch_size=16)
+    tokenizer = processor.tokenizer
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
     rope = _QWEN_ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
     config = t.Qwen3_5Config(
@@ -273,13 +270,8 @@ def _qwen3_5() -> tuple[Any, Any]:
 def _qwen2_5_vl() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _qwen_tokenizer()
-    processor = t.Qwen2_5_VLProcessor(
-        t.Qwen2VLImageProcessor(**_QWEN_PIXELS),
-        tokenizer,
-        t.Qwen2VLVideoProcessor(**_QWEN_PIXELS),
-        chat_template=tokenizer.chat_template,
-    )
+    processor = _qwen_processor(t.Qwen2_5_VLProcessor, t.Qwen2VLVideoProcessor)
+    tokenizer = processor.tokenizer
     tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
     config = t.Qwen2_5_VLConfig(
         vision_config=tower | {"window_size": 56, "fullatt_block_indexes": [1]},
@@ -292,14 +284,8 @@ def _qwen2_5_vl() -> tuple[Any, Any]:
 def _qwen3_vl() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _qwen_tokenizer()
-    pixels = _QWEN_PIXELS | {"patch_size": 16}
-    processor = t.Qwen3VLProcessor(
-        t.Qwen2VLImageProcessor(**pixels),
-        tokenizer,
-        t.Qwen3VLVideoProcessor(**pixels),
-        chat_template=tokenizer.chat_template,
-    )
+    processor = _qwen_processor(t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor, patch_size=16)
+    tokenizer = processor.tokenizer
     tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
     config = t.Qwen3VLConfig(
         vision_config=tower | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
