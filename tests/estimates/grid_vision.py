@@ -81,6 +81,8 @@ LLAMA_3_2_11B: dict[str, Any] = {
 }  # fmt: skip
 
 LORA = LoraAdapter(rank=16)
+TOWER_LORA = LoraAdapter(rank=16, vision_tower="lora", projector="lora")
+WHOLE = FullAdapter(vision_tower="full", projector="full")
 
 STEPS = {
     "qwen2.5-vl-7b lora, one large picture": VisionStep(
@@ -107,4 +109,15 @@ STEPS = {
     "smolvlm2-2.2b lora, 17 tiles": VisionStep(SMOLVLM_2B, LORA, ((17,), (17,)), 1600, checkpointing=True),
     "smolvlm2-2.2b lora": VisionStep(SMOLVLM_2B, LORA, ((13,),), 1200, accumulates=True),
     "smolvlm2-2.2b full": VisionStep(SMOLVLM_2B, FullAdapter(), ((5,),), 700),
+    "qwen2.5-vl-7b lora and tower": VisionStep(QWEN_2_5_VL_7B, TOWER_LORA, (((44, 62), (18, 30)),), 1100),
+    "qwen2.5-vl-7b lora and tower, recomputed": VisionStep(
+        QWEN_2_5_VL_7B, TOWER_LORA, (((50, 90),),), 1200, checkpointing=True
+    ),
+    "qwen2.5-vl-7b lora, tower's products": VisionStep(
+        QWEN_2_5_VL_7B, LoraAdapter(rank=32, vision_tower="lora", target_modules=["qkv", "q_proj"]), (((48, 48),),), 700
+    ),
+    "gemma-3-4b lora and tower": VisionStep(GEMMA_3_4B, LoraAdapter(rank=8, vision_tower="lora"), ((2,),), 900),
+    "gemma-3-4b full and tower": VisionStep(GEMMA_3_4B, WHOLE, ((1,), (1,)), 512, checkpointing=True),
+    "smolvlm2-2.2b lora and tower": VisionStep(SMOLVLM_2B, TOWER_LORA, ((5,), (5,)), 600, accumulates=True),
+    "smolvlm2-2.2b full and tower": VisionStep(SMOLVLM_2B, WHOLE, ((9,),), 1000, trained_dtype="bfloat16"),
 }  # fmt: skip

@@ -26,7 +26,8 @@ from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.pictures import PictureLoad
 from tunekit.estimates.memory.states import Dtype
 from tunekit.models.documents import tell_documents_apart
-from tunekit.models.load import attach_adapter, keep_trained, towers
+from tunekit.models.load import attach_adapter, keep_trained
+from tunekit.models.towers import towers
 from tunekit.probe.model import sketch_model
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter
 from tunekit.recipe.sections.model import ModelSection

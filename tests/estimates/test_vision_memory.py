@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.estimates.grid_vision import SMOLVLM_2B, STEPS
+from tests.estimates.grid_vision import LORA, SMOLVLM_2B, STEPS, TOWER_LORA
 from tests.estimates.oracle_vision import estimate_of, facts_of, trace
+from tunekit.estimates.memory.pictures import counts
 from tunekit.estimates.models.model_config import complete
 from tunekit.estimates.models.towers import tower_of
 
@@ -19,6 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_peak_is_within_3_percent_of_a_trace(name):
     traced, estimated = trace(STEPS[name]), estimate_of(STEPS[name])
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
+
+
+def test_a_tower_of_cross_attention_is_counted_only_where_it_is_frozen():
+    tower = facts_of(STEPS["llama-3.2-11b-vision lora"]).tower
+    assert counts(tower, LORA)
+    assert not counts(tower, TOWER_LORA)
+    assert counts(facts_of(SMALL).tower, TOWER_LORA)
 
 
 def test_pixels_of_all_micro_batches_are_there_from_the_begin_to_the_end():

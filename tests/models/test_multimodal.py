@@ -13,7 +13,8 @@ from benchmarks.models import CHATS, _messages
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer
 from tunekit.estimates.memory.states import num_trainable_params, trained_tensors
-from tunekit.models.load import attach_adapter, load_model, num_trained, towers
+from tunekit.models.load import attach_adapter, load_model, num_trained
+from tunekit.models.towers import towers
 from tunekit.probe.model import probe_model
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.model import ModelSection

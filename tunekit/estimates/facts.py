@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,7 +30,7 @@ from tunekit.estimates.memory.experts import (
 )
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
-from tunekit.estimates.models.towers import Tower
+from tunekit.estimates.models.towers import Part, Tower, is_unread, part_of
 from tunekit.recipe.sections.adapters import (
     Adapter,
     AnyPeftAdapter,
@@ -47,7 +47,10 @@ further keeps all others."""
 
 
 _OF_RANKS = ("rank", "rank_pattern", "init_lora_weights", "rho")
-_CHOOSING = ("type", *_OF_RANKS, "target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
+_CHOOSING = (
+    *("type", *_OF_RANKS, "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *get_args(Part),
+)
 """Fields of an adapter section that say which modules get an adapter, and of which rank."""
 
 
@@ -384,6 +387,12 @@ _TEXT = re.compile(
 )
 """Names of what text passes through in a multimodal model, as checkpoints store it."""
 
+
+def is_beside_text(name: str) -> bool:
+    """Return whether text does not pass through a tensor or module of a multimodal model, by its full name."""
+    return not _TEXT.match(name)
+
+
 _LANGUAGE_MODEL = re.compile(r"language_model\.model\.|model\.(?=(?:layers|embed_tokens|norm)\.)")
 """Beginnings of names of a language model in older checkpoints of multimodal ones; transformers 5 has one for both."""
 
@@ -482,6 +491,9 @@ class ModelFacts(Facts):
     tower: Tower | None = None
     """Its vision tower; None where there is none, or none that is described."""
 
+    num_read_tower_layers: int | None = None
+    """Layers of its vision tower whose outputs are read; None where all are, with the norm behind them."""
+
     def loaded_for(self, section: ModelSection) -> ModelSection:
         """Return what transformers loads for a recipe's model section."""
         return section if self.origin is None else self.origin.loaded_for(section)
@@ -561,7 +573,7 @@ class ModelFacts(Facts):
 
     def is_tower(self, name: str) -> bool:
         """True for a tensor or module of a vision or audio tower or of its projector: text does not pass through it."""
-        return self.is_multimodal and not _TEXT.match(name)
+        return self.is_multimodal and is_beside_text(name)
 
     def module_name(self, name: str) -> str:
         """Return the name in transformers 5 of a module or tensor that a checkpoint may store under an older one."""
@@ -569,13 +581,35 @@ class ModelFacts(Facts):
             return name
         return _LANGUAGE_MODEL.sub("model.language_model.", name, count=1) if _LANGUAGE_MODEL.match(name) else name
 
-    def is_untrained(self, name: str) -> bool:
-        """True for a tensor or module that text gives no gradient, in a tower or elsewhere."""
-        return self.is_tower(name) or not model_types().without_gradient.isdisjoint(name.split("."))
+    def is_untrained(self, name: str, adapter: FullAdapter | PeftAdapter | None = None) -> bool:
+        """True for a tensor or module that gets no gradient, in a tower or elsewhere.
+
+        Args:
+            name: Its name.
+            adapter: A section that may train towers; None for text alone.
+        """
+        if self.is_tower(name) and (adapter is None or not self.trains_in_tower(name, adapter)):
+            return True
+        return not model_types().without_gradient.isdisjoint(name.split("."))
+
+    def trains_in_tower(self, name: str, adapter: FullAdapter | PeftAdapter) -> bool:
+        """Return whether a tensor or module of a tower is trained, or gets an adapter if its name is a target's."""
+        return adapter.training_of(part_of(name)) != "frozen" and not is_unread(name, self.num_read_tower_layers)
+
+    def num_untrained_params(self, adapter: Adapter) -> int:
+        """Number of parameters that get no gradient however a section trains the others.
+
+        Args:
+            adapter: The section.
+        """
+        in_towers = 0
+        if any(adapter.training_of(part) != "frozen" for part in get_args(Part)):
+            names = (name for name in self.tensors if self.is_tower(name) and not self.is_untrained(name, adapter))
+            in_towers = sum(prod(self.tensors[name]) for name in names)
+        return self._num_without_text_gradient - in_towers
 
     @cached_property
-    def num_untrained_params(self) -> int:
-        """Number of parameters that text gives no gradient."""
+    def _num_without_text_gradient(self) -> int:
         return sum(prod(shape) for name, shape in self.tensors.items() if self.is_untrained(name))
 
     @property
@@ -785,7 +819,7 @@ class ModelFacts(Facts):
         matched = {
             name: sizes
             for name, sizes in self.linears.items()
-            if not self.is_untrained(name)
+            if not self.is_untrained(name, adapter)
             and (
                 adapter.targets(name) or (adapter.target_regex is not None and adapter.targets(self.module_name(name)))
             )

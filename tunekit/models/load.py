@@ -33,7 +33,13 @@ from tunekit.errors import ModelError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
-from tunekit.models.frozen import compute_without_gradients
+from tunekit.models.towers import (
+    compute_without_gradients,
+    excluded_in_towers,
+    give_all_gradients,
+    towers,
+    train_towers,
+)
 from tunekit.models.virtual_tokens import hide_virtual_tokens
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
@@ -432,21 +438,6 @@ def _of_text(attn_implementation: str | None, config: "PretrainedConfig") -> str
     return {names[0]: attn_implementation} if attn_implementation is not None and names else attn_implementation
 
 
-def towers(model: "Module") -> list[str]:
-    """Names of the outermost modules that text does not pass through: vision and audio towers and their projectors.
-
-    They are the modules without a parameter of the text decoder, its embedding or its head; a model that is a text
-    decoder alone has none.
-    """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or model.config.get_text_config(decoder=True) is model.config:
-        return []
-    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
-    text.add(dict(model.named_children()).get("score"))
-    return list(_outermost_without(text, model, ""))
-
-
 def without_gradient(model: "Module") -> list[str]:
     """Names of the outermost modules that are known by their names to get no gradient.
 
@@ -455,19 +446,6 @@ def without_gradient(model: "Module") -> list[str]:
     known = model_types().without_gradient
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in known]
     return [name for name in names if known.isdisjoint(name.split(".")[:-1])]
-
-
-def _outermost_without(parts: "set[Module | None]", module: "Module", prefix: str) -> Iterator[str]:
-    """Yield the names of the outermost modules below a module that have parameters, and none of those of some parts."""
-    own = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    for name, child in module.named_children():
-        parameters = [id(parameter) for parameter in child.parameters()]
-        if child in parts or not parameters:
-            continue
-        if own.isdisjoint(parameters):
-            yield prefix + name
-        else:
-            yield from _outermost_without(parts, child, f"{prefix}{name}.")
 
 
 @contextlib.contextmanager
@@ -620,9 +598,11 @@ def attach_adapter(
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(adapter.trains(name, num_layers) or name.startswith(SCORES))
-        for name in [*towers(model), *without_gradient(model)]:
+        train_towers(model, adapter)
+        for name in without_gradient(model):
             model.get_submodule(name).requires_grad_(False)
-        compute_without_gradients(model, towers(model))
+        compute_without_gradients(model)
+        give_all_gradients(model)
         return model
     from peft import get_peft_model
     from peft.utils import TrainableTokensWrapper
@@ -642,7 +622,8 @@ def attach_adapter(
                 # Fused heads ask for it, and PEFT shows the weight alone. A head with a bias is refused.
                 module.bias = None
     freeze_ranks(adapted)
-    compute_without_gradients(model, towers(model))
+    compute_without_gradients(model)
+    give_all_gradients(model)
     if isinstance(adapter, PromptTuningAdapter):
         hide_virtual_tokens(adapted)
     else:
@@ -742,9 +723,10 @@ def peft_config(
         excluded, rows = stated.get("exclude_modules"), stated.get("trainable_token_indices")
     else:
         tokens = dict.fromkeys((*new_tokens, *(adapter.trainable_token_indices or ())))
-        excluded, rows = _excluded(adapter, model), _rows_of(list(tokens), adapter, model)
+        excluded = None if _is_by_full_names(adapter) else _excluded(adapter, model)
+        rows = _rows_of(list(tokens), adapter, model)
     targets: str | list[str] = adapter.target_modules
-    by_name = adapter.target_regex is not None or (targets == ALL_LINEAR and adapter.layers_to_transform is not None)
+    by_name = _is_by_full_names(adapter)
     return LoraConfig(
         task_type=task,
         r=adapter.rank,
@@ -752,7 +734,7 @@ def peft_config(
         lora_dropout=adapter.dropout,
         rank_pattern=dict(adapter.rank_pattern or {}),
         alpha_pattern=dict(adapter.alpha_pattern or {}),
-        target_modules=_targeted_linears(adapter, model) if by_name else targets,
+        target_modules=_names_of(adapter, model) if by_name else targets,
         layers_to_transform=None if by_name else adapter.layers_to_transform,
         # Initial matrices that take more than the base weights come when the adapter is attached.
         init_lora_weights=adapter.init_lora_weights if trained is None and not adapter.needs_sources else True,
@@ -764,6 +746,17 @@ def peft_config(
         trainable_token_indices=rows,
         target_parameters=adapter.target_parameters,
     )
+
+
+def _is_by_full_names(adapter: LoraAdapter) -> bool:
+    """Return whether PEFT is given the full names of the linear layers that get an adapter.
+
+    It goes by a regular expression through all modules, also those that it cannot adapt, takes no numbers of layers
+    beside a word or an expression, and takes the ends of names in towers too.
+    """
+    if "lora" in (adapter.vision_tower, adapter.projector) or adapter.target_regex is not None:
+        return True
+    return adapter.target_modules == ALL_LINEAR and adapter.layers_to_transform is not None
 
 
 def _stated(folder: Path) -> dict[str, Any]:
@@ -840,9 +833,9 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task,
 
 def _names_of(adapter: PeftAdapter, model: "PreTrainedModel") -> list[str]:
     """Return the full names of the linear layers that get an adapter."""
-    never = _never_adapted(model)
-    excluded = re.compile(never if isinstance(never, str) else "|".join(map(re.escape, never or [])))
-    return [name for name in _targeted_linears(adapter, model) if not excluded.fullmatch(name)]
+    names = _targeted_linears(adapter, model)
+    never = {*_own_linears(model), *excluded_in_towers(model, adapter, names)}
+    return [name for name in names if name not in never]
 
 
 def _rows_of(tokens: list[int], adapter: LoraAdapter, model: "PreTrainedModel") -> dict[str, list[int]] | None:
@@ -857,9 +850,6 @@ def _rows_of(tokens: list[int], adapter: LoraAdapter, model: "PreTrainedModel") 
 
 def _targeted_linears(adapter: PeftAdapter, model: "PreTrainedModel") -> list[str]:
     """Return the full names of the linear layers that a section means, but for the head.
-
-    PEFT goes by a regular expression through all modules, also those that it cannot adapt, and takes no numbers of
-    layers beside a word or an expression.
 
     Raises:
         ModelError: There is none.
@@ -889,28 +879,36 @@ def _excluded(adapter: LoraAdapter, model: "PreTrainedModel") -> list[str] | str
 def _never_adapted(model: "PreTrainedModel") -> list[str] | str | None:
     """Return the linear layers that get no adapter whatever the target modules are, as PEFT's `exclude_modules`.
 
-    PEFT adapts every linear layer by class. Some subclasses of a model's own code compute something else (the routers
-    of PhiMoE and Llama 4 return more than a product), towers see no text, and Mamba layers read some weights past their
-    modules.
+    Besides those of the model's own code they are those of towers, which see no text.
     """
-    from torch import nn
-
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    refused = read_past_of(model.config.model_type)
-    names = towers(model)
-    useless = tuple(f"{name}." for name in without_gradient(model) if not name.startswith(tuple(names)))
-    own = [
-        name
-        for name, module in linears
-        if not _is_product(module) or name.rpartition(".")[2] in refused or f"{name}.".startswith(useless)
-    ]
+    own, names = _own_linears(model), towers(model)
     if not names:
         return own or None
     patterns = [*(rf"{re.escape(name)}(\..*)?" for name in names), *map(re.escape, own)]
-    if any(name.rpartition(".")[2].isdigit() for name, _ in linears):
+    if any(name.rpartition(".")[2].isdigit() for name in _linears(model)):
         # PEFT takes the last names of all linear layers of some types, where "0" of a tower means layer 0 too.
         patterns.append(r".*\.\d+")
     return "|".join(patterns)
+
+
+def _own_linears(model: "PreTrainedModel") -> list[str]:
+    """Return the linear layers that get no adapter because of the model's code.
+
+    PEFT adapts every linear layer by class. Some subclasses of a model's own code compute something else (the routers
+    of PhiMoE and Llama 4 return more than a product), and Mamba layers read some weights past their modules.
+    """
+    refused, useless = read_past_of(model.config.model_type), tuple(f"{name}." for name in without_gradient(model))
+    return [
+        name
+        for name, module in _linears(model).items()
+        if not _is_product(module) or name.rpartition(".")[2] in refused or f"{name}.".startswith(useless)
+    ]
+
+
+def _linears(model: "PreTrainedModel") -> "dict[str, torch.nn.Linear]":
+    from torch import nn
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def _is_product(module: "torch.nn.Linear") -> bool:

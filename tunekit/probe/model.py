@@ -36,7 +36,7 @@ from tunekit.estimates.models.model_config import (
 )
 from tunekit.estimates.models.published import method_of, packed_weights, why_unread
 from tunekit.estimates.models.rope import has_rope, rope_of, rules_out_rope
-from tunekit.estimates.models.towers import Tower, describes, tower_of
+from tunekit.estimates.models.towers import Tower, describes, num_read_layers, tower_of
 from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.chat_template import end_answers, template_text
 from tunekit.probe.model_files import (
@@ -548,6 +548,7 @@ def _facts(
         why_unread=why_unread(config),
         is_multimodal="text_config" in config,
         tower=_tower(config),
+        num_read_tower_layers=_num_read_layers(config),
     )
     return facts.model_copy(update={"packed": packed_weights(config, facts.linears, packed)})
 
@@ -560,6 +561,14 @@ def _tower(config: Mapping[str, Any]) -> Tower | None:
         return tower_of(complete(config))
     settings = _as_config_class(config)
     return None if settings is None else tower_of(settings.to_dict())
+
+
+def _num_read_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers of a vision tower whose outputs are read; None where all are."""
+    if "vision_config" not in config or ("vision_feature_layer" not in config and is_known(config)):
+        return None
+    settings = _as_config_class(config)
+    return None if settings is None else num_read_layers(settings.to_dict())
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

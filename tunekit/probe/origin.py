@@ -19,8 +19,9 @@ import yaml
 from pydantic import ValidationError
 
 from tunekit.errors import ModelError
-from tunekit.estimates.facts import Ancestor, Origin
+from tunekit.estimates.facts import Ancestor, Origin, is_beside_text
 from tunekit.estimates.models.rope import section_of
+from tunekit.estimates.models.towers import part_of
 from tunekit.files import SHIPPED_MODELS, read_table
 from tunekit.probe.model_files import broken, check_links, read_settings
 from tunekit.recipe.load import reload_recipe
@@ -142,7 +143,11 @@ def _check_base(folder: Path, base: str, path: str) -> None:
 def _lora(config: Mapping[str, Any]) -> LoraAdapter:
     """Return the section of an adapter by PEFT's configuration of it."""
     targets, layers = config["target_modules"], config.get("layers_to_transform")
+    named = [] if isinstance(targets, str) else [f"{name}." for name in targets if name.count(".") > 1]
+    parts = {part_of(name) for name in named if is_beside_text(name)}
+    in_towers: Any = dict.fromkeys(parts - {"audio_tower"}, "lora")
     return LoraAdapter(
+        **in_towers,
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,

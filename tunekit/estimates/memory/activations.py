@@ -191,7 +191,7 @@ def products_of(
     `autocast` says whether each product casts trained weights that are float32: so on one device and under DDP. FSDP2
     and DeepSpeed hand a layer all its weights in the compute type. Weights that are trained in it are not cast.
     """
-    autocast = autocast and trained_dtype == "float32"
+    autocast, adapter = autocast and trained_dtype == "float32", adapter.of_text
     lora = adapter if isinstance(adapter, LoraAdapter) else None
     full = isinstance(adapter, FullAdapter)
     linears = model.all_linears if isinstance(adapter, FullAdapter) else model.adapted(adapter)

@@ -24,7 +24,7 @@ from tunekit.estimates.facts import DataFacts, DeviceKind, Facts, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, products_of
-from tunekit.estimates.memory.pictures import PictureBytes, PictureLoad, picture_bytes
+from tunekit.estimates.memory.pictures import PictureBytes, PictureLoad, counts, picture_bytes
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
@@ -232,7 +232,9 @@ def estimate(
     kept_state = replace(kept_state, vllm=vllm_bytes, host_bytes=kept_state.host_bytes + in_host)
     highest |= method_needs(products, passes, layout, layers, head, mine, highest)
     if pictures is not None and model.tower is not None:
-        bytes_of = picture_bytes(model.tower, pictures, products, num_tokens, checkpointing=gradient_checkpointing)
+        bytes_of = picture_bytes(
+            model.tower, pictures, products, num_tokens, adapter, checkpointing=gradient_checkpointing
+        )
         highest = _with_pictures(highest, bytes_of)
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
@@ -320,12 +322,12 @@ def _engine(
 
 def _with_pictures(needs: Mapping[Phase, Need], pictures: PictureBytes) -> dict[Phase, Need]:
     """Return the needs of the phases with those of pictures, and that of the tower: before the first layer of text."""
-    forward, kept = needs["forward"], pictures.pixels + pictures.embedded
+    forward, kept = needs["forward"], pictures.pixels + pictures.embedded + pictures.kept
     whole = kept + pictures.states + pictures.crossed
     beside: dict[Phase, int] = {
         "load": 0,
         "embedding": pictures.pixels,
-        "forward": whole + pictures.outputs,
+        "forward": whole + pictures.casts + pictures.outputs,
         "head": whole,
         "last layer": whole,
         "optimizer": pictures.pixels,
@@ -334,8 +336,14 @@ def _with_pictures(needs: Mapping[Phase, Need], pictures: PictureBytes) -> dict[
         # The last layer has no cross-attention, and one between has.
         needs = {**needs, "middle layers": needs["last layer"]}
         beside["middle layers"] = kept + pictures.states + pictures.recomputed
-    encoding = Need(forward.gradients, gathered=forward.gathered, pictures=pictures.pixels + pictures.encoding)
+    of_tower = pictures.pixels + pictures.kept + pictures.casts + pictures.encoding
+    encoding = Need(forward.gradients, gathered=forward.gathered, pictures=of_tower)
     grown = {phase: replace(need, pictures=beside.get(phase, kept)) for phase, need in needs.items()}
+    if pictures.backward:
+        # The tower's backward pass comes behind that of the first layer, whose activations are gone.
+        first = needs["first layer"]
+        behind = replace(first, activations=0, pictures=pictures.pixels + pictures.kept + pictures.backward)
+        grown["first layer"] = max(grown["first layer"], behind, key=lambda need: need.total)
     return {**grown, "pictures": encoding}
 
 
@@ -352,7 +360,7 @@ def _confidence(
 
     Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
     """
-    if not is_traced(model) or (passes.reads_pictures and model.tower is None):
+    if not is_traced(model) or (passes.reads_pictures and (model.tower is None or not counts(model.tower, adapter))):
         return "outside the model"
     if qat is not None:
         return "closed form"

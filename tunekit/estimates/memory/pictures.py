@@ -1,20 +1,28 @@
-"""Bytes of pictures in a training step: their pixels, what a frozen vision tower needs for a time, and what it gives.
+"""Bytes of pictures in a training step: their pixels, what a vision tower needs, and what it gives.
 
-A tower computes without gradients, before the text decoder and beside nothing of it but the embedded text. So it needs
-the most of the moments of one layer. The pixels of all micro-batches of a step are on the device until the step is
-over: transformers' `get_batch_samples` fetches them together, and Accelerate's data loader puts each there. What a
-tower gives stays in the model's outputs until the forward pass is over.
+A frozen tower computes without gradients, before the text decoder and beside nothing of it but the embedded text. So it
+needs the most of the moments of one layer. Of a trained one autograd keeps what the backward pass reads until that of
+the text decoder is over; with checkpointing it keeps the inputs of layers, and one layer is computed again. The pixels
+of all micro-batches of a step are on the device until the step is over: transformers' `get_batch_samples` fetches them
+together, and Accelerate's data loader puts each there. What a tower gives stays in the model's outputs until the
+forward pass is over.
 
 Symbols: h hidden size, i intermediate size, N patches, e bytes of the compute type, s of the tower's residual stream,
-n of what a norm gives. Autocast computes layer norms in float32, and casts one weight at a time, since none is trained.
+n of what a norm gives. Autocast computes layer norms in float32, casts one frozen weight at a time, and keeps the casts
+of trained ones.
 `tests/estimates/oracle_vision.py` traces the real modules.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from tunekit.estimates.memory.activations import Products
 from tunekit.estimates.memory.states import BYTES
-from tunekit.estimates.models.towers import Tower
+from tunekit.estimates.models.towers import Part, Tower, part_of
+from tunekit.recipe.sections.adapters import Adapter, PeftAdapter
 
 _PIXEL = BYTES["float32"]
 """Bytes of a pixel's value: image processors give float32."""
@@ -43,6 +51,12 @@ class PictureBytes:
     """At the most while the tower computes, besides the pixels."""
     outputs: int
     """Outputs of the tower, until the forward pass is over."""
+    kept: int = 0
+    """Kept of a trained tower and projector for their backward pass."""
+    casts: int = 0
+    """Casts of their weights that only the forward pass keeps, since the layers are computed again."""
+    backward: int = 0
+    """Of a layer of the tower in its backward pass, besides what is kept."""
     embedded: int = 0
     """Embedded text beside what the first layer reads, until the backward pass is over."""
     states: int = 0
@@ -54,7 +68,7 @@ class PictureBytes:
 
 
 def picture_bytes(
-    tower: Tower, load: PictureLoad, products: Products, num_tokens: int, *, checkpointing: bool
+    tower: Tower, load: PictureLoad, products: Products, num_tokens: int, adapter: Adapter, *, checkpointing: bool
 ) -> PictureBytes:
     """Return the bytes of the pictures of a step.
 
@@ -63,6 +77,7 @@ def picture_bytes(
         load: The pictures.
         products: The products of the step.
         num_tokens: Tokens of a micro-batch of text, with its padding.
+        adapter: What is trained, perhaps of the tower too.
         checkpointing: Whether layers are computed again, for which an adapter has the embedded text require gradients.
     """
     e, num_patches = products.e, round(load.values / tower.values_per_patch)
@@ -85,7 +100,79 @@ def picture_bytes(
         normed = 4 if products.casted else e
         outputs = normed * tower.hidden_size * num_patches + (normed + products.stream_bytes) * features
     kept_embedded = embedded if checkpointing and not products.full else 0
-    return PictureBytes(pixels, embedded + copy + encoding, outputs, kept_embedded)
+    plain = PictureBytes(pixels, embedded + copy + encoding, outputs, kept_embedded)
+    return _with_training(plain, tower, num_patches, products, adapter, checkpointing=checkpointing)
+
+
+def counts(tower: Tower, adapter: Adapter) -> bool:
+    """Return whether the bytes of a tower are counted as it is trained: cross-attention's only where it is frozen."""
+    return tower.form != "crossed" or all(adapter.training_of(part) == "frozen" for part in get_args(Part))
+
+
+def _with_training(
+    plain: PictureBytes, tower: Tower, num_patches: int, products: Products, adapter: Adapter, *, checkpointing: bool
+) -> PictureBytes:
+    """Return the bytes with those that training of the tower and its projector adds."""
+    model, e, h = products.model, products.e, tower.hidden_size
+    trains_tower, trains_projector = (adapter.training_of(part) != "frozen" for part in ("vision_tower", "projector"))
+    if not trains_tower and not trains_projector:
+        return plain
+    linears = [name for name in model.linears if model.is_tower(name) and model.trains_in_tower(name, adapter)]
+    if isinstance(adapter, PeftAdapter):
+        adapted = model.adapted(adapter)
+        linears = [name for name in adapted.sizes if model.is_tower(name)]
+        weights = sum(adapted.ranks[name] * sum(adapted.sizes[name]) for name in linears)
+        ranks = sum(adapted.ranks[name] for name in linears if part_of(name) == "vision_tower") / tower.num_layers
+    else:
+        names = (name for name in model.tensors if model.is_tower(name) and model.trains_in_tower(name, adapter))
+        weights = sum(math.prod(model.tensors[name]) for name in names if len(model.tensors[name]) > 1)
+        ranks = 0.0
+    casts = e * weights if products.casted else 0
+    # Of the projector its input, whose width is that of all patches of a token, and what stands behind the norm.
+    projector = (e + 4) * h * num_patches
+    per_layer = backward = 0
+    if trains_tower:
+        leaves = frozenset(name.rpartition(".")[2] for name in linears if part_of(name) == "vision_tower")
+        form = _kept_rotary if tower.form == "rotary" else _kept_encoder
+        per_layer = int((form(tower, products, leaves) + e * ranks) * num_patches)
+        stream = 4 if products.casted and products.full else e
+        backward = 2 * stream * h * num_patches + 3 * e * tower.intermediate_size * num_patches
+    if not checkpointing:
+        return replace(plain, kept=tower.num_layers * per_layer + projector + casts, backward=backward)
+    inputs = tower.num_layers * (4 if products.casted and products.full else e) * h * num_patches
+    kept = projector + (inputs if trains_tower else 0)
+    return replace(plain, kept=kept, casts=casts, backward=per_layer + backward)
+
+
+def _kept_encoder(tower: Tower, products: Products, leaves: AbstractSet[str]) -> int:
+    """Bytes of a patch that a layer with layer norms keeps for the backward pass.
+
+    Args:
+        tower: The tower.
+        products: The products of the step.
+        leaves: Last names of its trained or adapted linear layers.
+    """
+    e, h, i = products.e, tower.hidden_size, tower.intermediate_size
+    norms = 2 * ((4 if products.casted else e) * h + 8)
+    inputs = _num_inputs(({"q_proj", "k_proj", "v_proj"}, {"fc1"}), leaves, casts=products.casted)
+    own = 0 if products.full else e * h * ("out_proj" in leaves)
+    return norms + e * h * (inputs + 4) + 4 * tower.num_heads + own + e * i * (1 + ("fc2" in leaves))
+
+
+def _kept_rotary(tower: Tower, products: Products, leaves: AbstractSet[str]) -> int:
+    """The same of a layer with RMS norms in float32, a gated MLP, and queries, keys and values of one product."""
+    e, h, i = products.e, tower.hidden_size, tower.intermediate_size
+    norms = 2 * ((8 if products.full else 4) * h + 4)
+    inputs = _num_inputs(({"qkv"}, {"gate_proj", "up_proj"}), leaves, casts=products.casted)
+    # Of queries, keys and values a view of their product stays, and of attention what its parts are joined to.
+    attention = (5 if products.full else 6) * e * h + e * h * (not products.full and "proj" in leaves)
+    return norms + e * h * inputs + attention + 4 * tower.num_heads + e * i * (3 + ("down_proj" in leaves))
+
+
+def _num_inputs(readers: Iterable[set[str]], leaves: AbstractSet[str], *, casts: bool) -> int:
+    """Return how often what norms give is kept for trained layers that read it together: a cast of each has its own."""
+    read = [len(names & leaves) for names in readers]
+    return sum(read) if casts else sum(num > 0 for num in read)
 
 
 def _encoder(tower: Tower, num_patches: int, e: int, weight: int, *, casts: bool) -> int:

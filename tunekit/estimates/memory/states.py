@@ -171,8 +171,10 @@ def num_adapted_layers(model: ModelFacts, adapter: PeftAdapter) -> int:
 
 def _is_trained(name: str, model: ModelFacts, adapter: FullAdapter) -> bool:
     """Return whether a tensor is trained in full fine-tuning; the score of a model that judges always is."""
-    if model.is_untrained(name):
+    if model.is_untrained(name, adapter):
         return False
+    if model.is_tower(name):
+        return True
     names = dict.fromkeys((name, model.module_name(name)))
     return any(adapter.trains(each, model.num_layers) for each in names) or (model.judges and name == SCORE)
 
@@ -185,7 +187,7 @@ def num_live_layers(model: ModelFacts, adapter: Adapter) -> int:
     if not isinstance(adapter, FullAdapter) or not adapter.is_partial or model.num_experts or model.num_sliding_layers:
         return model.num_layers
     trained = trained_tensors(model, adapter)
-    if any(map(is_embedding, trained)):
+    if any(is_embedding(name) or model.is_tower(name) for name in trained):
         return model.num_layers
     numbers = [number for name in trained if (number := layer_of(name)) is not None]
     return model.num_layers - min(numbers, default=model.num_layers)
@@ -230,7 +232,7 @@ def num_trainable_params(model: ModelFacts, adapter: Adapter) -> int:
     if isinstance(adapter, FullAdapter):
         if adapter.is_partial:
             return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
-        return model.num_params - model.num_untrained_params
+        return model.num_params - model.num_untrained_params(adapter)
     if isinstance(adapter, LoraAdapter) and not trained_whole(model, adapter):
         adapters = model.adapted(adapter).adapters.items()
         vectors = adapter.use_dora + adapter.lora_bias

@@ -60,6 +60,8 @@ class ModelTypes(BaseModel):
     """Of types with linear layers that are never quantized: the ends of their names."""
     without_gradient: frozenset[str]
     """Last names of modules that give the loss no gradient."""
+    projectors: frozenset[str]
+    """Names of modules that project what a tower gives to the text decoder's width."""
     shares_layers: frozenset[str]
     """Types with a layer that stands at several places."""
     rope_types: dict[str, str]

@@ -11,7 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tunekit.estimates.models.model_config import model_types
 from tunekit.files import read_table
+
+Part = Literal["vision_tower", "projector", "audio_tower"]
+"""Part of a model that text does not pass through."""
 
 Form = Literal["encoder", "rotary", "crossed"]
 """Kind of a tower's code. `encoder`: layers with layer norms and an MLP of two products, such as SigLIP's. `rotary`:
@@ -73,6 +77,45 @@ def _rows() -> dict[str, _Row]:
 def describes(model_type: str | None) -> bool:
     """Return whether there is a row for the towers of a type."""
     return model_type in _rows()
+
+
+def part_of(name: str) -> Part:
+    """Return the part that a module or parameter of a tower belongs to, by its name."""
+    parts = name.split(".")
+    if any("audio" in part for part in parts):
+        return "audio_tower"
+    return "vision_tower" if model_types().projectors.isdisjoint(parts) else "projector"
+
+
+def num_read_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers of a vision tower whose outputs are read; None where all are.
+
+    Models with a `vision_feature_layer` read the states behind that layer: 0 is what the embedding gives.
+
+    Args:
+        config: A config.json that leaves nothing out of this.
+    """
+    layers, num_layers = (
+        config.get("vision_feature_layer"),
+        (config.get("vision_config") or {}).get("num_hidden_layers"),
+    )
+    if layers is None or num_layers is None:
+        return None
+    return max(int(layer) % (int(num_layers) + 1) for layer in (layers if isinstance(layers, list) else [layers]))
+
+
+def is_unread(name: str, num_read: int | None) -> bool:
+    """Return whether a module or parameter of a tower gives the text decoder nothing.
+
+    Args:
+        name: Its name.
+        num_read: Number of layers that are read; None where all are, with the norm behind them.
+    """
+    parts = name.split(".")
+    if num_read is None or part_of(name) != "vision_tower":
+        return False
+    number = next((int(part) for part in parts if part.isdigit()), None)
+    return "post_layernorm" in parts or (number is not None and number >= num_read)
 
 
 def tower_of(config: Mapping[str, Any]) -> Tower | None:

@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterator
+from typing import get_args
 
 from tunekit.estimates.facts import ModelFacts, is_embedding
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.experts import adapted_experts, last_part
 from tunekit.estimates.models.model_config import model_types, read_past_of
+from tunekit.estimates.models.towers import Part, part_of
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
@@ -30,6 +32,7 @@ Faults = Iterator[tuple[str, str]]
 
 def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     """Yield what is wrong with an adapter section for this model, each with its remedy."""
+    yield from _tower_faults(model, adapter)
     if isinstance(adapter, FullAdapter):
         yield from _part_faults(model, adapter)
         return
@@ -68,6 +71,24 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
     if unknown:
         hint = "a head tied to the embedding has no separate weights; name the embedding"
         yield f"adapter.modules_to_save: {model.path} has no weights of {', '.join(unknown)}", hint
+
+
+def _tower_faults(model: ModelFacts, adapter: Adapter) -> Faults:
+    """Yield parts of towers to train that a model does not have, or none of whose layers is a target."""
+    for part in get_args(Part):
+        how = adapter.training_of(part)
+        names = [name for name in model.tensors if model.is_tower(name) and part_of(name) == part]
+        if how == "frozen":
+            continue
+        if not names:
+            yield f"adapter.{part}: {model.path} has no module that is known as one", "unset it"
+        elif how == "lora" and isinstance(adapter, LoraAdapter):
+            adapted = (name for name in model.adapter_linears(adapter) if model.is_tower(name))
+            if not any(part_of(name) == part for name in adapted):
+                linears = [name for name in model.linears if model.is_tower(name) and part_of(name) == part]
+                endings = ", ".join(sorted({last_part(name) for name in linears}))
+                hint = f"available: {endings}" if endings else "unset it: there is none"
+                yield f"adapter.{part}: target_modules names no linear layer of it", hint
 
 
 def _prompt_faults(model: ModelFacts) -> Faults:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import (
@@ -20,6 +20,7 @@ from tunekit.estimates.memory.states import Dtype, has_low_rank, reference_of, t
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
+from tunekit.estimates.models.towers import Part
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
@@ -275,7 +276,10 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts, attn_impl
     Raises:
         PlanError: They cannot, or the recipe says how to read pictures where there are none.
     """
+    parts = [part for part in get_args(Part) if recipe.adapter.training_of(part) != "frozen"]
     if not rows.has_pictures:
+        if parts:
+            raise PlanError(f"adapter.{parts[0]}: no effect, the rows have no images", hint="unset it")
         if recipe.model.image_processor is not None:
             raise PlanError("model.image_processor: no effect, the rows have no images", hint="unset it")
         return
@@ -283,6 +287,10 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts, attn_impl
     if not model.is_multimodal:
         problem = f"model.path: rows have images, but {model.path} is a text-only model"
         raise PlanError(problem, hint="choose a vision-language model, or remove the images from the rows")
+    untested = {"fp8": recipe.train.fp8, "qat": recipe.train.qat, "layerwise_lr_decay": recipe.train.layerwise_lr_decay}
+    for name in [name for name, value in untested.items() if parts and value]:
+        problem = f"train.{name}: unsupported where a vision tower or projector is trained"
+        raise PlanError(problem, hint=f"unset it, or adapter.{parts[0]}")
     settings = {
         f"model.attn_implementation={VARLEN}": recipe.model.attn_implementation == VARLEN,
         "data.padding_free": data.padding_free is True,

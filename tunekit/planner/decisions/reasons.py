@@ -7,7 +7,7 @@ The range in which the formulas of memory were compared with traces, and what a 
 
 import math
 from collections.abc import Iterator
-from typing import assert_never
+from typing import assert_never, get_args
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts, Origin, start_words
@@ -15,6 +15,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.learning_rates import has_groups, rates_of
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, is_traced
 from tunekit.estimates.memory.memory import Saving, copied_bytes, divides_files, metric_of
+from tunekit.estimates.memory.pictures import counts
 from tunekit.estimates.memory.states import (
     BYTES,
     Dtype,
@@ -26,11 +27,12 @@ from tunekit.estimates.memory.states import (
     reference_of,
     token_rows,
     trained_bytes,
+    trained_tensors,
     trained_tokens,
 )
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, scaled
-from tunekit.estimates.models.towers import Tower
+from tunekit.estimates.models.towers import Part, Tower, part_of
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCENT, workers_for
@@ -182,6 +184,7 @@ def adapter_reason(recipe: Recipe, model: ModelFacts, schedule: Schedule | None)
         num_frozen = model.num_layers - num_live_layers(model, adapter)
         share += f"no activations stored for the first {num_frozen} layers, " if num_frozen else ""
         share += "other frozen parameters counted as trained (upper bound)"
+        parts += [part.replace("_", " ") for part in get_args(Part) if adapter.training_of(part) == "full"]
         return Reason(
             topic="adapter", choice=f"full, of {', '.join([*parts, *(adapter.unfrozen_parameters or ())])}", why=share
         )
@@ -325,8 +328,7 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
     if model.num_tower_params:
-        why = "no gradients and no adapters: not used for text; saved unchanged with full fine-tuning"
-        yield Reason(topic="towers", choice=f"frozen, {count(model.num_tower_params)} parameters", why=why)
+        yield _tower_reason(recipe.adapter, model)
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
@@ -340,6 +342,23 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
             else "the latest commit when the run is created"
         )
         yield Reason(topic="code", choice=f"remote code of the model, {at}", why="model.trust_remote_code is true")
+
+
+def _tower_reason(adapter: Adapter, model: ModelFacts) -> Reason:
+    trained = {part: adapter.training_of(part) for part in get_args(Part) if adapter.training_of(part) != "frozen"}
+    if not trained:
+        why = "no gradients and no adapters: not used for text; saved unchanged with full fine-tuning"
+        return Reason(topic="towers", choice=f"frozen, {count(model.num_tower_params)} parameters", why=why)
+    names = [f"{part.replace('_', ' ')} {'trained' if how == 'full' else how}" for part, how in trained.items()]
+    num = sum(
+        math.prod(shape)
+        for name, shape in trained_tensors(model, adapter).items()
+        if model.is_tower(name) and adapter.training_of(part_of(name)) != "frozen"
+    )
+    why = f"{count(num)} trained parameters; zero gradients in micro-batches without images"
+    if model.num_read_tower_layers is not None and "vision_tower" in trained:
+        why += f"; only the first {model.num_read_tower_layers} layers, of which vision_feature_layer reads the last"
+    return Reason(topic="towers", choice=", ".join(names), why=why)
 
 
 def _rope_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
@@ -583,7 +602,7 @@ def data_reasons(recipe: Recipe, data: DataFacts, model: ModelFacts) -> Iterator
     yield _data_reason(recipe, data)
     yield from _mixture_reasons(recipe, data)
     if data.has_pictures:
-        yield _picture_reason(data, model.tower)
+        yield _picture_reason(recipe.adapter, data, model.tower)
     balance = None if data.num_good is None else recipe.method.balance(data.num_train, data.num_good)
     if balance is not None:
         choice, why = balance
@@ -619,10 +638,13 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     return Reason(topic="data", choice=f"{data.num_train:,} {rows}", why=why)
 
 
-def _picture_reason(data: DataFacts, tower: Tower | None) -> Reason:
-    why = "encoded by the frozen tower in each micro-batch"
+def _picture_reason(adapter: Adapter, data: DataFacts, tower: Tower | None) -> Reason:
+    is_trained = adapter.training_of("vision_tower") != "frozen"
+    why = f"encoded by the {'trained' if is_trained else 'frozen'} tower in each micro-batch"
     if tower is None:
         why += "; its memory is unknown for this model type and not in the estimate"
+    elif not counts(tower, adapter):
+        why += "; the memory of its backward pass is unknown for this model type and not in the estimate"
     elif data.most_pixel_values is not None:
         why += f", {data.most_pixel_values / tower.values_per_patch:,.0f} patches per row at most"
     elif not data.tokenized:

@@ -66,8 +66,24 @@ class FullAdapter(Section):
     """Insert this number of copied decoder layers, evenly spaced and initialized as identities, and train only these
     (LLaMA Pro, arXiv 2401.02415). Must divide the number of layers; the saved model includes them. Default: none."""
 
+    vision_tower: Literal["frozen", "full"] = "frozen"
+    """For rows with images: `full` trains the vision tower too, without its projector."""
+
+    projector: Literal["frozen", "full"] = "frozen"
+    """For rows with images: `full` trains what projects the vision tower's outputs to the language model's inputs."""
+
+    language_model: Literal["frozen", "full"] = "full"
+    """`frozen` trains only the vision tower or projector, as in LLaVA's first stage (arXiv 2304.08485)."""
+
     def _conflicts_within(self) -> Iterator[Conflict]:
-        """Yield patterns that are no regular expressions, and parts beside new layers."""
+        """Yield patterns that are no regular expressions, parts beside new layers, and a model all frozen."""
+        if self.language_model == "frozen":
+            if self.vision_tower == self.projector == "frozen":
+                what = "nothing is trained: vision_tower and projector are frozen too"
+                yield Conflict(("language_model",), what, "set projector=full")
+            for name in ("last_layers", "unfrozen_parameters", "new_layers"):
+                if dict(self)[name] is not None:
+                    yield Conflict((name,), "mutually exclusive with language_model=frozen", "unset one of them")
         for name in ("last_layers", "unfrozen_parameters"):
             if self.new_layers is not None and dict(self)[name] is not None:
                 what = "mutually exclusive with new_layers: only the new layers are trained"
@@ -78,8 +94,18 @@ class FullAdapter(Section):
 
     @property
     def is_partial(self) -> bool:
-        """True if some parameters are frozen."""
-        return any(part is not None for part in (self.last_layers, self.unfrozen_parameters, self.new_layers))
+        """True if some parameters of the language model are frozen."""
+        parts = (self.last_layers, self.unfrozen_parameters, self.new_layers)
+        return self.language_model == "frozen" or any(part is not None for part in parts)
+
+    def training_of(self, part: str) -> str:
+        """Return how a part of a model that text does not pass through is trained: `frozen` or `full`."""
+        return str(dict(self).get(part, "frozen"))
+
+    @property
+    def of_text(self) -> Self:
+        """The section of the text decoder alone."""
+        return self.model_copy(update={"vision_tower": "frozen", "projector": "frozen"})
 
     def is_new(self, layer: int, num_layers: int) -> bool:
         """Return whether a layer is a new one: the last of each of as many groups.
@@ -136,6 +162,15 @@ class PeftAdapter(Section):
 
     modules_to_save: list[str] | None = None
     """Modules to train in full and save with the adapter, such as [embed_tokens, lm_head]."""
+
+    def training_of(self, part: str) -> str:
+        """Return how a part of a model that text does not pass through is trained: `frozen` or `lora`."""
+        return str(dict(self).get(part, "frozen"))
+
+    @property
+    def of_text(self) -> Self:
+        """The section of the text decoder alone."""
+        return self
 
     @field_validator("target_modules", "rank_pattern", "alpha_pattern", check_fields=False)
     @classmethod
@@ -311,10 +346,22 @@ class LoraAdapter(PeftAdapter):
     """Ratio of the learning rate of matrices B, and of vectors, to that of the other parameters (LoRA+, arXiv
     2402.12354). Default: the same rate for all."""
 
+    vision_tower: Literal["frozen", "lora"] = "frozen"
+    """For rows with images: `lora` also adapts the linear layers of the vision tower that `target_modules` names."""
+
+    projector: Literal["frozen", "lora"] = "frozen"
+    """For rows with images: `lora` also adapts what projects the vision tower's outputs to the language model's inputs.
+    To train a projector in full, name it in `modules_to_save`."""
+
     relora: ReloraSection | None = None
     """Merge the adapter into the base weights every `steps` and restart it, so that the sum of updates has a high rank
     (ReLoRA, arXiv 2307.05695). The result is plain LoRA for the original base, whose rank grows with each restart.
     Default: none."""
+
+    @property
+    def of_text(self) -> Self:
+        """The section of the text decoder alone."""
+        return self.model_copy(update={"vision_tower": "frozen", "projector": "frozen"})
 
     @property
     def splits_base(self) -> bool:
@@ -391,6 +438,13 @@ class LoraAdapter(PeftAdapter):
             refused = {"dropout": self.dropout > 0, "use_dora": self.use_dora, "lora_bias": self.lora_bias}
             for name in [name for name, is_set in {**refused, "init_lora_weights": not plain}.items() if is_set]:
                 yield Conflict((name,), "unsupported by PEFT with target_parameters", "unset one of them")
+        adapts_towers = "lora" in (self.vision_tower, self.projector)
+        if adapts_towers and self.init_lora_weights not in (True, "gaussian"):
+            what = f"initial matrices of {self.init_lora_weights} are unsupported in towers"
+            yield Conflict(("init_lora_weights",), what, "unset it, vision_tower and projector")
+        for name in ("layers_to_transform", "relora"):
+            if adapts_towers and dict(self)[name]:
+                yield Conflict((name,), "unsupported with adapters in towers", "unset it, vision_tower and projector")
         if self.relora is not None:
             is_kept = self.init_lora_weights not in (True, "gaussian")
             for name in ("use_dora", "lora_bias", "target_parameters", *["init_lora_weights"] * is_kept):

@@ -31,7 +31,7 @@ from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.layout import Layout
-from tunekit.models.load import towers
+from tunekit.models.towers import towers
 from tunekit.planner.plan import Plan
 from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.training.engines import expert_parallel

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.vision import FAMILIES
-from tunekit.models.load import attach_adapter, towers
+from tunekit.models.load import attach_adapter
+from tunekit.models.towers import towers
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 
