@@ -157,7 +157,7 @@ def compare_with_plain_transformers(adapter, saved, tmp_path, *, packed=False):
 
 
 def is_of_tower(name):
-    return any(part in name for part in ("vision", "visual", "multi_modal_projector", "connector"))
+    return any(part in name for part in ("vision", "visual", "multi_modal_projector", "connector", "image_newline"))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ FULL = {
 LORA = {"type": "lora", "rank": RANK, "alpha": RANK, "vision_tower": "lora", "projector": "lora"}
 WITHOUT_LINEARS = ("gemma3",)
 """Families whose projectors multiply by a parameter of their own."""
-BESIDE_TEXT = re.compile(r"vision|visual|multi_modal_projector|connector")
+BESIDE_TEXT = re.compile(r"vision|visual|multi_modal_projector|connector|image_newline")
 QUICK = {"llava"}
 
 
@@ -221,7 +221,11 @@ def test_layers_that_nothing_reads_are_not_trained(tmp_path):
 
 REFUSED = {
     "no images": ({"vision_tower": "full"}, {}, "adapter.vision_tower: no effect, the rows have no images"),
-    "fp8": ({"projector": "full"}, {"fp8": True}, "train.fp8: unsupported where a vision tower or projector is trained"),
+    "fp8": (
+        {"projector": "full"},
+        {"fp8": True},
+        "train.fp8: unsupported where a vision tower or projector is trained",
+    ),
     "decay by layer": (
         {"vision_tower": "full"},
         {"layerwise_lr_decay": 0.9},

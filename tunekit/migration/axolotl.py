@@ -279,7 +279,7 @@ def unfrozen(draft: Draft, entry: Entry) -> Fate:
         raise UnfitError("trains parameters in addition to an adapter: use adapter.modules_to_save")
     patterns = names(entry.value)
     if any(images.names_tower(pattern) for pattern in patterns):
-        raise UnfitError(f"{images.FROZEN}: the recipe trains only the language model")
+        raise UnfitError("for the language model: adapter.vision_tower and adapter.projector train those parts")
     if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
         raise UnfitError("training a range of a parameter's rows is unsupported")
     return draft.carry(

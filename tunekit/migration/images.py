@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from tunekit.errors import RecipeError
-from tunekit.estimates.models.model_config import known_models
+from tunekit.estimates.models.model_config import known_models, model_types
 from tunekit.migration.draft import Draft, UnfitError, data_file, names, number, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
@@ -33,8 +33,11 @@ _HEARS = re.compile(
 
 _IN_LANGUAGE_MODEL = re.compile(r"language_model|text_model")
 _OF_TOWER = re.compile(r"vision|visual|multi_?modal|mm_projector|merger|connector|aligner|image|audio")
+_TOWER = r"\b(visual|image_tower|vision_(encoder|model|tower))\b"
+"""Pattern of the names of vision towers."""
+
 _OWN = "set model.image_processor, with the processor's own names"
-FROZEN = "vision towers and projectors are always frozen"
+_FROZEN = "the vision tower and the projector are frozen by default"
 
 
 class Family(BaseModel):
@@ -119,7 +122,11 @@ def named_for_images(draft: Draft) -> bool:
 def finish(draft: Draft) -> None:
     """Take out what rows with images do not go with, and note what other tools train of the model."""
     if draft.tool == "TRL" and named_for_images(draft):
-        draft.differ("model_name_or_path", _model(draft), f"TRL trains the vision tower too; {FROZEN}")
+        if draft.has_adapter:
+            words = "TRL also adapts layers of the vision tower with the names of target modules; tunekit does not"
+            draft.differ("model_name_or_path", _model(draft), words, remedy="adapter.vision_tower: lora")
+        else:
+            _train(draft, "full", "TRL trains the whole model")
     if draft.has_images and draft.values.pop("data.streaming", None):
         for key in draft.origins.pop("data.streaming", []):
             draft.fates[key] = Fate("unsupported", "data.streaming: unsupported for rows with images")
@@ -201,28 +208,65 @@ def processor_setting(draft: Draft, entry: Entry) -> Fate:
 
 def frozen(draft: Draft, entry: Entry) -> Fate:
     """The wish to train a vision tower or its projector, or not to."""
+    is_projector = entry.key in ("freeze_aligner", "freeze_multi_modal_projector")
     if truth(entry.value):
-        return Fate("decided", FROZEN)
-    if draft.tool == "Axolotl" and draft.has_adapter and _adapts_language_model(draft):
+        return Fate("decided", _FROZEN)
+    if is_projector and draft.tool == "LLaMA-Factory" and draft.has_adapter:
+        return Fate("silent", "LLaMA-Factory adapts no projector")
+    return draft.carry(entry, f"adapter.{'projector' if is_projector else 'vision_tower'}", _training(draft))
+
+
+def frozen_modules(draft: Draft, entry: Entry) -> Fate:
+    """Axolotl's wish to train all that is beside the language model, or not to: `note_towers` has what it trains."""
+    if truth(entry.value):
+        return Fate("decided", _FROZEN)
+    if draft.has_adapter and _adapts_language_model(draft):
         return Fate("silent", "lora_target_modules names layers of the language model")
-    raise UnfitError(f"{FROZEN}: the recipe trains only the language model")
+    return Fate("silent", "Axolotl's default")
+
+
+def frozen_language_model(draft: Draft, entry: Entry) -> Fate:
+    """The wish to train a vision tower or its projector alone."""
+    if not truth(entry.value):
+        return Fate("decided", "the language model is trained by default")
+    if draft.has_adapter:
+        raise UnfitError("adapters in the vision tower alone are unsupported: the language model gets some too")
+    towers = ("freeze_vit", "freeze_aligner", "freeze_vision_tower", "freeze_multi_modal_projector")
+    if all(draft.get(key) in (None, True, "true") for key in towers):
+        raise UnfitError("nothing would be trained: the vision tower and the projector are frozen too")
+    return draft.carry(entry, "adapter.language_model", "frozen")
+
+
+def _training(draft: Draft) -> str:
+    """How a part is trained that is not frozen.
+
+    Raises:
+        UnfitError: It has adapters of a kind that towers do not get.
+    """
+    kind = draft.values.get("adapter.type")
+    if kind in ("full", "lora", "qlora"):
+        return "full" if kind == "full" else "lora"
+    raise UnfitError(f"adapters of type {kind} are unsupported in vision towers and projectors")
 
 
 def trained_modules(draft: Draft, entry: Entry) -> Fate:
     """Modules that are trained beside an adapter."""
     modules = names(entry.value)
-    if any(names_tower(module) for module in modules):
-        raise UnfitError(f"{FROZEN}: name only modules of the language model")
+    if any(names_tower(module) and not is_projector(module) for module in modules):
+        raise UnfitError("a vision tower is not trained whole beside an adapter: adapter.vision_tower=lora adapts it")
     return draft.carry(entry, "adapter.modules_to_save", modules)
 
 
 def rate(draft: Draft, entry: Entry) -> Fate:
     """A learning rate of the vision tower or its projector."""
-    number(entry.value)
-    key = "freeze_aligner" if entry.key.startswith("aligner") else "freeze_vit"
-    if draft.get(key, True) in (False, "false"):
-        raise UnfitError(FROZEN)
-    return Fate("silent", f"no effect: {FROZEN}")
+    value, is_of_projector = number(entry.value), entry.key.startswith("aligner")
+    if draft.get("freeze_aligner" if is_of_projector else "freeze_vit", True) not in (False, "false"):
+        return Fate("silent", f"no effect: {_FROZEN}")
+    projectors = rf"\b({'|'.join(sorted(model_types().projectors))})\b"
+    pattern = projectors if is_of_projector else _TOWER
+    # The first pattern that matches counts, and projectors of some models are within their towers.
+    rates = {**dict(draft.values.get("train.learning_rates", {})), pattern: value}
+    return draft.carry(entry, "train.learning_rates", dict(sorted(rates.items(), key=lambda item: item[0] == _TOWER)))
 
 
 def folder(draft: Draft, entry: Entry) -> Fate:
@@ -313,6 +357,16 @@ def language_model_regex(pattern: str) -> str:
     return re.sub(r"^(\^?)language_model(\\?\.)model(\\?\.)", r"\1model\2language_model\3", pattern)
 
 
+def is_projector(name: str) -> bool:
+    """Return whether a module is a projector by its name."""
+    return not model_types().projectors.isdisjoint(name.split("."))
+
+
+def _train(draft: Draft, how: str, words: str) -> None:
+    """Let the recipe train towers and projectors as a tool does by itself."""
+    draft.assume(dict.fromkeys(("adapter.vision_tower", "adapter.projector"), how), words)
+
+
 def names_tower(pattern: str) -> bool:
     """Return whether a pattern of parameters names a tower or a projector."""
     return _OF_TOWER.search(pattern) is not None
@@ -327,10 +381,12 @@ def note_towers(draft: Draft) -> None:
     """Note that Axolotl trains towers and projectors as it does the language model, unless it is told not to."""
     if draft.get("freeze_mm_modules") is True or _adapts_language_model(draft):
         return
-    if draft.has_adapter:
+    if draft.has_adapter and draft.get("lora_target_linear") and not draft.get("lora_target_modules"):
+        _train(draft, "lora", "lora_target_linear adapts the vision tower and the projector too")
+    elif draft.has_adapter:
         words = (
             "Axolotl also adapts layers of the vision tower with these names; tunekit adapts only the language model"
         )
-        draft.differ("freeze_mm_modules", False, words)
+        draft.differ("freeze_mm_modules", False, words, remedy="adapter.vision_tower: lora")
     elif draft.get("unfrozen_parameters") is None:
-        draft.differ("freeze_mm_modules", False, f"Axolotl trains the whole model; {FROZEN}")
+        _train(draft, "full", "Axolotl trains the whole model")

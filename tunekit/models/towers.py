@@ -16,7 +16,7 @@ from tunekit.recipe.sections.adapters import FullAdapter, PeftAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
 
 
 def towers(model: "Module") -> list[str]:
@@ -25,13 +25,31 @@ def towers(model: "Module") -> list[str]:
     They are the modules without a parameter of the text decoder, its embedding or its head; a model that is a text
     decoder alone has none.
     """
+    text = _of_text(model)
+    return list(_outermost_without(text, model, "")) if text else []
+
+
+def _of_text(model: "Module") -> "set[Module | None]":
+    """The text decoder of a multimodal model, its embedding and its head; nothing of another one."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config(decoder=True) is model.config:
-        return []
+        return set()
     text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
-    text.add(dict(model.named_children()).get("score"))
-    return list(_outermost_without(text, model, ""))
+    return text | {dict(model.named_children()).get("score")}
+
+
+def _beside_text(model: "Module") -> "Iterator[tuple[str, Module, str]]":
+    """Yield the parameters that text does not pass through: their full name, their module, and their name there.
+
+    Besides those of towers they are what the model has beside them, such as LLaVA-NeXT's `image_newline`.
+    """
+    text = _of_text(model)
+    own = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
+    for prefix, module in model.named_modules() if text else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in own:
+                yield f"{prefix}.{name}".removeprefix("."), module, name
 
 
 def _outermost_without(parts: "set[Module | None]", module: "Module", prefix: str) -> Iterator[str]:
@@ -55,10 +73,9 @@ def train_towers(model: "Module", adapter: FullAdapter) -> None:
         adapter: The section.
     """
     num_read = num_read_layers(_config_of(model))
-    for tower in towers(model):
-        for name, parameter in model.get_submodule(tower).named_parameters(prefix=tower):
-            is_full = adapter.training_of(part_of(name)) == "full"
-            parameter.requires_grad_(is_full and not is_unread(name, num_read))
+    for name, module, own_name in _beside_text(model):
+        is_full = adapter.training_of(part_of(name)) == "full" and not is_unread(name, num_read)
+        module.get_parameter(own_name).requires_grad_(is_full)
 
 
 def _config_of(model: Any) -> dict[str, Any]:
@@ -89,23 +106,14 @@ def compute_without_gradients(model: "Module") -> None:
     Args:
         model: The model below any adapter, once it is known what is trained.
     """
-    names = towers(model)
-    trained = {part_of(name) for name, _ in _trained(model, names)}
-    for name in names:
+    trained = {part_of(name) for name, module, own in _beside_text(model) if module.get_parameter(own).requires_grad}
+    for name in towers(model):
         for part in _frozen_in(model.get_submodule(name), name):
             if part_of(part) == "audio_tower" or "vision_tower" not in trained:
                 module = model.get_submodule(part)
                 before: list[bool] = []
                 module.register_forward_pre_hook(_begin(before))
                 module.register_forward_hook(_end(before), always_call=True)
-
-
-def _trained(model: "Module", names: Iterable[str]) -> "Iterator[tuple[str, Parameter]]":
-    """Yield the trained parameters of some modules, with their names."""
-    for name in names:
-        for full_name, parameter in model.get_submodule(name).named_parameters(prefix=name):
-            if parameter.requires_grad:
-                yield full_name, parameter
 
 
 def _frozen_in(module: "Module", name: str) -> Iterator[str]:
@@ -127,16 +135,16 @@ def give_all_gradients(model: Any) -> None:
     Args:
         model: The model below any adapter, once it is known what is trained.
     """
-    names = towers(model)
-    if not any(True for _ in _trained(model, names)):
+    places = [(module, own) for _, module, own in _beside_text(model) if module.get_parameter(own).requires_grad]
+    if not places:
         return
     import torch
 
     def add(_module: "Module", _inputs: Any, hidden: "Tensor") -> "Tensor":
         if not torch.is_grad_enabled():
             return hidden
-        # By their names: engines put other tensors in the places of parameters.
-        zeros: Tensor = _with_zeros().apply(hidden, *(parameter for _, parameter in _trained(model, names)))
+        # By their places: engines put other tensors there.
+        zeros: Tensor = _with_zeros().apply(hidden, *(module.get_parameter(name) for module, name in places))
         return zeros
 
     model.get_input_embeddings().register_forward_hook(add)
