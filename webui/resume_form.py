@@ -20,6 +20,20 @@ _starting: set[str] = set()
 _lock = threading.Lock()
 
 
+class _CheckpointChoice(gr.Dropdown):  # type: ignore[misc]
+    """A choice among checkpoints that change while the page is open.
+
+    A request may name one that is no longer offered by then, as when a run was just resumed. Gradio would answer with
+    an error, and leave what the request asks for undone; whoever uses the name looks for it among the run's own.
+    """
+
+    is_template = True
+
+    def preprocess(self, payload: Any) -> Any:
+        """Return the name that was sent; none where it is no text."""
+        return payload if isinstance(payload, str) else ""
+
+
 class ResumeForm:
     """A checkpoint to choose, edits, what becomes of them, and the button.
 
@@ -35,7 +49,7 @@ class ResumeForm:
             heading = f"<h3>{escape(words('controls.resume'))}</h3><p>{escape(words('controls.resume_help'))}</p>"
             gr.HTML(heading)
             with gr.Row():
-                self.checkpoint = gr.Dropdown(
+                self.checkpoint = _CheckpointChoice(
                     [(words("controls.newest"), "")], value="", label=words("controls.checkpoint"),
                     elem_id="controls-checkpoint", min_width=280,
                 )  # fmt: skip
@@ -114,6 +128,7 @@ class ResumeForm:
         try:
             run = self._site.run(name)
             check_edits(self._site, run, lines_of(edits))
+            _check_offered(run, checkpoint)
             effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
             if saved := [edit.key for edit in effects if edit.effect == "saved state"]:
                 raise tunekit.TunekitError(self._words("controls.needs_weights_only", keys=", ".join(saved)))
@@ -132,6 +147,18 @@ class ResumeForm:
             return message(told(error)), gr.skip()
         situation.forget(run)
         return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"), ""
+
+
+def _check_offered(run: tunekit.Run, checkpoint: str) -> None:
+    """Check that a chosen checkpoint is one of a run's, whose name in the browser may be any text, such as a path.
+
+    Raises:
+        TunekitError: It is not.
+    """
+    names = [one.name for one in tunekit.checkpoints(run)]
+    if checkpoint and checkpoint not in names:
+        hint = f"choose one of {', '.join(names)}" if names else "resume from the newest checkpoint"
+        raise tunekit.TunekitError(f"{run.name} has no checkpoint {checkpoint}", hint=hint)
 
 
 def message(html: str) -> Any:
@@ -171,6 +198,7 @@ def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: s
         run = site.run(name)
         if not lines_of(edits) and not situation_of(run).can_go_on:
             return ""
+        _check_offered(run, checkpoint)
         effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
     except tunekit.TunekitError as error:
         return told(error)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tunekit.errors import RecipeError
+from tunekit.estimates.learning_rates import rate_of
 from tunekit.migration.images import families
 from tunekit.migration.migration import migrate
 from tunekit.migration.report import Migration
@@ -238,46 +239,108 @@ def test_a_size_that_axolotl_pads_images_to_is_a_limit_and_said_to_differ() -> N
     assert [line.key for line in made.of_kind("unsupported")] == ["processor_kwargs.image_seq_length"]
 
 
+FULL_FACTORY = {"finetuning_type": "full", "lora_target": None}
 TRAINS_TOWERS = [
-    ("axolotl", {"unfrozen_parameters": ["model.language_model.*", "model.vision_tower.*"]}, "unfrozen_parameters"),
-    ("axolotl", {"freeze_mm_modules": False}, "freeze_mm_modules"),
-    ("llama-factory", {"freeze_vision_tower": False}, "freeze_vision_tower"),
-    ("llama-factory", {"freeze_multi_modal_projector": False}, "freeze_multi_modal_projector"),
-    ("llama-factory", {"freeze_language_model": True}, "freeze_language_model"),
-    ("ms-swift", {"freeze_vit": "false", "vit_lr": "1e-5"}, "freeze_vit"),
-    ("ms-swift", {"freeze_aligner": "false"}, "freeze_aligner"),
-    ("ms-swift", {"freeze_llm": "true"}, "freeze_llm"),
+    ("axolotl", {"adapter": None, "lora_target_modules": None, "freeze_mm_modules": False}, ("full", "full")),
+    ("axolotl", {"lora_target_modules": None, "lora_target_linear": True, "freeze_mm_modules": None}, ("lora", "lora")),
+    ("llama-factory", {"freeze_vision_tower": False}, ("lora", "frozen")),
+    ("llama-factory", {"freeze_multi_modal_projector": False}, ("frozen", "frozen")),
+    ("llama-factory", FULL_FACTORY | {"freeze_vision_tower": False}, ("full", "frozen")),
+    ("llama-factory", FULL_FACTORY | {"freeze_multi_modal_projector": False}, ("frozen", "full")),
+    ("ms-swift", {"freeze_vit": "false"}, ("lora", "frozen")),
+    ("ms-swift", {"freeze_aligner": "false"}, ("frozen", "lora")),
+    ("ms-swift", {"freeze_vit": "false", "freeze_aligner": "false", "tuner_type": "full"}, ("full", "full")),
 ]
 
 
-@pytest.mark.parametrize(("tool", "more", "key"), TRAINS_TOWERS)
-def test_training_of_towers_is_named_as_unsupported(tool, more, key) -> None:
+@pytest.mark.parametrize(("tool", "more", "parts"), TRAINS_TOWERS)
+def test_towers_and_projectors_are_trained_as_the_tool_trains_them(tool, more, parts) -> None:
+    """Read in the code of LLaMA-Factory 0.9.5 and ms-swift 4.6: LLaMA-Factory's LoRA never reaches a projector."""
+    made = of_tool(tool, more)
+    adapter = made.recipe.adapter
+    assert (adapter.vision_tower, adapter.projector) == parts
+    assert made.is_whole
+
+
+def of_tool(tool, more) -> Migration:
     if tool == "axolotl":
-        made = of_values(AXOLOTL, adapter=None, lora_target_modules=None, **more)
-    else:
-        made = of_values(FACTORY, **more) if tool == "llama-factory" else of_script(**more)
-    words = line_of(made, key).words
-    assert line_of(made, key).kind == "unsupported"
-    assert "frozen: the recipe trains only the language model" in words or "the language model is always" in words
+        return of_values(AXOLOTL, **more)
+    return of_values(FACTORY, **more) if tool == "llama-factory" else of_script(**more)
+
+
+ALONE = {
+    "llama-factory": FULL_FACTORY | {"freeze_language_model": True, "freeze_multi_modal_projector": False},
+    "ms-swift": {"tuner_type": "full", "freeze_llm": "true", "freeze_aligner": "false"},
+}
+
+
+@pytest.mark.parametrize("tool", ALONE)
+def test_a_projector_alone_is_trained_where_the_language_model_is_frozen(tool) -> None:
+    adapter = of_tool(tool, ALONE[tool]).recipe.adapter
+    assert (adapter.language_model, adapter.vision_tower, adapter.projector) == ("frozen", "frozen", "full")
+
+
+@pytest.mark.parametrize(
+    ("tool", "more", "key", "words"),
+    [
+        (
+            "llama-factory",
+            {"freeze_language_model": True},
+            "freeze_language_model",
+            "adapters in the vision tower alone",
+        ),
+        ("llama-factory", FULL_FACTORY | {"freeze_language_model": True}, "freeze_language_model", "nothing would be"),
+        ("ms-swift", {"freeze_llm": "true"}, "freeze_llm", "adapters in the vision tower alone"),
+        ("ms-swift", {"tuner_type": "adalora", "freeze_vit": "false"}, "freeze_vit", "adapters of type adalora"),
+        (
+            "axolotl",
+            {
+                "adapter": None,
+                "lora_target_modules": None,
+                "unfrozen_parameters": ["model.language_model.*", "model.vision_tower.*"],
+            },
+            "unfrozen_parameters",
+            "for the language model: adapter.vision_tower and adapter.projector train those parts",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_trained_so_are_named_as_unsupported(tool, more, key, words) -> None:
+    line = line_of(of_tool(tool, more), key)
+    assert line.kind == "unsupported"
+    assert line.words.startswith(words)
 
 
 @pytest.mark.parametrize("tool", ["axolotl", "llama-factory", "ms-swift"])
-def test_modules_beside_an_adapter_are_those_of_the_language_model(tool) -> None:
+def test_modules_beside_an_adapter_are_not_those_of_the_vision_tower(tool) -> None:
     key = {"axolotl": "lora_modules_to_save", "llama-factory": "additional_target"}.get(tool, "modules_to_save")
-    for module, kind in (("lm_head", "carried"), ("multi_modal_projector", "unsupported")):
+    modules = {"lm_head": "carried", "multi_modal_projector": "carried", "vision_tower": "unsupported"}
+    for module, kind in modules.items():
         if tool == "ms-swift":
             made = of_script(**{key: module})
         else:
             made = of_values(AXOLOTL if tool == "axolotl" else FACTORY, **{key: [module]})
         assert line_of(made, key).kind == kind
-        assert made.recipe.adapter.modules_to_save == (["lm_head"] if kind == "carried" else None)
+        assert made.recipe.adapter.modules_to_save == ([module] if kind == "carried" else None)
 
 
 def test_rates_of_frozen_towers_have_no_effect() -> None:
     made = of_script(vit_lr="1e-5", aligner_lr="1e-5")
     assert made.is_whole
-    assert line_of(made, "vit_lr").words == "no effect: vision towers and projectors are always frozen"
-    assert line_of(of_script(freeze_vit="false", vit_lr="1e-5"), "vit_lr").kind == "unsupported"
+    assert line_of(made, "vit_lr").words.startswith("no effect: the vision tower and the projector are frozen")
+    assert made.recipe.train.learning_rates is None
+
+
+def test_rates_of_trained_towers_are_those_of_parameters_by_their_names() -> None:
+    made = of_script(vit_lr="1e-5", aligner_lr="2e-5", freeze_vit="false", freeze_aligner="false")
+    assert made.is_whole
+    rates = {
+        "model.visual.blocks.0.attn.qkv.weight": 1e-5,
+        "model.vision_tower.encoder.layers.0.mlp.fc1.weight": 1e-5,
+        "model.visual.merger.mlp.0.weight": 2e-5,
+        "model.multi_modal_projector.linear_1.weight": 2e-5,
+        "model.language_model.layers.0.mlp.up_proj.weight": made.recipe.learning_rate,
+    }
+    assert {name: rate_of(made.recipe, name, 2, 28) for name in rates} == rates
 
 
 @pytest.mark.parametrize(
@@ -289,7 +352,7 @@ def test_rates_of_frozen_towers_have_no_effect() -> None:
             {"freeze_mm_modules": None, "lora_target_modules": ["q_proj"]},
             "Axolotl also adapts layers of the vision tower",
         ),
-        ({"freeze_mm_modules": None, "lora_target_modules": None, "adapter": None}, "Axolotl trains the whole model"),
+        ({"freeze_mm_modules": None, "lora_target_modules": None, "adapter": None}, None),
     ],
 )
 def test_towers_that_axolotl_trains_by_itself_are_said_to_differ(more, note) -> None:
@@ -366,7 +429,7 @@ def test_images_of_other_tools_are_read_and_their_towers_said_to_differ() -> Non
     trl = {"model_name_or_path": "HuggingFaceTB/SmolVLM-Instruct", "dataset_name": "me/photos", "use_peft": True}
     Path("trl.yaml").write_text(json.dumps(trl | {"max_length": 512}))
     made = migrate("trl.yaml", tool="trl")
-    assert any(line.words.startswith("TRL trains the vision tower too") for line in made.different)
+    assert any(line.words.startswith("TRL also adapts layers of the vision tower") for line in made.different)
     torchtune = {"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}, "batch_size": 1}
     Path("tune.yaml").write_text(json.dumps(torchtune))
     with pytest.raises(RecipeError, match="images are not migrated"):

@@ -265,3 +265,18 @@ def test_a_wall_screen_has_no_button(trained_run, workspace, serve, open_page):
     page = open_page(f"{serve(workspace, '--read-only').url}runs?run={trained_run.name}")
     expect(page.locator("#controls-line")).to_contain_text("This server is read-only.")
     assert page.locator("[id^=controls-] button").count() == 0
+
+
+def test_a_checkpoint_that_is_no_longer_offered_is_no_error_of_the_page(site):
+    """A look at a run that was just resumed names the one that was chosen before."""
+    with gr.Blocks():
+        form = ResumeForm(site, EN, gr.Textbox())
+    assert form.checkpoint.preprocess("checkpoint-20") == "checkpoint-20"
+    assert form.checkpoint.preprocess(None) == form.checkpoint.preprocess(["a"]) == ""
+
+
+def test_a_name_of_a_checkpoint_that_is_none_of_the_runs_is_refused(site, workspace):
+    run = made_run(workspace / "runs" / "mine", phase="interrupted")
+    for name in ("checkpoint-999", "../../other/checkpoints/checkpoint-1"):
+        shown = unescape(effects_table(site, EN, run.name, name, "train.max_steps=9", weights_only=False))
+        assert f"mine has no checkpoint {name}" in shown

@@ -1,0 +1,230 @@
+"""Checkpoint and edits of a resume: the effect of each is shown before anything is done."""
+
+import threading
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+import tunekit
+from webui import situation
+from webui.reach import check_edits
+from webui.site import Site
+from webui.situation import Situation, situation_of
+from webui.words import Words, told
+
+_starting: set[str] = set()
+"""Runs that are being started: a second click, in whichever browser, starts nothing."""
+
+_lock = threading.Lock()
+
+from gradio.events import Dependency
+
+class _CheckpointChoice(gr.Dropdown):  # type: ignore[misc]
+    """A choice among checkpoints that change while the page is open.
+
+    A request may name one that is no longer offered by then, as when a run was just resumed. Gradio would answer with
+    an error, and leave what the request asks for undone; whoever uses the name looks for it among the run's own.
+    """
+
+    is_template = True
+
+    def preprocess(self, payload: Any) -> Any:
+        """Return the name that was sent; none where it is no text."""
+        return payload if isinstance(payload, str) else ""
+    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from gradio.blocks import Block
+    if TYPE_CHECKING:
+        from gradio.components import Timer
+        from gradio.components.base import Component
+
+
+class ResumeForm:
+    """A checkpoint to choose, edits, what becomes of them, and the button.
+
+    Args:
+        site: The workspace.
+        words: The texts.
+        run_name: The run's name.
+    """
+
+    def __init__(self, site: Site, words: Words, run_name: gr.Textbox) -> None:
+        self._site, self._words, self._run_name = site, words, run_name
+        with gr.Column(elem_id="controls-resume"):
+            heading = f"<h3>{escape(words('controls.resume'))}</h3><p>{escape(words('controls.resume_help'))}</p>"
+            gr.HTML(heading)
+            with gr.Row():
+                self.checkpoint = _CheckpointChoice(
+                    [(words("controls.newest"), "")], value="", label=words("controls.checkpoint"),
+                    elem_id="controls-checkpoint", min_width=280,
+                )  # fmt: skip
+                self.edits = gr.Textbox(
+                    "", label=words("controls.edits"), info=words("controls.edits_help"), lines=2, max_length=4000,
+                    elem_id="controls-edits", min_width=280,
+                )  # fmt: skip
+            with gr.Row():
+                self.weights_only = gr.Checkbox(
+                    label=words("controls.weights_only"), info=words("controls.weights_only_help"),
+                    elem_id="controls-weights-only", min_width=280,
+                )  # fmt: skip
+                self.queue = gr.Checkbox(
+                    label=words("controls.queue"), info=words("controls.queue_help"), elem_id="controls-queue",
+                    min_width=280,
+                )  # fmt: skip
+            self.effects = gr.HTML(elem_id="controls-effects")
+            self.go_on = gr.Button(
+                words("controls.go_on"), variant="primary", interactive=False, elem_id="controls-go-on"
+            )
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Outputs that follow the run."""
+        return [self.checkpoint, self.go_on]
+
+    def updates(self, found: Situation, chosen: str) -> list[Any]:
+        """The same, for what a run is at. A chosen checkpoint that is gone is chosen no longer."""
+        choices = choices_of(self._words, found)
+        stays = {} if chosen in dict(choices).values() else {"value": ""}
+        return [gr.Dropdown(choices=choices, **stays), gr.Button(interactive=found.can_go_on)]
+
+    def disabled(self) -> list[Any]:
+        """The same, where there is no run."""
+        return [gr.skip(), gr.Button(interactive=False)]
+
+    def attach(
+        self,
+        manage: gr.Accordion,
+        mend: gr.Button,
+        problem: gr.HTML,
+        refresh: Callable[..., list[Any]],
+        again: dict[str, Any],
+    ) -> None:
+        """Attach the events.
+
+        Args:
+            manage: What the form is in.
+            mend: The button that fills in the change that mends a failure.
+            problem: Where it is shown what goes wrong.
+            refresh: Looks at the run again.
+            again: What that takes and answers.
+        """
+        inputs = [self._run_name, self.checkpoint, self.edits, self.weights_only]
+
+        def effects(name: str, checkpoint: str, edits: str, weights_only: bool) -> str:
+            return effects_table(self._site, self._words, name, checkpoint, edits, weights_only=weights_only)
+
+        def mended(name: str) -> tuple[Any, Any]:
+            diagnosis = situation_of(self._site.run(name)).diagnosis
+            return "\n".join(diagnosis.changes if diagnosis else ()), gr.Accordion(open=True)
+
+        follow: dict[str, Any] = {"fn": effects, "inputs": inputs, "outputs": self.effects, "show_progress": "hidden"}
+        # Each by itself: of several in one, the last may be lost while another is answered.
+        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input):
+            changed(**follow, trigger_mode="always_last")
+        # Requests of two events may overtake one another: what was typed while the form opened is asked for again.
+        manage.expand(**follow).then(**follow)
+        filled = mend.click(mended, self._run_name, [self.edits, manage], show_progress="hidden")
+        filled.then(**follow)
+        started = self.go_on.click(self._start, [*inputs, self.queue], [problem, self.edits])
+        started.then(refresh, **again)
+
+    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> tuple[Any, Any]:
+        """Resume, and return the message and the edits, which are empty once they are the run's."""
+        try:
+            run = self._site.run(name)
+            check_edits(self._site, run, lines_of(edits))
+            _check_offered(run, checkpoint)
+            effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
+            if saved := [edit.key for edit in effects if edit.effect == "saved state"]:
+                raise tunekit.TunekitError(self._words("controls.needs_weights_only", keys=", ".join(saved)))
+            with _lock:
+                if name in _starting:
+                    raise tunekit.TunekitError(self._words("controls.already"))
+                _starting.add(name)
+            try:
+                tunekit.start_resume(
+                    run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only, queue=queue
+                )
+            finally:
+                with _lock:
+                    _starting.discard(name)
+        except tunekit.TunekitError as error:
+            return message(told(error)), gr.skip()
+        situation.forget(run)
+        return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"), ""
+
+
+def _check_offered(run: tunekit.Run, checkpoint: str) -> None:
+    """Check that a chosen checkpoint is one of a run's, whose name in the browser may be any text, such as a path.
+
+    Raises:
+        TunekitError: It is not.
+    """
+    names = [one.name for one in tunekit.checkpoints(run)]
+    if checkpoint and checkpoint not in names:
+        hint = f"choose one of {', '.join(names)}" if names else "resume from the newest checkpoint"
+        raise tunekit.TunekitError(f"{run.name} has no checkpoint {checkpoint}", hint=hint)
+
+
+def message(html: str) -> Any:
+    """Return the message beneath the buttons; an empty one takes no room."""
+    return gr.HTML(html, visible=bool(html))
+
+
+def lines_of(edits: str | None) -> list[str]:
+    """Edits that were typed, one a line; a box in which nothing was ever typed has none."""
+    return [line.strip() for line in (edits or "").splitlines() if line.strip()]
+
+
+def choices_of(words: Words, found: Situation) -> list[tuple[str, str]]:
+    """The checkpoints to choose from, each by what it is known by; damaged ones are not among them."""
+    return [
+        (words("controls.newest"), ""),
+        *((_label(words, checkpoint), checkpoint.name) for checkpoint in found.checkpoints if checkpoint.fault is None),
+    ]
+
+
+def _label(words: Words, one: tunekit.Checkpoint) -> str:
+    parts = [words("controls.of_step", step=one.step)]
+    if one.loss is not None:
+        parts.append(words("controls.loss", loss=f"{one.loss:.4f}"))
+    if one.eval_loss is not None:
+        parts.append(words("controls.eval_loss", loss=f"{one.eval_loss:.4f}"))
+    parts.append(f"{one.size_bytes / 2**20:,.1f} MiB")
+    parts += [words("controls.best")] * one.is_best
+    # One that was left behind has the name of another one's step.
+    parts += [one.name] * (one.name != f"checkpoint-{one.step}")
+    return " · ".join(parts)
+
+
+def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: str, *, weights_only: bool) -> str:
+    """Render the effects of edits as a table; or their problems."""
+    try:
+        run = site.run(name)
+        if not lines_of(edits) and not situation_of(run).can_go_on:
+            return ""
+        _check_offered(run, checkpoint)
+        effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
+    except tunekit.TunekitError as error:
+        return told(error)
+    if not effects:
+        return f"<p>{escape(words('controls.no_edits'))}</p>"
+    heads = "".join(
+        f"<th scope='col'>{escape(words(f'controls.effects_{key}'))}</th>" for key in ("key", "before", "now", "effect")
+    )
+    rows = "".join(_row(words, effect) for effect in effects)
+    caption = escape(words("controls.effects"))
+    return f"<table><caption>{caption}</caption><tr>{heads}</tr>{rows}</table>"
+
+
+def _row(words: Words, one: tunekit.EditEffect) -> str:
+    if one.effect == "takes effect":
+        effect, mark = words("controls.replans" if one.replans else "controls.takes_effect"), "✓"
+    elif one.effect == "saved state":
+        effect, mark = words("controls.saved_state"), "△"
+    else:
+        effect, mark = words("controls.refused"), "✗"
+    why = f"<span class='controls-why'>{escape(one.why)}</span>" if one.why else ""
+    cells = f"<td><code>{escape(one.key)}</code></td><td>{escape(one.before)}</td><td>{escape(one.now)}</td>"
+    return f"<tr>{cells}<td>{mark} {escape(effect)}{why}</td></tr>"
