@@ -287,10 +287,10 @@ def test_a_projector_alone_is_trained_where_the_language_model_is_frozen(tool) -
             "llama-factory",
             {"freeze_language_model": True},
             "freeze_language_model",
-            "adapters in the vision tower alone",
+            "adapters only in the vision tower",
         ),
         ("llama-factory", FULL_FACTORY | {"freeze_language_model": True}, "freeze_language_model", "nothing would be"),
-        ("ms-swift", {"freeze_llm": "true"}, "freeze_llm", "adapters in the vision tower alone"),
+        ("ms-swift", {"freeze_llm": "true"}, "freeze_llm", "adapters only in the vision tower"),
         ("ms-swift", {"tuner_type": "adalora", "freeze_vit": "false"}, "freeze_vit", "adapters of type adalora"),
         (
             "axolotl",

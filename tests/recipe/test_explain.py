@@ -77,7 +77,9 @@ def test_a_section_is_explained_with_all_its_fields_each_once() -> None:
     assert "adapter.quant_type" in keys
     assert keys.count("adapter.rank") == 2, "those of LoRA and VeRA differ"
     assert keys.count("adapter.alpha") == 2, "those of LoRA and AdaLoRA differ"
-    assert len(keys) == len(set(keys)) + 2
+    towers = ("adapter.vision_tower", "adapter.projector")
+    assert [keys.count(key) for key in towers] == [2, 2], "those of full fine-tuning and LoRA differ"
+    assert len(keys) == len(set(keys)) + 4
 
 
 def test_everything_is_every_field() -> None:

@@ -213,6 +213,8 @@ def frozen(draft: Draft, entry: Entry) -> Fate:
         return Fate("decided", _FROZEN)
     if is_projector and draft.tool == "LLaMA-Factory" and draft.has_adapter:
         return Fate("silent", "LLaMA-Factory adapts no projector")
+    if _reads_text_alone(draft):
+        return Fate("silent", "no effect: the model has no vision tower")
     return draft.carry(entry, f"adapter.{'projector' if is_projector else 'vision_tower'}", _training(draft))
 
 
@@ -230,7 +232,7 @@ def frozen_language_model(draft: Draft, entry: Entry) -> Fate:
     if not truth(entry.value):
         return Fate("decided", "the language model is trained by default")
     if draft.has_adapter:
-        raise UnfitError("adapters in the vision tower alone are unsupported: the language model gets some too")
+        raise UnfitError("adapters only in the vision tower are unsupported: the language model gets some too")
     towers = ("freeze_vit", "freeze_aligner", "freeze_vision_tower", "freeze_multi_modal_projector")
     if all(draft.get(key) in (None, True, "true") for key in towers):
         raise UnfitError("nothing would be trained: the vision tower and the projector are frozen too")
@@ -253,7 +255,7 @@ def trained_modules(draft: Draft, entry: Entry) -> Fate:
     """Modules that are trained beside an adapter."""
     modules = names(entry.value)
     if any(names_tower(module) and not is_projector(module) for module in modules):
-        raise UnfitError("a vision tower is not trained whole beside an adapter: adapter.vision_tower=lora adapts it")
+        raise UnfitError("a vision tower is not trained in full with an adapter: adapter.vision_tower=lora adapts it")
     return draft.carry(entry, "adapter.modules_to_save", modules)
 
 

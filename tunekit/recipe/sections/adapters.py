@@ -100,7 +100,8 @@ class FullAdapter(Section):
 
     def training_of(self, part: str) -> str:
         """Return how a part of a model that text does not pass through is trained: `frozen` or `full`."""
-        return str(dict(self).get(part, "frozen"))
+        trained = {"vision_tower": self.vision_tower, "projector": self.projector}
+        return trained.get(part, "frozen")
 
     @property
     def of_text(self) -> Self:
