@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch
 import tunekit
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in
-from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
+from tests.vision import FAMILIES, save_rows, save_tiny_vision_model, tiny_vision_model
 from tunekit.errors import DataError, PlanError
+from tunekit.methods.generation import _keep_unpadded
 from tunekit.runs.run import Run
 
 RATE, NUM_TOKENS, GROUP = 0.01, 6, 4
@@ -32,7 +34,7 @@ def judge(prompts, completions, images, completion_ids, name, **columns):
 """
 
 
-@pytest.fixture(params=sorted(FAMILIES.keys() - {"mllama"}))
+@pytest.fixture(params=sorted(FAMILIES.keys() - {"mllama", "ovis2"}))
 def saved(request, tmp_path, monkeypatch):
     """A folder with a model, prompts with pictures and a module of rewards."""
     save_tiny_vision_model(tmp_path / "model", request.param)
@@ -107,8 +109,10 @@ def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(met
     judged = [json.loads(line) for line in (saved / "judged.jsonl").read_text().splitlines()]
     from PIL import Image
 
+    prompts = [json.loads(line) for line in (saved / "data" / "prompts.jsonl").read_text().splitlines()]
+    kinds = {row["name"]: [part["type"] for part in row["prompt"][0]["content"]] for row in prompts}
     for line in judged:
-        assert line["kinds"] == ["image", "text"]
+        assert line["kinds"] == kinds[line["name"]]
         assert line["sizes"] == [list(Image.open(saved / "data" / line["name"]).size)]
     assert len({line["reward"] for line in judged}) > 2
     changes, before = expected_changes(saved, judged, method)
@@ -116,22 +120,28 @@ def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(met
     largest = max(float(change.abs().max()) for change in changes.values())
     for name, weight in before.named_parameters():
         moved = (after[name] - weight).detach()
-        if any(part in name for part in ("vision", "visual", "projector", "connector")):
+        if any(part in name for part in ("vision", "visual", "projector", "connector", "image_newline")):
             assert not moved.any(), name
         else:
             torch.testing.assert_close(moved, changes[name], rtol=0, atol=2e-3 * largest, msg=name)
 
 
+REFUSED = {
+    "mllama": "GRPOTrainer does not pass aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask to the model",
+    "ovis2": "GRPOTrainer reads images as lists, which the processor of .*model cannot give",
+}
+
+
 @pytest.mark.slow
-def test_models_that_trl_does_not_give_all_of_their_pictures_are_refused(tmp_path):
-    save_tiny_vision_model(tmp_path / "model", "mllama")
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_trl_does_not_give_all_of_their_pictures_are_refused(family, tmp_path):
+    save_tiny_vision_model(tmp_path / "model", family)
     row = json.loads(save_rows(tmp_path / "data", 1, without=None).read_text())
     line = json.dumps({"prompt": row["messages"][:1], "answer": "red"}) + "\n"
     (tmp_path / "data" / "prompts.jsonl").write_text(2 * line)
     wanted = recipe(tmp_path)
     wanted["method"]["rewards"] = ["exact_match"]
-    what = "GRPOTrainer does not pass aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask to the model"
-    with pytest.raises(DataError, match=what):
+    with pytest.raises(DataError, match=REFUSED[family]):
         tunekit.train(wanted)
 
 
@@ -186,3 +196,20 @@ def test_two_processes_generate_from_pictures_and_learn(llava, tmp_path):
     logs = [event for event in Run(path).events() if event["event"] == "log"]
     assert len(logs) == 4
     assert any(event["grad_norm"] > 0 for event in logs)
+
+
+def test_prompts_are_left_unpadded_by_a_processor_that_pads():
+    from PIL import Image
+
+    processor = tiny_vision_model("aya_vision")[1]
+    picture = {"type": "image", "image": Image.new("RGB", (28, 28))}
+    prompts = [[{"role": "user", "content": [picture, {"type": "text", "text": text}]}] for text in ("hi", "hello")]
+    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    trainer = SimpleNamespace(chat_template_kwargs={"processor_kwargs": {"add_special_tokens": False}})
+    padded = processor.apply_chat_template(prompts, **given)["input_ids"]
+    _keep_unpadded(trainer)
+    ids = processor.apply_chat_template(prompts, **given, **trainer.chat_template_kwargs)["input_ids"]
+    assert [len(row) for row in padded] == [len(ids[1])] * 2
+    assert len(ids[1]) == len(ids[0]) + 3
+    assert padded[0][3:] == ids[0]
+    assert trainer.chat_template_kwargs["processor_kwargs"] == {"add_special_tokens": False, "padding": False}

@@ -196,7 +196,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         if generates(recipe.method):
             from tunekit.methods.generation import check_pictures
 
-            check_pictures(recipe.method, answers.input_names, recipe.model.path)
+            check_pictures(recipe.method, answers, recipe.model.path)
             _check_all_have_pictures((*data.train, *data.eval))
     splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers)
     train, shares = splits[0], splits[0].shares

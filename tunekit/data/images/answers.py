@@ -42,10 +42,23 @@ class PictureAnswers:
     @property
     def input_names(self) -> set[str]:
         """Names of what the processor makes of a text with a picture."""
+        return set(self._read(return_tensors="pt"))
+
+    @property
+    def gives_lists(self) -> bool:
+        """True if the processor can give lists of numbers: some go on as if they had made tensors of pictures."""
+        try:
+            self._read()
+        except (AttributeError, TypeError):
+            return False
+        return True
+
+    def _read(self, **options: Any) -> Any:
+        """Return what the processor makes of a text with a picture."""
         from PIL import Image
 
         blank = Image.new("RGB", (64, 64))
-        return set(self._images.processor(text=[self._images.mark], images=[[blank]], return_tensors="pt"))
+        return self._images.processor(text=[self._images.mark], images=[[blank]], **options)
 
     def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
         """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.
