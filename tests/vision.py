@@ -475,3 +475,16 @@ def save_pairs(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     file = folder / "pairs.jsonl"
     file.write_text("".join(lines), encoding="utf-8")
     return file
+
+
+def save_rated(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
+    """Write pictures of several sizes and answers about them that are good or bad, one without; return the file."""
+    pairs = [json.loads(line) for line in save_pairs(folder, num, without=without).read_text().splitlines()]
+    lines = []
+    for number, pair in enumerate(pairs):
+        is_good = number % 3 > 0
+        completion = pair["chosen" if is_good else "rejected"]
+        lines.append(json.dumps({"prompt": pair["prompt"], "completion": completion, "label": is_good}) + "\n")
+    file = folder / "rated.jsonl"
+    file.write_text("".join(lines), encoding="utf-8")
+    return file

@@ -1,12 +1,17 @@
-"""Pictures of preference pairs and of prompts: every way to write them, and where they do not fit together."""
+"""Pictures of compared answers and of prompts: every way to write them, and where they do not fit together."""
 
 import json
 
+import datasets
 import pytest
 from PIL import Image
 
+from tests.vision import FAMILIES
 from tunekit.data.formats.row_formats import learner_of
+from tunekit.data.images.answers import PictureAnswers
+from tunekit.data.images.collate import RatedPictureCollator
 from tunekit.data.images.in_rows import MARK
+from tunekit.data.images.pictures import find_picture
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
@@ -126,6 +131,72 @@ def test_a_pair_whose_pictures_do_not_fit_is_refused(kind, folder):
         load(folder, row, "dpo")
     assert str(error.value).startswith(f"{folder / 'rows.jsonl'}:1: ") or "rows.jsonl:1: " in str(error.value)
     assert problem in str(error.value)
+
+
+RATED = {
+    "a prompt with parts": {"prompt": [QUESTION], "completion": [RED], "label": True},
+    "an answer in parts, as TRL writes it": {"prompt": [QUESTION], "completion": IN_PARTS, "label": True},
+    "TRL's column": {
+        "image": "a.png",
+        "prompt": [{"role": "user", "content": [{"type": "image"}, TEXT]}],
+        "completion": [RED],
+        "label": True,
+    },
+    "a column with marks": {
+        "images": ["a.png"],
+        "prompt": [{"role": "user", "content": "<image>what?"}],
+        "completion": [RED],
+        "label": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("way", RATED)
+def test_every_way_to_write_a_rated_answer_is_read_alike(way, folder):
+    rows = load(folder, RATED[way], "kto")
+    (row,) = list(rows.rows)
+    assert rows.format == "unpaired_preference"
+    assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
+    assert (row["completion"], row["label"]) == ([RED], True)
+    assert [picture["path"] for picture in row["images"]] == [str((folder / "a.png").resolve())]
+
+
+def test_a_rated_answer_with_a_picture_is_refused(folder):
+    row = {"prompt": [QUESTION], "completion": [{"role": "assistant", "content": [OTHER]}], "label": False}
+    with pytest.raises(DataError, match=r"completion\[0\] is an assistant message with an image"):
+        load(folder, row, "kto")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_prompts_with_answers_to_others_have_their_own_pictures_and_are_cut(family, tmp_path):
+    """Each prompt gets the answer before it, of the rows that are computed together, and the last one's first."""
+    _, processor = FAMILIES[family]()
+    Image.effect_noise((20, 30), 60).convert("RGB").save(tmp_path / "a.png")
+    images = [find_picture("a.png", "image", tmp_path).to_row()]
+    asked = ({"content": f"{MARK}what?", "images": images}, {"content": "say hi", "images": None})
+    answers = ["red", "a very long answer", "green", "blue"]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": asked[number % 2]["content"]}],
+            "completion": [{"role": "assistant", "content": answer}],
+            "label": number == 0,
+            "images": asked[number % 2]["images"],
+        }
+        for number, answer in enumerate(answers)
+    ]
+    prepared = PictureAnswers(processor).rated(datasets.Dataset.from_list(rows), 2)
+    texts = [text.removesuffix("<|im_end|>\n").split("\n")[-1] for text in prepared["KL_text"]]
+    assert texts == [answers[number] for number in (1, 0, 3, 2)]
+    longest = len(prepared["KL_ids"][0]) - 5
+    batch = RatedPictureCollator(processor, max_length=longest)([prepared[0], prepared[1]])
+    assert len(batch["pixel_values"]) == 1, "the first row's picture, once"
+    assert batch["KL_input_ids"].shape == batch["input_ids"].shape == (2, longest)
+    assert batch["KL_input_ids"][0].tolist() == prepared["KL_ids"][0][:longest]
+    num_prompt, num_own = (len(prepared[f"{part}_ids"][0]) for part in ("prompt", "completion"))
+    num_padding = longest - num_prompt - num_own
+    assert batch["completion_mask"][0].tolist() == [0] * num_prompt + [1] * num_own + [0] * num_padding
+    assert batch["KL_completion_mask"][0].tolist() == [0] * num_prompt + [1] * (num_own + num_padding)
+    assert batch["label"].tolist() == [True, False]
 
 
 def test_prompts_keep_their_columns_beside_pictures(folder):

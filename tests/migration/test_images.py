@@ -56,6 +56,10 @@ INFO = {
         "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected", "images": "images"},
     },
     "plain": {"file_name": "plain.json"},
+    "rated": {
+        "file_name": "rated.json",
+        "columns": {"prompt": "ask", "response": "say", "kto_tag": "good", "images": "pics"},
+    },
 }  # fmt: skip
 
 
@@ -133,6 +137,7 @@ ROWS = [
     ("photos", {"media_dir": "shots"}, ({}, "shots")),
     ("others", {}, ({"instruction": "ask", "output": "say", "images": "pics"}, "data")),
     ("pairs", {"stage": "dpo"}, ({}, None)),
+    ("rated", {"stage": "kto"}, ({"prompt": "ask", "completion": "say", "label": "good", "images": "pics"}, None)),
     ("plain", {"media_dir": "shots", "image_max_pixels": None}, ({}, None)),
     ("unknown", {"media_dir": "shots"}, ({}, "shots")),
 ]

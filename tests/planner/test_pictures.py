@@ -53,6 +53,22 @@ def test_the_pixels_of_the_largest_packed_row_are_counted():
     assert many - few == 4 * VALUES * 4
 
 
+PAIR = {"format": "preference", "tokenized": False}
+RATED = {"format": "unpaired_preference", "tokenized": False, "num_good": 500}
+
+
+@pytest.mark.parametrize(("method", "facts", "times"), [("dpo", PAIR, 2), ("kto", RATED, 1)])
+def test_both_answers_of_a_pair_come_with_pixels_and_a_rated_one_once(method, facts, times):
+    train = {"micro_batch_size": 2, "gradient_checkpointing": True, "global_batch_size": 2}
+    wanted = recipe(packing=False, method=method, train=train)
+    plans = [
+        resolve(wanted, H100, model(GEMMA_3_4B), rows(num_pictures).model_copy(update=facts)) for num_pictures in (2, 6)
+    ]
+    few, many = (plan.memory.phases["optimizer"] for plan in plans)
+    assert many - few == times * 2 * 4 * VALUES * 4
+    assert all(reason.choice.startswith("4,000") for reason in plans[0].reasons if reason.topic == "pictures")
+
+
 def test_pictures_are_counted_where_a_micro_batch_is_halved():
     train = {"micro_batch_size": 4, "gradient_checkpointing": True, "global_batch_size": 4}
     plan = planned(train=train)
@@ -80,6 +96,16 @@ def test_a_decoder_that_documents_leak_in_is_not_run_once_for_each_with_pictures
     unknown = model(GEMMA_3_4B).model_copy(update={"layer_types": ("full_attention", "other")})
     with pytest.raises(PlanError, match=r"images: its other layers do not separate documents; unset it$"):
         resolve(recipe(), H100, unknown, rows(4))
+
+
+def test_a_teacher_that_reads_text_alone_is_refused():
+    method = {"type": "distillation", "teacher": "big", "max_completion_length": 64}
+    wanted, facts = recipe(packing=False, method=method), rows(4).model_copy(update={"format": "prompts"})
+    teacher = model(GEMMA_3_4B).model_copy(update={"path": "big"})
+    assert resolve(wanted, H100, model(GEMMA_3_4B), facts, teacher=teacher).memory.parts["reference"] > 0
+    text = teacher.model_copy(update={"is_multimodal": False, "tower": None})
+    with pytest.raises(PlanError, match=r"^method\.teacher: rows have images, but big is a text-only model; choose a "):
+        resolve(wanted, H100, model(GEMMA_3_4B), facts, teacher=text)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -397,7 +397,7 @@ def test_half_an_answer_is_not_judged(here):
     assert (plans["orpo"].num_train, plans["orpo"].num_truncated) == (9, 1)
     write(here / "long.jsonl", [long])
     with pytest.raises(
-        DataError, match="none of 1 pair is short enough: limit 64 tokens for a prompt with its completion"
+        DataError, match="none of 1 row is short enough: limit 64 tokens for a prompt with its completion"
     ):
         tunekit.train(recipe({"type": "reward"}, data=data))
 

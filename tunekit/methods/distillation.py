@@ -1,8 +1,14 @@
-"""On-policy distillation through TRL's DistillationTrainer: a teacher scores each token of the model's answers."""
+"""On-policy distillation through TRL's DistillationTrainer: a teacher scores each token of the model's answers.
 
-from collections.abc import Callable
+With images TRL gives the teacher what the model's processor makes of them, so both processors have to make the same.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.formats.row_formats import counted
+from tunekit.data.images.expand import ImageTokens
+from tunekit.data.images.pictures import Picture
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import generating_trainer, generation_arguments
@@ -10,6 +16,7 @@ from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.distillation import DistillationMethod
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -32,6 +39,46 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
             f"another id or are missing from its {len(its):,}",
             hint="use a larger model of the same family as the teacher: probabilities are compared token by token",
         )
+
+
+def check_images(own: ImageTokens, teacher: ImageTokens, pictures: Iterable[Picture], path: str) -> None:
+    """Check that the teacher's processor makes the same tokens and pixels of pictures as the model's.
+
+    Args:
+        own: Tokens of pictures by the model's processor.
+        teacher: The same by the teacher's.
+        pictures: The pictures of all rows; of the first one all pixels are compared, of the others their number.
+        path: Where the teacher comes from.
+
+    Raises:
+        ModelError: It makes others.
+    """
+    first: Picture | None = None
+    for size, picture in {(picture.width, picture.height): picture for picture in pictures}.items():
+        first = first or picture
+        mine, its = own.of_size(*size), teacher.of_size(*size)
+        of_size = f"an image of {size[0]:,} x {size[1]:,} pixels"
+        if (mine.text, mine.num_tokens) != (its.text, its.num_tokens):
+            counts = f"{counted(its.num_tokens, 'token')}, the model's {counted(mine.num_tokens, 'token')}"
+            changed = "" if its.num_tokens != mine.num_tokens else ", and not the same ones"
+            raise _other_images(path, f"makes {of_size} {counts}{changed}")
+        if mine.num_values != its.num_values:
+            counts = f"{its.num_values:,} values, the model's {mine.num_values:,}"
+            raise _other_images(path, f"makes {of_size} {counts}")
+    if first is not None:
+        inputs, others = own.features(first), teacher.features(first)
+        differing = [name for name in inputs.keys() | others.keys() if not _equal(inputs.get(name), others.get(name))]
+        if differing:
+            raise _other_images(path, f"makes other {', '.join(sorted(differing))} of {first.path}")
+
+
+def _equal(one: "Tensor | None", other: "Tensor | None") -> bool:
+    return one is not None and other is not None and one.shape == other.shape and bool((one == other).all())
+
+
+def _other_images(path: str, words: str) -> ModelError:
+    problem = f"method.teacher: the processor of {path!r} {words}; both models read what the model's processor makes"
+    return ModelError(problem, hint="use a teacher of the same family whose image processor has the same settings")
 
 
 def compute_under_autocast(trainer: RunTrainer) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.images.answers import PictureAnswers, with_pictures
+from tunekit.data.images.answers import with_pictures
 from tunekit.errors import DataError
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import GroupOrder, RunTrainer
@@ -92,6 +92,10 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
         parts: All else. Rows have a column `prompt` of texts or messages.
         given: Arguments besides those of every trainer.
     """
+    if parts.processor is not None:
+        given["processing_class"] = parts.processor
+        evaluated = None if parts.eval_dataset is None else with_pictures(parts.eval_dataset)
+        parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
     trainer = parts.trainer(base, **given)
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
@@ -122,56 +126,35 @@ def rewarded_trainer(
     generation = generation_arguments(method, parts.data, parts.plan)
     arguments = config(**arguments_in_groups(method, parts), **own, **{**method.trainer_args, **generation})
     functions = load_rewards(method.rewards, device=parts.plan.device.kind)
-    reading: dict[str, Any] = {}
-    if parts.processor is not None:
-        reading = {"processing_class": parts.processor}
-        evaluated = None if parts.eval_dataset is None else with_pictures(parts.eval_dataset)
-        parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
-    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments, **reading, **given)
-    if parts.processor is not None:
-        _keep_unpadded(trainer)
+    trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments, **given)
     # Of these methods GRPO alone takes a gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
     learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")
     return trainer
 
 
-def _keep_unpadded(trainer: RunTrainer) -> None:
-    """Have a processor leave prompts unpadded, whose tokens TRL pads itself.
-
-    Some processors pad unless they are told not to (Aya Vision, Gemma 4), and TRL takes all token ids that it is given
-    for a prompt (trl 1.16, `_tokenize_prompts`): the model would read padding as text.
-    """
-    given = trainer.chat_template_kwargs
-    options = {**given.get("processor_kwargs", {}), "padding": False}
-    trainer.chat_template_kwargs = {**given, "processor_kwargs": options}
-
-
-def check_pictures(method: OnPolicyMethod, answers: PictureAnswers, model: str) -> None:
+def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) -> None:
     """Check that TRL scores answers to pictures with all that a processor makes of these.
 
-    TRL passes inputs that it knows by name (trl 1.16, `_get_per_token_logps_and_entropies`), and asks the processor for
-    lists of numbers (`_tokenize_prompts`).
+    TRL passes inputs that it knows by name (trl 1.16, `_get_per_token_logps_and_entropies` and, of distillation,
+    `_get_last_hidden_state`).
 
     Args:
         method: GRPO or another method with its trainer.
-        answers: Renders prompts by the model's processor.
+        input_names: Names of the processor's results for a text with a picture.
         model: Path of the model, for messages.
 
     Raises:
-        DataError: It would leave out some, or the processor cannot give lists.
+        DataError: It would leave out some.
     """
-    from trl import GRPOTrainer, RLOOTrainer
+    from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer
 
-    trainer = RLOOTrainer if method.type == "rloo" else GRPOTrainer
-    if not answers.gives_lists:
-        raise DataError(
-            f"method.type: TRL's {trainer.__name__} reads images as lists, which the processor of {model} cannot give",
-            hint="use method sft or dpo, or remove the images from the prompts",
-        )
-    unknown = sorted(
-        answers.input_names - set(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
-    )
+    trainer, score = GRPOTrainer, GRPOTrainer._get_per_token_logps_and_entropies
+    if method.type == "rloo":
+        trainer, score = RLOOTrainer, RLOOTrainer._get_per_token_logps_and_entropies
+    elif method.type == "distillation":
+        trainer, score = DistillationTrainer, DistillationTrainer._get_last_hidden_state
+    unknown = sorted(input_names - set(inspect.signature(score).parameters))
     if unknown:
         raise DataError(
             f"method.type: TRL's {trainer.__name__} does not pass {', '.join(unknown)} to the model, which {model} "

@@ -1,13 +1,16 @@
 """Kahneman-Tversky optimization through TRL's KTOTrainer, which tokenises the answers that tunekit has read.
 
 Its loss `kto` holds each answer against how far the model has gone from its reference on answers to other prompts. TRL
-takes these from the same micro-batch: each prompt gets the answer before it. So which rows share a micro-batch is fixed
-before training, and every epoch has the same order.
+takes these from the same micro-batch: each prompt gets the answer before it, and keeps its own pictures. So which rows
+share a micro-batch is fixed before training, and every epoch has the same order.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from tunekit.data.images.answers import PictureAnswers
+from tunekit.data.images.collate import RatedPictureCollator
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import Order, RunTrainer, num_missing
 from tunekit.recipe.methods.kto import KTOMethod
@@ -34,8 +37,15 @@ def build(method: KTOMethod, parts: Parts) -> RunTrainer:
     if is_ordered:
         train_dataset = _in_fixed_order(train_dataset, parts.train, shuffle=parts.data.shuffle)
     eval_dataset = None if parts.eval_dataset is None else _with_labels(parts.eval_dataset)
+    collation: dict[str, Any] = {}
+    if parts.processor is not None:
+        num_together = parts.plan.micro_batch_size if is_ordered else None
+        tokens = partial(PictureAnswers(parts.processor).rated, num_together=num_together)
+        train_dataset, eval_dataset = tokens(train_dataset), None if eval_dataset is None else tokens(eval_dataset)
+        collation = {"data_collator": RatedPictureCollator(parts.processor, max_length=parts.data.max_length)}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
         RememberingKTOTrainer,
+        **collation,
         ref_model=parts.reference(),
         args=KTOConfig(
             **parts.arguments(mean_over_rows=True),
@@ -46,6 +56,8 @@ def build(method: KTOMethod, parts: Parts) -> RunTrainer:
             desirable_weight=method.desirable_weight,
             undesirable_weight=method.undesirable_weight,
             precompute_ref_log_probs=method.precompute_ref_log_probs,
+            # The columns that pictures come by are no inputs of the model.
+            remove_unused_columns=parts.processor is None,
             model_init_kwargs=loading_arguments(parts.plan) if method.precompute_ref_log_probs else None,
             **method.trainer_args,
         ),

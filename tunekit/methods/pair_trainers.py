@@ -31,7 +31,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from tunekit.data import prepare
-from tunekit.data.images.collate import PICTURES, PicturePairCollator
+from tunekit.data.images.collate import PICTURES, PictureCollator
 from tunekit.data.tokenization.alignment import tokenised_pairs
 from tunekit.methods.arguments import Parts
 
@@ -83,8 +83,19 @@ ASKED = ("ld_alpha", "loss_type", "max_length", "truncation_mode")
 """Fields of TRL's config that decide which tokens count, or which columns there are."""
 
 
+_OF_ANSWERS = ("input_ids", "attention_mask", "completion_mask", "label", "ref_", "KL_")
+"""Beginnings of names of what a batch of answers has besides pictures."""
+
+
 class _Remembering:
-    """A reference that is asked once for all runs on the same model and rows."""
+    """A reference that is asked once for all runs on the same model and rows, and rows that are tokens already."""
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
+        """Rows as tokens; those with pictures are tokens already."""
+        if "prompt_ids" in dataset.column_names:
+            return dataset
+        prepared: Dataset = super()._prepare_dataset(dataset, *args)  # type: ignore[misc]
+        return prepared
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         compute = super()._precompute_ref_logps  # type: ignore[misc]
@@ -94,16 +105,14 @@ class _Remembering:
 class RememberingDPOTrainer(_Remembering, DPOTrainer):  # type: ignore[misc]
     """DPOTrainer whose reference is asked once, and that takes tokens where rows have them."""
 
-    def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
-        """Rows as tokens; those with pictures are tokens already."""
-        if "prompt_ids" in dataset.column_names:
-            return dataset
-        prepared: Dataset = super()._prepare_dataset(dataset, *args)
-        return prepared
-
 
 class RememberingKTOTrainer(_Remembering, KTOTrainer):  # type: ignore[misc]
-    """KTOTrainer whose reference is asked once."""
+    """KTOTrainer whose reference is asked once, and that takes tokens where rows have them."""
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Log-probabilities by the reference, which is given the pictures too: TRL gives it tokens and their mask."""
+        pictures = {name: value for name, value in inputs.items() if not name.startswith(_OF_ANSWERS)}
+        return super().compute_ref_log_probs(partial(model, **pictures), inputs)
 
 
 def remembered(
@@ -166,7 +175,7 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
         "rows": _digest(dataset),
         "asked": {name: str(vars(trainer.args).get(name)) for name in ASKED},
         "precision": trainer.accelerator.mixed_precision,
-        "processor": prepare.digest_of(collator.processor) if isinstance(collator, PicturePairCollator) else None,
+        "processor": prepare.digest_of(collator.processor) if isinstance(collator, PictureCollator) else None,
         "device": trainer.accelerator.device.type,
         "torch": torch.__version__,
     }
@@ -174,7 +183,9 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
 
 def _digest(dataset: Dataset) -> str:
     """Digest of the token ids and pictures of rows, in their order."""
-    names = sorted(name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label", PICTURES)))
+    names = sorted(
+        name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label", "num_prompt", PICTURES))
+    )
     digest = hashlib.sha256(json.dumps(names).encode())
     for batch in dataset.with_format("arrow").iter(1000):
         digest.update(json.dumps([batch[name].to_pylist() for name in names]).encode())

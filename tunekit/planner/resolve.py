@@ -59,7 +59,7 @@ def resolve(
         recipe, hardware, model, dtype, reads_pictures=data.has_pictures
     )
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
-    check_pictures(recipe, model, data, attention)
+    check_pictures(recipe, model, data, attention, teacher)
     setting = setting_of(recipe, hardware, model, records, data=data, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout

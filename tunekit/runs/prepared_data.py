@@ -10,6 +10,7 @@ from tunekit.data.formats.row_formats import counted
 from tunekit.data.images.answers import PictureAnswers
 from tunekit.data.images.expand import ImageTokens
 from tunekit.data.images.in_rows import MARK
+from tunekit.data.images.pictures import pictures_of
 from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
@@ -17,7 +18,7 @@ from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
-from tunekit.errors import DataError
+from tunekit.errors import DataError, ModelError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
 from tunekit.models.load import load_processor, load_tokenizer
@@ -198,6 +199,8 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
 
             check_pictures(recipe.method, answers, recipe.model.path)
             _check_all_have_pictures((*data.train, *data.eval))
+            if has_teacher(recipe.method):
+                _check_teacher_reads(recipe.method.teacher, recipe, answers.images, (*data.train, *data.eval))
     splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
@@ -250,6 +253,20 @@ def shown_tools(
         return with_tools(data, method, tokenizer())
     check_own_tools(data)
     return data
+
+
+def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: ImageTokens, sources: Iterable[Rows]) -> None:
+    """Refuse a teacher whose processor, with the settings of the model's, makes others of pictures."""
+    from tunekit.methods.distillation import check_images
+
+    section = teacher.model_copy(update={"image_processor": recipe.model.image_processor})
+    try:
+        processor = load_processor(section, load_tokenizer(teacher))
+    except ModelError as error:
+        problem = error.problem.removeprefix("model.path: ")
+        raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
+    pictures = (picture for rows in sources for row in rows.rows for picture in pictures_of(row))
+    check_images(images, ImageTokens(processor), pictures, teacher.path)
 
 
 def _check_all_have_pictures(sources: Iterable[Rows]) -> None:

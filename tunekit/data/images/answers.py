@@ -26,39 +26,32 @@ if TYPE_CHECKING:
 PAIR = ("chosen", "rejected")
 """Columns of the answers of a pair."""
 
+RATED = ("completion",)
+"""Column of an answer that is good or bad."""
+
 
 class PictureAnswers:
     """Renders and tokenizes prompts with pictures, with their answers.
 
     Args:
         processor: Processor of the model.
+
+    Attributes:
+        images: The tokens of pictures.
     """
 
     def __init__(self, processor: "ProcessorMixin") -> None:
-        self._images = ImageTokens(processor)
-        self._tokenizer = self._images.processor.tokenizer
+        self.images = ImageTokens(processor)
+        self._tokenizer = self.images.processor.tokenizer
         self._chat = ChatRenderer(self._tokenizer, in_parts=True)
 
     @property
     def input_names(self) -> set[str]:
         """Names of what the processor makes of a text with a picture."""
-        return set(self._read(return_tensors="pt"))
-
-    @property
-    def gives_lists(self) -> bool:
-        """True if the processor can give lists of numbers: some go on as if they had made tensors of pictures."""
-        try:
-            self._read()
-        except (AttributeError, TypeError):
-            return False
-        return True
-
-    def _read(self, **options: Any) -> Any:
-        """Return what the processor makes of a text with a picture."""
         from PIL import Image
 
         blank = Image.new("RGB", (64, 64))
-        return self._images.processor(text=[self._images.mark], images=[[blank]], **options)
+        return set(self.images.processor(text=[self.images.mark], images=[[blank]], return_tensors="pt"))
 
     def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
         """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.
@@ -93,7 +86,7 @@ class PictureAnswers:
         self, texts: tuple[str, list[str]], pictures: Sequence[Picture], place: str
     ) -> tuple[int, list[list[int]], int]:
         question, answered = texts
-        _, _, num_picture_tokens = self._images.expand(question, (), pictures, place)
+        _, _, num_picture_tokens = self.images.expand(question, (), pictures, place)
         prompt_ids, *wholes = (self._encode(text, pictures, place) for text in (question, *answered))
         num_prompt = min((common_prefix_length(prompt_ids, ids) for ids in wholes), default=len(prompt_ids))
         return num_prompt, wholes, num_picture_tokens
@@ -107,7 +100,7 @@ class PictureAnswers:
         """Return the tokens that are pictures, of the prompt with each answer, or of the prompt where there is none."""
         question, answered = self.texts(row, columns, place)
         pictures = pictures_of(row)
-        return [self._images.placed(text, pictures, place, self._marks) for text in answered or [question]]
+        return [self.images.placed(text, pictures, place, self._marks) for text in answered or [question]]
 
     def check(self, row: Row, columns: Sequence[str], place: str) -> None:
         """Check that the tokens of a row are those that the whole processor makes of its pictures.
@@ -118,7 +111,7 @@ class PictureAnswers:
         question, answered = self.texts(row, columns, place)
         text = answered[0] if answered else question
         pictures = pictures_of(row)
-        self._images.check(text, pictures, self._encode(text, pictures, place), place)
+        self.images.check(text, pictures, self._encode(text, pictures, place), place)
 
     def pairs(self, rows: "datasets.Dataset") -> "datasets.Dataset":
         """Return pairs as token ids by TRL's names, with the texts and pictures that a processor reads."""
@@ -136,8 +129,48 @@ class PictureAnswers:
 
         return rows.map(columns, remove_columns=rows.column_names).with_format(None)
 
+    def rated(self, rows: "datasets.Dataset", num_together: int | None) -> "datasets.Dataset":
+        """Return answers that are good or bad as token ids by TRL's names, with their texts, pictures and labels.
+
+        For the estimate of a divergence each prompt, with its own pictures, also comes with the answer before it, as
+        TRL pairs them (trl 1.16, `DataCollatorForVisionUnpairedPreference`).
+
+        Args:
+            rows: Rows with columns `prompt`, `completion` and `label`, in the order of training.
+            num_together: Rows that give each other their answers; None where no divergence is estimated.
+        """
+
+        def columns(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            together = _rows_of(batch)
+            results = [self._rated(row) for row in together]
+            if num_together is not None:
+                for row, other, result in zip(together, [together[-1], *together[:-1]], results, strict=True):
+                    result |= self._mismatched(row, other)
+            return {name: [result[name] for result in results] for name in results[0]}
+
+        prepared = rows.map(columns, batched=True, batch_size=num_together or 1, remove_columns=rows.column_names)
+        return prepared.with_format(None)
+
+    def _rated(self, row: Row) -> dict[str, object]:
+        texts = self.texts(row, RATED, "a row")
+        num_prompt, (ids,), _ = self._tokens(texts, pictures_of(row), "a row")
+        return {
+            "prompt_ids": ids[:num_prompt],
+            "completion_ids": ids[num_prompt:],
+            "completion_text": texts[1][0],
+            PICTURES: [json.dumps(picture) for picture in row.get("images") or ()],
+            "label": row["label"],
+        }
+
+    def _mismatched(self, row: Row, other: Row) -> dict[str, object]:
+        """A prompt with the answer to another one."""
+        mismatched = row | {"completion": other["completion"]}
+        texts = self.texts(mismatched, RATED, "a row")
+        num_prompt, (ids,), _ = self._tokens(texts, pictures_of(row), "a row")
+        return {"KL_ids": ids, "KL_num_prompt": num_prompt, "KL_text": texts[1][0]}
+
     def _encode(self, text: str, pictures: Sequence[Picture], place: str) -> list[int]:
-        whole, _, _ = self._images.expand(text, (), pictures, place)
+        whole, _, _ = self.images.expand(text, (), pictures, place)
         ids: list[int] = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -153,10 +186,15 @@ def with_pictures(rows: "datasets.Dataset") -> "datasets.Dataset":
 
     def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         columns = decode(batch)
-        rows = [with_images(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+        rows = [with_images(row) for row in _rows_of(columns)]
         return {name: [row[name] for row in rows] for name in columns}
 
     return rows.with_transform(read)
+
+
+def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Return the rows of a batch of columns."""
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def with_images(row: Mapping[str, Any]) -> Row:

@@ -122,6 +122,55 @@ class PicturePairCollator(PictureCollator):
         return batch
 
 
+class RatedPictureCollator(PictureCollator):
+    """Collates answers that are good or bad, with columns `{prompt,completion}_ids`, `completion_text` and `pictures`.
+
+    Where a divergence is estimated, columns `KL_ids`, `KL_num_prompt` and `KL_text` have the prompts with the answers
+    to others.
+
+    Args:
+        processor: Processor of the model.
+        max_length: Longest sequence, in tokens; a prompt with the answer to another one is cut there.
+    """
+
+    def __init__(self, processor: "ProcessorMixin", *, max_length: int) -> None:
+        super().__init__(processor, scores_positions=False)
+        self._max_length = max_length
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch as TRL's KTOTrainer takes it.
+
+        Sequences of both kinds are padded to one length: then what a processor gives for each token of a prompt is the
+        same for both, and TRL, which gives the pixels to both, may give it that as well.
+
+        Raises:
+            DataError: As for rows of one text.
+        """
+        import torch
+
+        estimates = "KL_ids" in rows[0]
+        batch = self.texts([*map(as_text, rows), *(_as_mismatched(row) for row in rows if estimates)])
+        batch["completion_mask"] = (batch.pop("labels") != IGNORED).long()
+        shape = batch["input_ids"].shape
+        cut = {
+            name: value[:, : self._max_length] if value.shape[:2] == shape else value for name, value in batch.items()
+        }
+        batch, others = halves(cut) if estimates else (cut, {})
+        batch |= {f"KL_{name}": others[name] for name in ("input_ids", "attention_mask", "completion_mask") if others}
+        for name in ("ref_logps", "ref_KL_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        batch["label"] = torch.tensor([row["label"] for row in rows])
+        return batch
+
+
+def halves(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the two halves of a batch whose second half has the pictures of the first once more."""
+    middle = {name: len(value) // 2 for name, value in batch.items()}
+    first = {name: value[: middle[name]] for name, value in batch.items()}
+    return first, {name: value[middle[name] :] for name, value in batch.items()}
+
+
 def in_one_row(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a padded batch of documents as one row without padding, whose positions begin again with each document.
 
@@ -151,13 +200,18 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         start += length
 
 
-def as_text(row: Mapping[str, Any], answer: str = "chosen") -> dict[str, Any]:
-    """Return a pair's prompt with one of its answers as a row of one text, in whose loss the answer counts.
+def as_text(row: Mapping[str, Any], answer: str | None = None) -> dict[str, Any]:
+    """Return a prompt with one of its answers as a row of one text, in whose loss the answer counts.
 
     A row of one text stays as it is.
+
+    Args:
+        row: A row.
+        answer: Which answer of a pair; the better one, or the only one, by default.
     """
     if "input_ids" in row:
         return dict(row)
+    answer = answer or ("chosen" if "chosen_ids" in row else "completion")
     prompt, own = row["prompt_ids"], row[f"{answer}_ids"]
     return {
         "input_ids": [*prompt, *own],
@@ -165,3 +219,10 @@ def as_text(row: Mapping[str, Any], answer: str = "chosen") -> dict[str, Any]:
         TEXT: row[f"{answer}_text"],
         PICTURES: row[PICTURES],
     }
+
+
+def _as_mismatched(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prompt with the answer to another one as a row of one text."""
+    ids, num_prompt = row["KL_ids"], row["KL_num_prompt"]
+    labels = [IGNORED] * num_prompt + list(ids[num_prompt:])
+    return {"input_ids": ids, "labels": labels, TEXT: row["KL_text"], PICTURES: row[PICTURES]}

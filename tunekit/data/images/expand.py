@@ -15,6 +15,7 @@ from tunekit.data.images.pictures import Picture, read_picture
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import ProcessorMixin
 
 Span = tuple[int, int]
@@ -82,6 +83,11 @@ class ImageTokens:
             num_values = features["pixel_values"].numel()
             self._by_size[width, height] = Replacement(text, len(features["input_ids"][0]), num_values)
         return self._by_size[width, height]
+
+    def features(self, picture: Picture) -> dict[str, "Tensor"]:
+        """Return what the processor makes of a picture, by name."""
+        image = read_picture(picture)
+        return dict(self.processor(text=[self.mark], images=[[image]], add_special_tokens=False, return_tensors="pt"))
 
     def num_values(self, sizes: Sequence[Sequence[tuple[int, int]]]) -> int:
         """Return the number of values of the pixels of pictures of some sizes, of texts that are read together."""

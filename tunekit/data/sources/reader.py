@@ -41,6 +41,7 @@ _WITH_PICTURES: tuple[SourceFormat, ...] = (
     "prompt_completion",
     "captions",
     "preference",
+    "unpaired_preference",
     "prompts",
 )
 """Formats whose texts may have pictures."""

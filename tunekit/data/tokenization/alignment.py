@@ -61,7 +61,7 @@ class Room:
         if self.cuts:
             reason = f"none of {counted(num_rows, 'prompt')} leaves room for a completion"
             return f"{reason}: limit {self.max_prompt_length:,} tokens"
-        reason = f"none of {counted(num_rows, 'pair')} is short enough"
+        reason = f"none of {counted(num_rows, 'row')} is short enough"
         return f"{reason}: limit {self.max_length:,} tokens for a prompt with its completion"
 
     @property

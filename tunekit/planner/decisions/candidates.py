@@ -181,6 +181,7 @@ class Setting:
         if not self.reads_pictures or tower is None:
             return None
         values = self.row_pixel_values or tower.most_values(self.recipe.data.max_length)
+        values *= self.passes.sequences_per_row  # each answer comes with the pictures of its prompt
         return PictureLoad(size * values, self.recipe.train.global_batch_size // (size * layout.num_batches))
 
     def memory_as(self, chosen: "Fit | Plan", num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:

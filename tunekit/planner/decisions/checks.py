@@ -264,7 +264,13 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         yield problem, "set adapter.type=full"
 
 
-def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts, attn_implementation: str) -> None:
+def check_pictures(
+    recipe: Recipe,
+    model: ModelFacts,
+    rows: DataFacts,
+    attn_implementation: str,
+    teacher: ModelFacts | None = None,
+) -> None:
     """Check that rows with pictures can be trained on as a recipe says.
 
     Args:
@@ -272,6 +278,7 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts, attn_impl
         model: The model.
         rows: The rows.
         attn_implementation: Attention implementation by its transformers name.
+        teacher: The model to learn from, for distillation.
 
     Raises:
         PlanError: They cannot, or the recipe says how to read pictures where there are none.
@@ -287,6 +294,9 @@ def check_pictures(recipe: Recipe, model: ModelFacts, rows: DataFacts, attn_impl
     if not model.is_multimodal:
         problem = f"model.path: rows have images, but {model.path} is a text-only model"
         raise PlanError(problem, hint="choose a vision-language model, or remove the images from the rows")
+    if teacher is not None and not teacher.is_multimodal:
+        problem = f"method.teacher: rows have images, but {teacher.path} is a text-only model"
+        raise PlanError(problem, hint="choose a vision-language model of the same family as the teacher")
     untested = {"fp8": recipe.train.fp8, "qat": recipe.train.qat, "layerwise_lr_decay": recipe.train.layerwise_lr_decay}
     for name in [name for name, value in untested.items() if parts and value]:
         problem = f"train.{name}: unsupported where a vision tower or projector is trained"

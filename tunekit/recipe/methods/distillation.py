@@ -13,7 +13,7 @@ class DistillationMethod(TeacherMethod):
     """On-policy distillation of a teacher model (TRL's DistillationTrainer)."""
 
     spec = MethodSpec(
-        upstream_names=("_tool_call_loop",),
+        upstream_names=("_tool_call_loop", "_get_last_hidden_state"),
         config=("trl", "trainer/distillation_config.py", "DistillationConfig"),
         row_formats=("prompts",),
         trains_on="prompts",
@@ -21,6 +21,7 @@ class DistillationMethod(TeacherMethod):
         metrics=("loss",),
         health_checks=ANSWER_CHECKS,
         loss_description="Losses are the divergence from the teacher, in nats per token of the model's completions.",
+        takes_images=True,
         uses_tiled_head=False,
     )
 
@@ -28,7 +29,7 @@ class DistillationMethod(TeacherMethod):
     """On-policy distillation, on prompts (arXiv 2306.13649)."""
 
     teacher: ModelSection
-    """Teacher model, with the same vocabulary."""
+    """Teacher model, with the same vocabulary; for rows with images with the same image processor."""
 
     max_completion_length: Annotated[int, Field(gt=0)] = 512
     """Maximum completion length in tokens. Prompts get the rest of `data.max_length`."""

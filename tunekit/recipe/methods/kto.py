@@ -26,8 +26,9 @@ class KTOMethod(ReferenceMethod):
         loss_description="KTO losses: half the mean weight of an answer if the model equals the reference. Rewards "
         "are the log ratio to the reference, times beta: `rewards/chosen` of desirable answers, `rewards/rejected` "
         "of undesirable ones.",
-        upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
+        upstream_names=("_prepare_dataset", "_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
+        takes_images=True,
     )
 
     type: Literal["kto"] = "kto"

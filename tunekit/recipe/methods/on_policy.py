@@ -295,7 +295,7 @@ def _conflicts_of_trainer_args(method: RewardedMethod, *, full: bool) -> Iterato
         yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "unset it")
 
 
-AS_THE_MODEL = ("dtype", "attn_implementation", "kernels")
+AS_THE_MODEL = ("dtype", "attn_implementation", "kernels", "image_processor")
 """Settings of a teacher that are those of the model that learns from it."""
 
 
@@ -314,7 +314,7 @@ class TeacherMethod(OnPolicyMethod):
         """Yield conflicts with the rest of the recipe, and settings of the teacher that are the model's."""
         yield from super().conflicts(others)
         for name, value in zip(AS_THE_MODEL, _as_the_model(self.teacher), strict=True):
-            if value != "auto":
+            if value not in ("auto", None):
                 what = "not configurable: the teacher uses the model's setting"
                 yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 
@@ -324,5 +324,5 @@ class TeacherMethod(OnPolicyMethod):
         return super().offers(key) and not (key[:2] == ("method", "teacher") and key[-1] in AS_THE_MODEL)
 
 
-def _as_the_model(teacher: ModelSection) -> tuple[str, ...]:
-    return teacher.dtype, teacher.attn_implementation, teacher.kernels
+def _as_the_model(teacher: ModelSection) -> tuple[object, ...]:
+    return teacher.dtype, teacher.attn_implementation, teacher.kernels, teacher.image_processor
