@@ -170,7 +170,7 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
         run = site.run(name)
         steps = steps_of(run)
         with history_of(run, patient=True) as reader:
-            prompts = list(reader.answers)
+            prompts = [prompt for prompt in reader.answers if prompt not in reader.pictures]
         is_done = run.state == "finished"
     except tunekit.TunekitError as error:
         gr.Warning(escape(str(error)))

@@ -12,7 +12,7 @@ from webui import charts
 from webui.history import history_of, share_read
 from webui.listing import listing_of
 from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
-from webui.run_parts import empty, reading, result_rows, table
+from webui.run_parts import empty, pictured, reading, result_rows, table
 from webui.site import Site
 from webui.words import Words, next_step, told
 
@@ -188,16 +188,23 @@ def results(runs: Sequence[tunekit.Run], words: Words) -> str:
 
 def answers(runs: Sequence[tunekit.Run], words: Words) -> str:
     """Render the answers of runs to the same prompts after training; before it where they have not got that far."""
-    answer_rows = []
+    answer_rows, urls = [], dict[str, list[str]]()
     for run in runs:
         with history_of(run) as reader:
             answer_rows.append({prompt: dict(by_when) for prompt, by_when in reader.answers.items()})
+            digests = {prompt: shown for prompt, shown in reader.pictures.items() if prompt not in urls}
+        thumbnails = run.thumbnails(digest for of_prompt in digests.values() for digest in of_prompt)
+        for prompt, of_prompt in digests.items():
+            urls[prompt] = [thumbnails[digest] for digest in of_prompt if digest in thumbnails]
     prompts = list(dict.fromkeys(prompt for answers in answer_rows for prompt in answers))
     if not prompts:
         return empty(words("runs.no_samples"))
     # Those that all were asked come first.
     prompts.sort(key=lambda prompt: sum(prompt not in answers for answers in answer_rows))
-    rows = [[escape(prompt), *(_answer(answers.get(prompt), words) for answers in answer_rows)] for prompt in prompts]
+    rows = [
+        [pictured(prompt, urls.get(prompt, ())), *(_answer(answers.get(prompt), words) for answers in answer_rows)]
+        for prompt in prompts
+    ]
     return table([words("runs.prompt"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 

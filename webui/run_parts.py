@@ -179,18 +179,28 @@ def warnings(reader: tunekit.EventReader, words: Words) -> str:
     return f"<details class='runs-warnings'{opened}><summary>{summary}</summary><ul>{rows}</ul></details>"
 
 
-def samples(reader: tunekit.EventReader, words: Words) -> str:
+def samples(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:
     """Render the answers to the same prompts before and after training, and in between where that was requested."""
     if not reader.answers:
         return empty(words("runs.no_samples"))
     titles = {"before": words("runs.before"), "after": words("runs.after")}
     whens = list(dict.fromkeys(when for answers in reader.answers.values() for when in answers))
     whens.sort(key=lambda when: (when == "after", when != "before"))
+    urls = run.thumbnails(digest for digests in reader.pictures.values() for digest in digests)
     rows = [
-        [escape(prompt), *(_answer(answers.get(when), words) for when in whens)]
+        [
+            pictured(prompt, [urls[digest] for digest in reader.pictures.get(prompt, ()) if digest in urls]),
+            *(_answer(answers.get(when), words) for when in whens),
+        ]
         for prompt, answers in reader.answers.items()
     ]
     return table([words("runs.prompt"), *(titles.get(when, when) for when in whens)], rows, kind="runs-texts")
+
+
+def pictured(prompt: str, urls: Iterable[str]) -> str:
+    """A prompt, below thumbnails of its pictures, whose names stand in it."""
+    images = "".join(f"<img src='{escape(url)}' alt=''>" for url in urls)
+    return f"<div class='runs-pictures'>{images}</div>{escape(prompt)}" if images else escape(prompt)
 
 
 def completions(reader: tunekit.EventReader, words: Words, order: Literal["newest", "best", "worst"]) -> str:

@@ -221,7 +221,7 @@ def _changed(
         head = head if is_new("head", hash(head)) else gr.skip()
         warnings: Any = run_parts.warnings(reader, words)
         warnings = gr.HTML(warnings, visible=bool(warnings)) if is_new("warnings", hash(warnings)) else gr.skip()
-        samples: Any = run_parts.samples(reader, words) if is_new("samples", _answers_mark(reader)) else gr.skip()
+        samples: Any = run_parts.samples(run, reader, words) if is_new("samples", _answers_mark(reader)) else gr.skip()
         answers = reader.all("completions")
         choice, completions = gr.skip(), gr.skip()
         if is_new("completions", len(answers), answers[-1]["time"] if answers else 0, order):

@@ -1,16 +1,19 @@
 """The report of a run: one page that holds all of it, loads nothing and runs nothing."""
 
+import base64
 import json
 import re
 import shutil
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 
 import tunekit
 from tests.tiny import save_chats
 from tunekit.estimates.throughput.step import Range
 from tunekit.reporting.page import Line, draw, thinned
+from tunekit.runs.thumbnails import thumbnail_file
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -25,7 +28,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "line", "polyline", "circle", "br"):
+        if tag not in ("meta", "line", "polyline", "circle", "br", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -55,6 +58,23 @@ def run(tmp_path_factory):
             "output": {"dir": str(folder / "runs" / "one"), "sample_prompts": [f"Say {SCRIPT}"]},
         }
     )
+
+
+def test_pictures_of_samples_stand_in_the_page_as_small_copies_of_the_run_folder(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "two")
+    digest, secret = "ab" * 32, tmp_path / "secret.jpg"
+    file = thumbnail_file(tmp_path / "two", digest)
+    file.parent.mkdir()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    Image.new("RGB", (8, 8)).save(secret, "JPEG")
+    asked = {"event": "sample", "time": 1.0, "when": "before", "prompt": "[image boat.png] What?", "answer": "A boat."}
+    with (tmp_path / "two" / "events.jsonl").open("a") as events:
+        events.write(json.dumps({**asked, "pictures": [digest, str(secret), "../../secret", "cd" * 32]}) + "\n")
+    page = Page(tunekit.report(tmp_path / "two"))
+    (image,) = (attributes for tag, attributes in page.tags if tag == "img")
+    assert image == {"src": "data:image/jpeg;base64," + base64.b64encode(file.read_bytes()).decode(), "alt": ""}
+    assert "[image boat.png] What?" in page.text and "A boat." in page.text
+    assert "img-src data:" in tunekit.report(tmp_path / "two")
 
 
 def test_a_report_tells_what_was_trained_and_what_came_of_it(run):

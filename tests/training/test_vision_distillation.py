@@ -44,7 +44,7 @@ def save_models(folder, family):
     save_prompts(folder / "data", 4)
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - {"mllama"}))
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - {"mllama", "ovis2"}))
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     save_models(folder, request.param)

@@ -57,6 +57,15 @@ def test_a_visitor_goes_from_a_zip_of_pictures_to_a_chat_about_one(workspace, tm
     run = next(one for one in tunekit.list_runs(workspace / "runs") if one.name.startswith("pets-"))
     assert run.plan.data.num_pictures == 8
 
+    # Its samples show the pictures that were asked about, in the page and in the report.
+    page.get_by_role("tab", name="Samples").click()
+    shown = page.locator("#runs-samples img")
+    expect(shown).to_have_count(3)
+    assert shown.first.evaluate("one => one.naturalWidth") == 64
+    expect(page.locator("#runs-samples td").first).to_contain_text("[image 0.png]")
+    page.goto(f"{server.url}report?run={run.name}")
+    assert page.locator(".answers img").first.evaluate("one => one.naturalWidth") == 64
+
     # It is asked about a picture, and keeps it in the conversation.
     page.goto(f"{server.url}chat?run={run.name}")
     page.locator("#chat-load:enabled").click()

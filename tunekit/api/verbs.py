@@ -49,6 +49,7 @@ from tunekit.runs.prepared_data import (
     prepare_rows,
     record,
     report_on_rows,
+    save_sample_prompts,
     shown_tools,
 )
 from tunekit.runs.record import claimed, free_bytes, place_of_run
@@ -467,6 +468,7 @@ def make_run(
         run = Run.create(final)
         keep_inputs(run)
         prepared.save(run.path / "data")
+        save_sample_prompts(recipe, data, run.path)
         write_code(run)
     fingerprints.record(run)
     record_versions(run)

@@ -66,8 +66,9 @@ def check_images(own: ImageTokens, teacher: ImageTokens, pictures: Iterable[Pict
             counts = f"{its.num_values:,} values, the model's {mine.num_values:,}"
             raise _other_images(path, f"makes {of_size} {counts}")
     if first is not None:
-        inputs, others = own.features(first), teacher.features(first)
-        differing = [name for name in inputs.keys() | others.keys() if not _equal(inputs.get(name), others.get(name))]
+        inputs, of_teacher = own.features(first), teacher.features(first)
+        names = inputs.keys() | of_teacher.keys()
+        differing = [name for name in names if not _equal(inputs.get(name), of_teacher.get(name))]
         if differing:
             raise _other_images(path, f"makes other {', '.join(sorted(differing))} of {first.path}")
 

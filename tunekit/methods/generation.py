@@ -133,8 +133,8 @@ def rewarded_trainer(
     return trainer
 
 
-def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) -> None:
-    """Check that TRL scores answers to pictures with all that a processor makes of these.
+def check_pictures(method: OnPolicyMethod, input_names: set[str], why_no_lists: str | None, model: str) -> None:
+    """Check that TRL reads prompts with pictures, and scores answers with all that a processor makes of these.
 
     TRL passes inputs that it knows by name (trl 1.16, `_get_per_token_logps_and_entropies` and, of distillation,
     `_get_last_hidden_state`).
@@ -142,10 +142,11 @@ def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) ->
     Args:
         method: GRPO or another method with its trainer.
         input_names: Names of the processor's results for a text with a picture.
+        why_no_lists: Why the processor cannot return lists, which TRL takes tokens of prompts from; None where it can.
         model: Path of the model, for messages.
 
     Raises:
-        DataError: It would leave out some.
+        DataError: It would leave out some, or cannot read prompts.
     """
     from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer
 
@@ -154,12 +155,16 @@ def check_pictures(method: OnPolicyMethod, input_names: set[str], model: str) ->
         trainer, score = RLOOTrainer, RLOOTrainer._get_per_token_logps_and_entropies
     elif method.type == "distillation":
         trainer, score = DistillationTrainer, DistillationTrainer._get_last_hidden_state
+    if why_no_lists is not None:
+        problem = f"method.type: TRL's {trainer.__name__} needs lists of tokens, which the processor of {model} does "
+        problem += f"not return: {why_no_lists}"
+        raise DataError(problem, hint="use method sft, dpo or kto, or remove the images from the prompts")
     unknown = sorted(input_names - set(inspect.signature(score).parameters))
     if unknown:
         raise DataError(
             f"method.type: TRL's {trainer.__name__} does not pass {', '.join(unknown)} to the model, which {model} "
             "needs for images",
-            hint="use method sft or dpo, or remove the images from the prompts",
+            hint="use method sft, dpo or kto, or remove the images from the prompts",
         )
 
 

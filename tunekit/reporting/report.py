@@ -51,7 +51,7 @@ def report(run: Run | str | Path) -> str:
         evaluated=list(_evaluated(run_found)),
         measured=list(_measured(plan, result)),
         curves=list(_curves(events)),
-        samples=run_found.samples(),
+        samples=list(_samples(run_found)),
         warnings=_warnings(events),
         decisions=[(reason.topic, reason.choice, reason.why) for reason in plan.reasons],
         changes=list(_changes(events)),
@@ -158,6 +158,15 @@ def _points(events: dict[int, Event], name: str) -> list[tuple[float, float]]:
 def _number(value: Any) -> float | None:
     """A value that is a number and finite: what is not was written as text."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _samples(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the sample prompts with their answers, and thumbnails of their pictures."""
+    samples = run.samples()
+    urls = run.thumbnails(digest for sample in samples for digest in sample.get("pictures", ()))
+    for sample in samples:
+        digests = sample.get("pictures", ())
+        yield {**sample, "thumbnails": [urls[digest] for digest in digests if digest in urls]}
 
 
 def _warnings(events: Sequence[Event]) -> list[tuple[str, str]]:

@@ -30,6 +30,8 @@ from tunekit.recipe.sections.data import DataSource, Sources
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward
 from tunekit.redact import redacted, without_secrets
+from tunekit.runs import sample_prompts
+from tunekit.runs.sample_prompts import PicturePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -197,7 +199,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         if generates(recipe.method):
             from tunekit.methods.generation import check_pictures
 
-            check_pictures(recipe.method, answers, recipe.model.path)
+            check_pictures(recipe.method, answers.input_names, answers.why_no_lists, recipe.model.path)
             _check_all_have_pictures((*data.train, *data.eval))
             if has_teacher(recipe.method):
                 _check_teacher_reads(recipe.method.teacher, recipe, answers.images, (*data.train, *data.eval))
@@ -358,7 +360,10 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
     if recipe.method.spec.classifies:
         prompts = []
     elif prompts is None:
-        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
+        of_rows = _prompts((*data.eval, *data.train)[0])
+        # Those with pictures are kept beside the rows; a recipe has texts.
+        prompts = [prompt.content for prompt in of_rows]
+        prompts = None if any(prompt.pictures for prompt in of_rows) else without_secrets(prompts)
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
     return absolute(recipe).model_copy(update={"output": output})
 
@@ -414,19 +419,33 @@ def _absolute(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _prompts(rows: Rows) -> list[str]:
+def save_sample_prompts(recipe: Recipe, data: LoadedData, run: Path) -> None:
+    """Put the sample prompts in the folder of a run, where the recipe names none and some have pictures.
+
+    Raises:
+        DataError: A picture is not the one that was looked at.
+    """
+    if recipe.output.sample_prompts is None and not recipe.method.spec.classifies:
+        prompts = _prompts((*data.eval, *data.train)[0])
+        if any(prompt.pictures for prompt in prompts):
+            clean = [replace(prompt, content=without_secrets(prompt.content)) for prompt in prompts]
+            sample_prompts.save(clean, run)
+
+
+def _prompts(rows: Rows) -> list[PicturePrompt]:
     """The first different prompts of the rows: first user turns, or prompts that are plain text."""
-    prompts: dict[str, None] = {}
+    prompts: dict[str, PicturePrompt] = {}
     for row in rows.rows:
-        prompt = row.get("prompt")
-        if rows.format == "messages":
-            prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
-        elif isinstance(prompt, list):
+        turns = row["messages"] if rows.format == "messages" else row.get("prompt")
+        if isinstance(turns, list):
             # A conversation of one question.
-            is_question = rows.format != "prompt_completion" and [turn["role"] for turn in prompt] == ["user"]
-            prompt = prompt[0]["content"] if is_question else None
-        if prompt and MARK not in prompt:
-            prompts.setdefault(prompt)
+            is_question = rows.format != "prompt_completion" and [turn["role"] for turn in turns] == ["user"]
+            question = next((turn["content"] for turn in turns if turn["role"] == "user"), None)
+            turns = question if is_question or rows.format == "messages" else None
+        if turns:
+            # Pictures stand in a row in the order of their marks, the first ones in the first question.
+            prompt = PicturePrompt(turns, tuple(pictures_of(row)[: turns.count(MARK)]))
+            prompts.setdefault(prompt.words, prompt)
         if len(prompts) == NUM_SAMPLE_PROMPTS:
             break
-    return list(prompts)
+    return list(prompts.values())

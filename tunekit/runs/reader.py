@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tunekit.runs.events import Event, is_event, open_events, parse_event
+from tunekit.runs.thumbnails import digests_of
 
 MAX_POINTS = 2000
 """Points that are kept of a curve; a screen has about as many columns."""
@@ -145,6 +146,7 @@ class EventReader:
             processes, has a point for each `ranks` event.
         told: The newest events of every other kind but `sample`, by kind, oldest first.
         answers: Answers to each sample prompt, by `when`.
+        pictures: Digests of the pictures of sample prompts that have some.
         began: Time of the first event; None before there is one.
         num_events: Number of events read.
         num_broken: Number of invalid lines, which are skipped.
@@ -161,6 +163,7 @@ class EventReader:
         self.series: dict[str, Series] = {}
         self.told: dict[str, deque[Event]] = {}
         self.answers: dict[str, dict[str, str]] = {}
+        self.pictures: dict[str, tuple[str, ...]] = {}
         self.began: float | None = None
         self.num_events = self.num_broken = self.read_bytes = self.file_bytes = 0
         self.is_behind = False
@@ -265,10 +268,14 @@ class EventReader:
             self._add_values(names, [event["step"]], [event])
             return
         if kind == "sample":
-            answers = self.answers.setdefault(str(event.get("prompt")), {})
-            answers[str(event.get("when"))] = str(event.get("answer"))
+            prompt = str(event.get("prompt"))
+            self.answers.setdefault(prompt, {})[str(event.get("when"))] = str(event.get("answer"))
+            if digests := digests_of(event):
+                self.pictures[prompt] = digests
             while len(self.answers) > MAX_TOLD:
-                del self.answers[next(iter(self.answers))]
+                oldest = next(iter(self.answers))
+                del self.answers[oldest]
+                self.pictures.pop(oldest, None)
             return
         if kind == "ranks" and has_step:
             peaks = [rank["peak_memory_bytes"] for rank in event["ranks"] if "peak_memory_bytes" in rank]

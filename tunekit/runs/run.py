@@ -52,6 +52,7 @@ from tunekit.redact import without_secrets
 from tunekit.runs import small_files
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.events import FINAL_PHASES, Event, judged_by, read_events, rows_of, words_of
+from tunekit.runs.thumbnails import digests_of, thumbnails
 
 if TYPE_CHECKING:
     import pandas
@@ -329,13 +330,29 @@ class Run:
         """Return the summary of a finished run; empty before."""
         return next((event for event in reversed(self.events()) if event["event"] == "result"), {})
 
-    def samples(self) -> list[dict[str, str]]:
-        """Return the sample prompts with the answers before and after training."""
-        answers: dict[str, dict[str, str]] = {}
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the sample prompts with the answers before and after training.
+
+        Prompts with images name them in their text, and have their digests as `pictures`.
+        """
+        answers: dict[str, dict[str, Any]] = {}
         for event in self.events():
             if event["event"] == "sample":
-                answers.setdefault(event["prompt"], {})[event["when"]] = event["answer"]
-        return [{"prompt": prompt, **both} for prompt, both in answers.items()]
+                sample = answers.setdefault(event["prompt"], {"prompt": event["prompt"]})
+                sample[event["when"]] = event["answer"]
+                if digests := digests_of(event):
+                    sample["pictures"] = list(digests)
+        return list(answers.values())
+
+    def thumbnails(self, digests: Iterable[str]) -> dict[str, str]:
+        """Return small copies of images of the sample prompts, as data URLs by their digests.
+
+        Only files of the run folder are read; an image without one is left out.
+
+        Args:
+            digests: Digests, `pictures` of samples.
+        """
+        return thumbnails(self.path, digests)
 
     def metrics(self) -> "pandas.DataFrame":
         """Return the logged values, one row per step; evaluation columns are empty where there was none."""

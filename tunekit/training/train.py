@@ -1,9 +1,7 @@
 """Training of a run in one of its processes: load what the folder names, train, and save the result."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from tunekit.models.documents import run_by_document, run_decoder_by_document
 from tunekit.models.fusion.tiling import tile_mlps
 from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, read_adapter, to_float8
 from tunekit.planner.plan import VARLEN, Plan, Schedule
-from tunekit.probe.chat_template import template_in_time
 from tunekit.process.garbage import collected_seldom
 from tunekit.process.signals import Wishes
 from tunekit.recipe.schema import Recipe
@@ -46,9 +43,7 @@ from tunekit.training.engines import engine
 from tunekit.training.model_card import write_card
 from tunekit.training.rank_allocation import RankAllocation
 from tunekit.training.restarts import Restarts
-
-SAMPLE_TOKENS = 64
-"""Longest answer to a sample prompt, in tokens."""
+from tunekit.training.samples import Sampler, sample_prompts
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Ready:
     start: Start
     saver: Saver
     boundary: Boundary
-    sample: Callable[[str, list[str]], None]
+    sample: Sampler
     vocabulary: int
 
 
@@ -88,7 +83,7 @@ def make_ready(watch: Watch, wishes: Wishes) -> Ready:
     start = start_of(run, place)
     source = start.newest.path or start.weights
     trainer, tokenizer = build(watch, schedule, source)
-    sample = partial(_sample, watch, tokenizer, chat=_is_chat(run, plan))
+    sample = Sampler(watch, tokenizer, is_chat=_is_chat(run, plan))
     start.tell(record)
     if source is not None:
         check_states(source)
@@ -106,7 +101,7 @@ def make_ready(watch: Watch, wishes: Wishes) -> Ready:
         with torch.compiler.set_stance("force_eager"):
             prove(trainer, plan, record, vocabulary=len(tokenizer), start=start)
             if not start.goes_on:
-                sample("before", recipe.output.sample_prompts or [])
+                sample("before", sample_prompts(run, recipe))
         engine.before_steps(trainer, plan, goes_on=start.goes_on)
         carried.restore()
         watch.go_on(carried.num_tokens)
@@ -157,7 +152,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     with collected_seldom():
         ready = make_ready(watch, wishes)
     trainer, saver, boundary = ready.trainer, ready.saver, ready.boundary
-    newest, prompts = ready.start.newest.path, recipe.output.sample_prompts or []
+    newest, prompts = ready.start.newest.path, sample_prompts(run, recipe)
     try:
         with saver:
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
@@ -342,32 +337,6 @@ def forget_overrides(optim: Optim) -> None:
         from bitsandbytes.optim import GlobalOptimManager
 
         GlobalOptimManager.get_instance().initialize()
-
-
-def _sample(watch: Watch, tokenizer: PreTrainedTokenizerBase, when: str, prompts: list[str], *, chat: bool) -> None:
-    """Answer the prompts greedily."""
-    model = watch.trainer.model
-    was_training = model.training
-    model.eval()
-    for prompt in prompts:
-        text = prompt
-        if chat:
-            turn = [{"role": "user", "content": prompt}]
-            with template_in_time("output.sample_prompts"):
-                text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).to(model.device)
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=SAMPLE_TOKENS,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        watch.record.write("sample", when=when, prompt=prompt, answer=answer.strip())
-    model.train(was_training)
 
 
 def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:

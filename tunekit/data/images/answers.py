@@ -48,10 +48,21 @@ class PictureAnswers:
     @property
     def input_names(self) -> set[str]:
         """Names of what the processor makes of a text with a picture."""
+        return set(self._blank(return_tensors="pt"))
+
+    @property
+    def why_no_lists(self) -> str | None:
+        """Why the processor cannot return lists; None where it can."""
+        try:
+            self._blank()
+        except (AttributeError, TypeError, ValueError) as error:
+            return str(error)
+        return None
+
+    def _blank(self, **options: Any) -> Any:
         from PIL import Image
 
-        blank = Image.new("RGB", (64, 64))
-        return set(self.images.processor(text=[self.images.mark], images=[[blank]], return_tensors="pt"))
+        return self.images.processor(text=[self.images.mark], images=[[Image.new("RGB", (64, 64))]], **options)
 
     def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
         """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.

@@ -155,8 +155,9 @@ class RatedPictureCollator(PictureCollator):
         cut = {
             name: value[:, : self._max_length] if value.shape[:2] == shape else value for name, value in batch.items()
         }
-        batch, others = halves(cut) if estimates else (cut, {})
-        batch |= {f"KL_{name}": others[name] for name in ("input_ids", "attention_mask", "completion_mask") if others}
+        batch, mismatched = halves(cut) if estimates else (cut, {})
+        if estimates:
+            batch |= {f"KL_{name}": mismatched[name] for name in ("input_ids", "attention_mask", "completion_mask")}
         for name in ("ref_logps", "ref_KL_logps"):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])

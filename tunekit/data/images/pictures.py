@@ -131,8 +131,8 @@ def read_picture(picture: Picture) -> Any:
         raise DataError(f"{picture.path}: the image is damaged: {error}", hint="replace it") from error
 
 
-def thumbnail(picture: Picture) -> str:
-    """Return a small copy of a picture as a data URL.
+def small_copy(picture: Picture) -> bytes:
+    """Return a small copy of a picture, a JPEG.
 
     Raises:
         DataError: It is not the one that was looked at, or cannot be decoded.
@@ -140,7 +140,16 @@ def thumbnail(picture: Picture) -> str:
     small, file = read_picture(picture), io.BytesIO()
     small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     small.save(file, "JPEG", quality=80)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
+
+
+def thumbnail(picture: Picture) -> str:
+    """Return a small copy of a picture as a data URL.
+
+    Raises:
+        DataError: As for `small_copy`.
+    """
+    return "data:image/jpeg;base64," + base64.b64encode(small_copy(picture)).decode()
 
 
 def _from_file(name: str, where: str, folder: Path | None) -> Picture:

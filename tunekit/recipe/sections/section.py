@@ -490,8 +490,8 @@ class OutputSection(Section):
     """Name of the run and its folder. Default: the name of the recipe file."""
 
     sample_prompts: list[str] | None = None
-    """Prompts to answer before and after training. Default: the first three prompts of the evaluation or training rows.
-    An empty list: none."""
+    """Prompts to answer before and after training. Default: the first three prompts of the evaluation or training rows,
+    with their images. An empty list: none."""
 
     report_to: Annotated[
         list[Tracker], BeforeValidator(alone_in_list, json_schema_input_type=Tracker | list[Tracker])
