@@ -112,7 +112,6 @@ def test_rewards_see_the_pictures_and_the_step_is_that_of_plain_transformers(met
     )
     from PIL import Image
 
-    prompts = [json.loads(line) for line in (saved / "data" / "prompts.jsonl").read_text().splitlines()]
     kinds = {row["name"]: [part["type"] for part in row["prompt"][0]["content"]] for row in prompts}
     for line in judged:
         assert line["kinds"] == kinds[line["name"]]

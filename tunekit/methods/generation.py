@@ -97,6 +97,8 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
         evaluated = None if parts.eval_dataset is None else with_pictures(parts.eval_dataset)
         parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
     trainer = parts.trainer(base, **given)
+    if parts.processor is not None:
+        _keep_unpadded(trainer)
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
     return trainer
@@ -131,6 +133,17 @@ def rewarded_trainer(
     learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")
     return trainer
+
+
+def _keep_unpadded(trainer: RunTrainer) -> None:
+    """Have a processor leave prompts unpadded, whose tokens TRL pads itself.
+
+    Some processors pad unless they are told not to (Aya Vision, Gemma 4), and TRL takes all token ids that it is given
+    for a prompt (trl 1.16, `_tokenize_prompts`): the model would read padding as text.
+    """
+    given = trainer.chat_template_kwargs
+    options = {**given.get("processor_kwargs", {}), "padding": False}
+    trainer.chat_template_kwargs = {**given, "processor_kwargs": options}
 
 
 def check_pictures(method: OnPolicyMethod, input_names: set[str], why_no_lists: str | None, model: str) -> None:
