@@ -179,7 +179,10 @@ def test_a_client_of_openai_sends_pictures_and_gets_the_same_answer_whole_and_in
     answer = client.chat.completions.create(**options)
     assert answer.choices[0].message.content == expected
     chunks = list(client.chat.completions.create(**options, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    # Transformers' server leaves out of a stream what is not a whole character yet when the answer is cut off.
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.rstrip(
+        "\N{REPLACEMENT CHARACTER}"
+    )
     texts = client.chat.completions.create(**options | {"messages": [{"role": "user", "content": "say hi"}]})
     assert texts.choices[0].message.content
 
