@@ -207,7 +207,7 @@ def _same(one: tunekit.Entry, other: tunekit.Entry) -> bool:
     return one.key == other.key or not one.key.startswith("method.rewards")
 
 
-REFUSED = {("method", "teacher", name) for name in ("dtype", "attn_implementation", "kernels")}
+REFUSED = {("method", "teacher", name) for name in ("dtype", "attn_implementation", "kernels", "image_processor")}
 """Fields that no recipe may give: the schema has them, as a model has them."""
 
 
@@ -223,6 +223,7 @@ def test_what_a_form_leaves_out_is_refused_and_shown_where_it_is_given(method: s
         "data.curriculum": "length",
         "data.eval.weight": 2, "output.sample_prompts": ["Hi"], "method.teacher.dtype": "float32",
         "method.teacher.attn_implementation": "eager", "method.teacher.kernels": "torch",
+        "method.teacher.image_processor": {"max_pixels": 3136},
     }  # fmt: skip
     there = {entry.key for entry in draft.entries_of(text)}
     for key in given.keys() - there:
