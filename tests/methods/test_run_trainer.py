@@ -91,6 +91,7 @@ def test_nobody_assigns_to_a_trainer_but_by_the_words_of_ours():
 
 
 SETTINGS = {
+    "chat_template_kwargs",
     "control",
     "data_collator",
     "learns_from_sums",

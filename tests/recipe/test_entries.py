@@ -84,6 +84,10 @@ def test_what_is_wrong_has_fields_too(values: dict[str, Any]) -> None:
     assert {"model.path", "data.train", "adapter.type", "method.type", "output.name"} <= set(found)
 
 
+TEACHERS_OWN = ("dtype", "attn_implementation", "kernels", "image_processor")
+"""Fields of a teacher that a recipe does not set: they are those of the model."""
+
+
 def test_every_field_that_a_recipe_may_give_is_reached() -> None:
     rewards = next(sections_of(field) for key, field in all_fields() if key == ("method", "rewards"))
     tools, environments = (
@@ -104,7 +108,7 @@ def test_every_field_that_a_recipe_may_give_is_reached() -> None:
                 values["method"]["tools"] = [{"type": tag_of(section)} for section in tools]
             for key in entries(**values):
                 reached.add(tuple(part for part in undotted(key) or () if isinstance(part, str)))
-    refused = {("method", "teacher", name) for name in ("dtype", "attn_implementation", "kernels")}
+    refused = {("method", "teacher", name) for name in TEACHERS_OWN}
     assert reached == {key for key, _ in all_fields()} - refused - {("data", "eval", "weight")}
 
 

@@ -1,11 +1,11 @@
 """Vision towers and projectors are trained as plain Transformers and PEFT train them, where a recipe asks for it."""
 
+import json
 import os
 import re
 
 import pytest
 import torch
-import yaml
 
 import tunekit
 from tests.tiny import saved_weights
@@ -23,8 +23,8 @@ FULL = {
     "projector alone": {"type": "full", "language_model": "frozen", "projector": "full"},
 }
 LORA = {"type": "lora", "rank": RANK, "alpha": RANK, "vision_tower": "lora", "projector": "lora"}
-WITHOUT_LINEARS = ("gemma3",)
-"""Families whose projectors multiply by a parameter of their own."""
+WITHOUT_LINEARS = ("gemma3", "ovis2")
+"""Families whose projectors multiply by a parameter of their own, or are a table."""
 BESIDE_TEXT = re.compile(r"vision|visual|multi_modal_projector|connector|image_newline")
 QUICK = {"llava"}
 
@@ -125,6 +125,31 @@ def test_adapters_in_towers_get_the_gradients_of_plain_peft(saved, tmp_path):
     assert run.plan.num_trainable_params == sum(weight.numel() for weight in after.values())
 
 
+@pytest.mark.slow
+def test_a_projector_is_trained_in_full_beside_an_adapter(llava, tmp_path):
+    from peft import PeftModel
+
+    whole = {"type": "lora", "rank": RANK, "alpha": RANK, "modules_to_save": ["multi_modal_projector"]}
+    run = tunekit.train(recipe(llava, tmp_path, adapter=whole))
+    model = PeftModel.from_pretrained(plain(llava), run.model_path, is_trainable=True)
+    after, grads = {}, {}
+    for name, weight in model.named_parameters():
+        if ".modules_to_save." in name:
+            after[name] = weight.detach().clone()
+            original = name.replace(".modules_to_save.default.", ".original_module.")
+            weight.data.copy_(model.get_parameter(original))
+        elif "lora_B" in name:
+            weight.data.zero_()
+    loss_of(model.train(), processor_of(llava), llava).backward()
+    for name, weight in model.named_parameters():
+        if name in after:
+            grads[name] = ((weight.detach() - after[name]) / RATE, weight.grad)
+    assert {name.split(".")[-2] for name in grads} == {"linear_1", "linear_2"}
+    for name, (change, grad) in grads.items():
+        torch.testing.assert_close(change, grad, atol=1e-3 * float(grad.abs().max()), rtol=1e-3, msg=name)
+    assert run.plan.num_trainable_params == sum(p.numel() for p in saved_weights(run.model_path).values())
+
+
 STEPS = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-2}
 
 
@@ -205,8 +230,7 @@ def test_layers_that_nothing_reads_are_not_trained(tmp_path):
     save_tiny_vision_model(tmp_path / "model", "llava")
     save_rows(tmp_path / "data")
     config = tmp_path / "model" / "config.json"
-    settings = yaml.safe_load(config.read_text())
-    config.write_text(yaml.safe_dump({**settings, "vision_feature_layer": -2}, default_flow_style=True, width=10**9))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vision_feature_layer": -2}))
     run = tunekit.train(recipe(tmp_path, tmp_path, adapter=FULL["tower"]))
     model = plain(tmp_path)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -220,14 +244,18 @@ def test_layers_that_nothing_reads_are_not_trained(tmp_path):
 
 
 REFUSED = {
-    "no images": ({"vision_tower": "full"}, {}, "adapter.vision_tower: no effect, the rows have no images"),
+    "no images": (
+        {"type": "full", "vision_tower": "full"},
+        {},
+        "adapter.vision_tower: no effect, the rows have no images",
+    ),
     "fp8": (
-        {"projector": "full"},
+        {"type": "full", "projector": "full"},
         {"fp8": True},
         "train.fp8: unsupported where a vision tower or projector is trained",
     ),
     "decay by layer": (
-        {"vision_tower": "full"},
+        {"type": "full", "vision_tower": "full"},
         {"layerwise_lr_decay": 0.9},
         "train.layerwise_lr_decay: unsupported where a vision tower or projector is trained",
     ),
@@ -254,7 +282,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(case, llava
         wanted |= {"model": "pico"}
         problem = problem.format("pico")
     with pytest.raises(PlanError, match=f"^{re.escape(problem)}"):
-        tunekit.plan(wanted)
+        tunekit.plan(wanted, on="1xh100")
 
 
 @pytest.mark.parametrize(

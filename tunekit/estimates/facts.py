@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -733,9 +734,16 @@ class ModelFacts(Facts):
         return _is_vocabulary(name) or name == SCORE or _is_expert(name) or is_router
 
     def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""
+        """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it.
+
+        A module may have others below it, as a projector does.
+        """
         endings = tuple(modules)
-        return {name: shape for name, shape in self.tensors.items() if name.rpartition(".")[0].endswith(endings)}
+        return {
+            name: shape
+            for name, shape in self.tensors.items()
+            if any(owner.endswith(endings) for owner in accumulate(name.split(".")[:-1], "{}.{}".format))
+        }
 
     @property
     def num_linear_params(self) -> int:
