@@ -20,20 +20,6 @@ _starting: set[str] = set()
 _lock = threading.Lock()
 
 
-class _CheckpointChoice(gr.Dropdown):  # type: ignore[misc]
-    """A choice among checkpoints that change while the page is open.
-
-    A request may name one that is no longer offered by then, as when a run was just resumed. Gradio would answer with
-    an error, and leave what the request asks for undone; whoever uses the name looks for it among the run's own.
-    """
-
-    is_template = True
-
-    def preprocess(self, payload: Any) -> Any:
-        """Return the name that was sent; none where it is no text."""
-        return payload if isinstance(payload, str) else ""
-
-
 class ResumeForm:
     """A checkpoint to choose, edits, what becomes of them, and the button.
 
@@ -49,9 +35,11 @@ class ResumeForm:
             heading = f"<h3>{escape(words('controls.resume'))}</h3><p>{escape(words('controls.resume_help'))}</p>"
             gr.HTML(heading)
             with gr.Row():
-                self.checkpoint = _CheckpointChoice(
+                # A request may name one that is no longer offered by then, as when a run was just resumed. Gradio would
+                # answer with an error; whoever uses the name looks for it among the run's own.
+                self.checkpoint = gr.Dropdown(
                     [(words("controls.newest"), "")], value="", label=words("controls.checkpoint"),
-                    elem_id="controls-checkpoint", min_width=280,
+                    elem_id="controls-checkpoint", min_width=280, allow_custom_value=True,
                 )  # fmt: skip
                 self.edits = gr.Textbox(
                     "", label=words("controls.edits"), info=words("controls.edits_help"), lines=2, max_length=4000,
