@@ -488,3 +488,32 @@ def save_rated(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     file = folder / "rated.jsonl"
     file.write_text("".join(lines), encoding="utf-8")
     return file
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a parameter or module of any of the families is in its vision tower or projector."""
+    return any(part in name for part in ("vision", "visual", "projector", "connector", "image_newline"))
+
+
+def as_trl(rows: list[dict[str, Any]], folder: Path, *columns: str) -> list[dict[str, Any]]:
+    """Return rows as TRL reads them: decoded pictures in a column, and contents in parts.
+
+    Args:
+        rows: Rows with a `prompt` of one message, whose pictures are files.
+        folder: Where the pictures are.
+        columns: Columns of answers.
+    """
+    from PIL import Image
+
+    made = []
+    for row in rows:
+        content = row["prompt"][0]["content"]
+        files = [folder / part["image"] for part in content if "image" in part]
+        parts = [{name: value for name, value in part.items() if name != "image"} for part in content]
+        answers = {
+            name: [{"role": "assistant", "content": [{"type": "text", "text": row[name][0]["content"]}]}]
+            for name in columns
+        }
+        images = [Image.open(file).convert("RGB") for file in files]
+        made.append(row | {"images": images, "prompt": [{"role": "user", "content": parts}]} | answers)
+    return made

@@ -10,7 +10,7 @@ import yaml
 import tunekit
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in, worked
-from tests.vision import FAMILIES, save_rows, save_tiny_vision_model, tiny_vision_model
+from tests.vision import FAMILIES, is_of_tower, save_rows, save_tiny_vision_model, tiny_vision_model
 from tunekit.errors import DataError, ModelError, PlanError, RunError
 from tunekit.models.load import attach_adapter
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
@@ -154,10 +154,6 @@ def compare_with_plain_transformers(adapter, saved, tmp_path, *, packed=False):
     for name, (ours, theirs) in pairs.items():
         assert float((ours - theirs).abs().max()) <= 1e-3 * largest, name
     return run
-
-
-def is_of_tower(name):
-    return any(part in name for part in ("vision", "visual", "multi_modal_projector", "connector", "image_newline"))
 
 
 @pytest.mark.slow

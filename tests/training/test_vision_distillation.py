@@ -10,7 +10,7 @@ from tests.tiny import saved_weights
 from tests.training.engines import made, work_in
 from tests.training.test_distillation import divergence
 from tests.training.watching import seeing
-from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
+from tests.vision import FAMILIES, is_of_tower, save_rows, save_tiny_vision_model
 from tunekit.errors import DataError, ModelError, RecipeError, RunError
 from tunekit.runs.run import Run
 
@@ -112,10 +112,6 @@ def step_of(folder, inputs, beta):
     loss = total / num_tokens
     loss.backward()
     return loss.item(), {name: -RATE * p.grad for name, p in model.named_parameters() if p.grad is not None}, model
-
-
-def is_of_tower(name):
-    return any(part in name for part in ("vision", "visual", "projector", "connector"))
 
 
 @pytest.mark.slow

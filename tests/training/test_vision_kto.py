@@ -8,7 +8,7 @@ import torch
 import tunekit
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in, worked
-from tests.vision import FAMILIES, save_rated, save_tiny_vision_model
+from tests.vision import FAMILIES, as_trl, is_of_tower, save_rated, save_tiny_vision_model
 from tunekit.errors import DataError
 from tunekit.runs.run import Run
 
@@ -45,10 +45,6 @@ def rows_of(saved):
     return [json.loads(line) for line in (saved / "data" / "rated.jsonl").read_text().splitlines()]
 
 
-def is_of_tower(name):
-    return any(part in name for part in ("vision", "visual", "projector", "connector"))
-
-
 def loaded(saved):
     from transformers import AutoModelForImageTextToText
 
@@ -58,24 +54,13 @@ def loaded(saved):
 def trained_by_trl(saved, folder):
     """Losses and divergences of the steps and of evaluations, and the model, by TRL alone."""
     from datasets import Dataset
-    from PIL import Image
     from transformers import AutoProcessor
     from trl import KTOConfig, KTOTrainer
 
-    rows = rows_of(saved)
-    for row in rows:
-        content = row["prompt"][0]["content"]
-        row["images"] = [
-            Image.open(saved / "data" / part["image"]).convert("RGB") for part in content if "image" in part
-        ]
-        parts = [{name: value for name, value in part.items() if name != "image"} for part in content]
-        row["prompt"] = [{"role": "user", "content": parts}]
-        answer = row["completion"][0]["content"]
-        row["completion"] = [{"role": "assistant", "content": [{"type": "text", "text": answer}]}]
     model = loaded(saved)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_of_tower(name))
-    rows = Dataset.from_list(rows)
+    rows = Dataset.from_list(as_trl(rows_of(saved), saved / "data", "completion"))
     trainer = KTOTrainer(
         model,
         loaded(saved),

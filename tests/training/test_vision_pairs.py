@@ -8,7 +8,7 @@ import torch
 import tunekit
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in, worked
-from tests.vision import FAMILIES, save_pairs, save_tiny_vision_model
+from tests.vision import FAMILIES, as_trl, is_of_tower, save_pairs, save_tiny_vision_model
 from tunekit.errors import DataError
 from tunekit.runs.run import Run
 
@@ -43,21 +43,10 @@ def recipe(saved, folder, **sections):
 def trained_by_trl(saved, folder):
     """Losses of the steps, and the model, by TRL alone."""
     from datasets import Dataset
-    from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import DPOConfig, DPOTrainer
 
     rows = [json.loads(line) for line in (saved / "data" / "pairs.jsonl").read_text().splitlines()]
-    for row in rows:
-        content = row["prompt"][0]["content"]
-        row["images"] = [
-            Image.open(saved / "data" / part["image"]).convert("RGB") for part in content if "image" in part
-        ]
-        row["prompt"] = [{"role": "user", "content": [part | {"image": None} for part in content]}]
-        for part in row["prompt"][0]["content"]:
-            part.pop("image")
-        for name in ("chosen", "rejected"):
-            row[name] = [{"role": "assistant", "content": [{"type": "text", "text": row[name][0]["content"]}]}]
     model = AutoModelForImageTextToText.from_pretrained(saved / "model", dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_of_tower(name))
@@ -82,7 +71,7 @@ def trained_by_trl(saved, folder):
             gradient_checkpointing=False,
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(as_trl(rows, saved / "data", "chosen", "rejected")),
         processing_class=AutoProcessor.from_pretrained(saved / "model"),
     )
     trainer.train()
@@ -132,10 +121,6 @@ def trained_by_formula(saved):
         optimizer.step()
         losses.append(loss.item())
     return losses, model
-
-
-def is_of_tower(name):
-    return any(part in name for part in ("vision", "visual", "projector", "connector"))
 
 
 BY_FORMULA = {"mllama", "aya_vision"}

@@ -11,7 +11,7 @@ import tunekit
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in, worked
 from tests.training.test_vision import RANK, RATE, loss_of, recipe
-from tests.vision import FAMILIES, save_rows, save_tiny_vision_model
+from tests.vision import FAMILIES, is_of_tower, save_rows, save_tiny_vision_model
 from tunekit.errors import PlanError, RecipeError
 from tunekit.estimates.models.towers import part_of
 from tunekit.runs.run import Run
@@ -25,7 +25,6 @@ FULL = {
 LORA = {"type": "lora", "rank": RANK, "alpha": RANK, "vision_tower": "lora", "projector": "lora"}
 WITHOUT_LINEARS = ("gemma3", "ovis2")
 """Families whose projectors multiply by a parameter of their own, or are a table."""
-BESIDE_TEXT = re.compile(r"vision|visual|multi_modal_projector|connector|image_newline")
 QUICK = {"llava"}
 
 
@@ -65,7 +64,7 @@ def processor_of(saved):
 
 
 def is_asked(name, adapter):
-    if not BESIDE_TEXT.search(name):
+    if not is_of_tower(name):
         return adapter.get("language_model") != "frozen"
     return adapter.get(part_of(name), "frozen") == "full"
 
@@ -82,7 +81,7 @@ def test_all_weights_change_by_the_gradients_of_plain_transformers(asked, saved,
     assert run.metrics()["loss"].iloc[0] == pytest.approx(loss.item(), rel=1e-5)
     after = dict(plain_result(run).named_parameters())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and is_asked(name, adapter)}
-    trained = {part_of(name) for name in grads if BESIDE_TEXT.search(name)}
+    trained = {part_of(name) for name in grads if is_of_tower(name)}
     assert trained == {part for part in ("vision_tower", "projector") if adapter.get(part) == "full"}
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for name in before:
@@ -118,7 +117,7 @@ def test_adapters_in_towers_get_the_gradients_of_plain_peft(saved, tmp_path):
     grads = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if "lora_B" in name}
     assert all(grad is not None for grad in grads.values())
     wanted = {part for part in ("vision_tower", "projector") if adapter[part] == "lora"}
-    assert {part_of(name) for name in grads if BESIDE_TEXT.search(name)} == wanted
+    assert {part_of(name) for name in grads if is_of_tower(name)} == wanted
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for name, grad in grads.items():
         assert float((-after[name] / RATE - grad).abs().max()) <= 1e-3 * largest, name
