@@ -175,7 +175,7 @@ def test_a_precomputed_reference_gives_the_same_losses(llava, tmp_path):
 def test_pairs_too_long_are_left_out_whole(llava, tmp_path):
     wanted = recipe(llava, tmp_path, adapter="full")
     wanted["data"]["max_length"] = 20
-    with pytest.raises(DataError, match="none of 8 pairs is short enough: limit 20 tokens"):
+    with pytest.raises(DataError, match="none of 8 rows is short enough: limit 20 tokens"):
         tunekit.train(wanted)
 
 
