@@ -177,6 +177,7 @@ def loss_of_saved(folder: str, rows: Sequence[tuple[list[int], list[int]]], cell
     cls = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
     # A frozen base is in the type of the products, trained weights are float32.
     model = cls.from_pretrained(folder, dtype=products if is_adapter else torch.float32, **_quantization(cell)).eval()
+    _read_by_blocks(model)
     total, count = 0.0, 0
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=products == torch.bfloat16):
         for ids, labels in rows:
@@ -185,6 +186,25 @@ def loss_of_saved(folder: str, rows: Sequence[tuple[list[int], list[int]]], cell
             total += float(torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
             count += int((targets != -100).sum())
     return total / count
+
+
+def _read_by_blocks(model: Any) -> None:
+    """Have 4-bit layers multiply by their values as floats, read as rows of a block each.
+
+    With AVX-512, bitsandbytes misreads rows that end within a block, and repacks weights for inference.
+    """
+    from copy import copy
+    from functools import partial
+
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from torch.nn.functional import linear
+
+    for layer in [module for module in model.modules() if isinstance(module, Linear4bit)]:
+        shape, state = layer.weight.quant_state.shape, copy(layer.weight.quant_state)
+        state.shape = (shape.numel() // state.blocksize, state.blocksize)
+        values = dequantize_4bit(layer.weight.data, state).view(shape)
+        layer.forward = partial(linear, weight=values.to(layer.compute_dtype), bias=layer.bias)
 
 
 def _quantization(cell: Cell) -> dict[str, Any]:

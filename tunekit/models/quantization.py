@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
+from peft.tuners.lora import dora
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_map
@@ -440,12 +442,14 @@ def keep_quantised_layout(model: "PreTrainedModel") -> None:
 
     In evaluation mode it repacks them for inference: the backward pass of that layout gives wrong gradients (cosine
     0.72 with the right ones on bitsandbytes 0.50.2), and weights merged from it are wrong. With AVX-512 it misreads
-    rows that end within a block: nine of ten values of a matrix of 48 columns. Both go without a message.
+    rows that end within a block: nine of ten values of a matrix of 48 columns, also where PEFT reads them for DoRA. All
+    of that goes without a message.
     """
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
             if module.weight.device.type == "cpu" and module.in_features % BLOCK_SIZE:
+                dora.dequantize_module_weight = _dequantized_weight
                 vars(module)["forward"] = MethodType(forward_4bit, module)
 
 
@@ -470,6 +474,14 @@ def forward_4bit(layer: Any, x: Tensor) -> Tensor:
     else:
         product = matmul_4bit(x.to(dtype), layer.weight, quant_state=state, bias=bias)
     return product.to(x.dtype)
+
+
+def _dequantized_weight(layer: Any) -> Any:
+    """Return the values of a layer's weight for DoRA, as PEFT's `dequantize_module_weight` does."""
+    weight = layer.weight
+    if not isinstance(weight, Params4bit) or weight.device.type != "cpu":
+        return dequantize_module_weight(layer)
+    return dequantized(weight.data, state_of(layer))
 
 
 def dequantized(packed: Tensor, state: QuantState) -> Tensor:
