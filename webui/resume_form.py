@@ -143,8 +143,10 @@ def _check_offered(run: tunekit.Run, checkpoint: str) -> None:
     Raises:
         TunekitError: It is not.
     """
+    if not checkpoint:
+        return
     names = [one.name for one in tunekit.checkpoints(run)]
-    if checkpoint and checkpoint not in names:
+    if checkpoint not in names:
         hint = f"choose one of {', '.join(names)}" if names else "resume from the newest checkpoint"
         raise tunekit.TunekitError(f"{run.name} has no checkpoint {checkpoint}", hint=hint)
 

@@ -240,7 +240,7 @@ def frozen_language_model(draft: Draft, entry: Entry) -> Fate:
 
 
 def _training(draft: Draft) -> str:
-    """How a part is trained that is not frozen.
+    """Return the training of a part that is not frozen.
 
     Raises:
         UnfitError: It has adapters of a kind that towers do not get.

@@ -52,7 +52,7 @@ class PictureAnswers:
 
     @property
     def why_no_lists(self) -> str | None:
-        """Why the processor cannot return lists; None where it can."""
+        """The reason why the processor cannot return lists; None where it can."""
         try:
             self._blank()
         except (AttributeError, TypeError, ValueError) as error:
