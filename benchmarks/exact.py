@@ -344,6 +344,7 @@ REWARDED: dict[str, Any] = {
     "max_completion_length": 8,
 }
 GRPO = {"type": "grpo", **REWARDED}
+DYNAMIC = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "max_resample_times": 2}
 RLOO = {"type": "rloo", **REWARDED}
 DPO = {"type": "dpo"}
 BEFOREHAND = {"precompute_ref_log_probs": True}
@@ -442,6 +443,7 @@ CASES: tuple[Case, ...] = (
         adapter="lora",
         **WITHIN,
     ),
+    Case("GRPO full, dynamic sampling", DYNAMIC, cuts=TWICE),
     Case("GRPO full, reference follows", {**GRPO, "beta": 0.1, "trainer_args": FOLLOWING}),
     Case("RLOO LoRA", RLOO, adapter="lora", cuts=TWICE),
     Case("RLOO full, two iterations", {**RLOO, "num_iterations": 2}, **WITHIN),

@@ -271,7 +271,7 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited(here):
     with pytest.raises(StandstillError) as caught:
         launch(run, stop)
     told = caught.value.problem
-    assert told.startswith("rank 1 (process ") and "sends no heartbeats" in told and "rank 0 waited " in told
+    assert told.startswith("rank 1 (process ") and "stopped sending heartbeats" in told and "rank 0 waited " in told
     assert workers_of(os.getpid()) == {}
 
 

@@ -92,11 +92,11 @@ def early_ends(monkeypatch):
     monkeypatch.setattr(torch, "multinomial", draw)
 
 
-def recipe(folder, method, adapter, seed, num_steps):
+def recipe(folder, method, adapter, seed, num_steps, num_rows=6):
     draw = random.Random(seed)
     rows = [
         {"prompt": begin + "".join(draw.choices("abcdefgh", k=draw.randint(1, 20)))}
-        for begin in ("same", "?", "!!") * 2
+        for begin in ("same", "?", "!!") * (num_rows // 3)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = "tests.methods.test_grpo_loss"
@@ -269,6 +269,44 @@ def test_losses_and_gradients_are_those_of_the_papers(folder, case):
     # What is to be seen was there.
     assert (max(clipped) > 0) == (times > 1)
     assert any(left_out) == method.get("mask_truncated_completions", False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("early_ends")
+def test_groups_without_signal_are_replaced_by_those_of_other_prompts(folder):
+    """Each group keeps the first completions with signal of its place, and the loss is that of these alone."""
+    method = {"loss_type": "dapo", "beta": 0.2, "max_resample_times": 2}
+    CALLS.clear()
+    steps = take_steps(recipe(folder, method, LORA, 5, 8, num_rows=60), moved=0.03, seed=5)
+    reference, batches = Exact(folder / "model"), list(CALLS)
+    times_drawn = []
+    for place, step in enumerate(steps):
+        if place % 2 == 0:
+            answers, first, drawn = batches.pop(0), step, 0
+            while None in (groups := groups_with_signal(answers)) and drawn < 2:
+                drawn += 1
+                others = groups_with_signal(batches.pop(0))
+                # Where both have none, the first stays.
+                kept = [answers[start : start + GROUP] for start in range(0, len(answers), GROUP)]
+                chosen = [own or other or old for own, other, old in zip(groups, others, kept, strict=True)]
+                answers = [one for group in chosen for one in group]
+            times_drawn.append(drawn)
+            assert step.logs["resample_times"] == drawn
+            assert step.logs["frac_reward_zero_std"] == pytest.approx(groups.count(None) / NUM_PROMPTS)
+        give_advantages(answers, method)
+        policy, old = (Exact(folder / "model", weights) for weights in (step.before, first.before))
+        cuts = [[scored(one, policy, old, reference, method) for one in cut] for cut in cut_as(step, answers)]
+        loss = step_loss(cuts, method)
+        assert sum(step.losses) == pytest.approx(loss.item(), rel=MAX_LOSS, abs=MAX_LOSS)
+        assert distance(step.gradients, policy.gradients(loss)) < MAX_GRADIENT
+    assert not batches
+    assert {1, 2} <= set(times_drawn)
+
+
+def groups_with_signal(answers):
+    """Return the groups of answers, None in place of one whose rewards are all the same."""
+    groups = [answers[start : start + GROUP] for start in range(0, len(answers), GROUP)]
+    return [group if len({one.reward for one in group}) > 1 else None for group in groups]
 
 
 def assert_logged_of_micro_batches(logs, cuts, method) -> float:

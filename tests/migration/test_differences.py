@@ -381,6 +381,15 @@ def test_a_loss_of_chosen_answers_beside_dpos_comes_along() -> None:
     assert line.key == "rpo_alpha"
 
 
+def test_dynamic_sampling_takes_as_many_attempts_as_ms_swift_does() -> None:
+    grpo = {"rlhf_type": "grpo", "reward_funcs": ["accuracy"]}
+    assert made(SWIFT, **grpo, dynamic_sample=True).recipe.method.max_resample_times == 3
+    assert made(SWIFT, **grpo, dynamic_sample="true", max_resample_times=5).recipe.method.max_resample_times == 5
+    report = made(SWIFT, **grpo, dynamic_sample=False, max_resample_times=5)
+    assert report.recipe.method.max_resample_times == 0
+    assert report.recipe.method.scale_rewards == "group"
+
+
 @pytest.mark.parametrize(
     ("config", "more"),
     [

@@ -66,7 +66,7 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     ours = {name: value for name, value in section if name in real and name not in deliberate}
     assert ours == {name: real[name] for name in ours}
     others = {"type", "trainer_args", "rewards", "generation", "teacher"}
-    others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars"}
+    others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
     assert set(dict(section)) - set(ours) - deliberate <= others
 
 

@@ -41,3 +41,9 @@ def fixed_numbers() -> Iterator[None]:
 def reward(completions: list[str], **columns: object) -> list[float]:
     """Something that most answers of a group differ in."""
     return [sum(map(ord, answer)) % 97 / 97 for answer in completions]
+
+
+def reward_of_some(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """The same, and nothing that tells the answers to every second prompt apart."""
+    rewards = reward(completions)
+    return [value if len(prompt) % 2 else 0.5 for prompt, value in zip(prompts, rewards, strict=True)]

@@ -94,6 +94,7 @@ GRPO = {
     "num_generations": 4,
     "max_completion_length": 8,
 }
+DYNAMIC = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "max_resample_times": 2}
 RLOO = {**GRPO, "type": "rloo"}
 GMPO = {**GRPO, "type": "gmpo"}
 KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
@@ -108,6 +109,7 @@ SUBJECTS = (
     Subject("SFT LoRA, packed", {"type": "sft"}, "lora", True, "qwen3"),
     Subject("DPO LoRA", DPO, "lora", False, "qwen3"),
     Subject("GRPO LoRA", GRPO, "lora", False, "llama"),
+    Subject("GRPO LoRA, dynamic sampling", DYNAMIC, "lora", False, "llama", FEW),
     Subject("RLOO LoRA", RLOO, "lora", False, "llama", FEW),
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),

@@ -18,6 +18,7 @@ SAMPLE = (
     "SFT full, pure bf16, DDP",
     "SFT full, pure bf16, fsdp2",
     "DPO full",
+    "GRPO full, dynamic sampling",
     "GRPO LoRA, DDP, two iterations",
     "SFT full, DDP, SIGTERM",
     "SFT LoRA, fsdp2, dropout",

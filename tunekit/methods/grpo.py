@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tunekit.methods.arguments import Parts
+from tunekit.methods.dynamic_sampling import DynamicSampling
 from tunekit.methods.generation import rewarded_trainer
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.methods.tool_use import follow_turns, tool_use
@@ -32,4 +33,6 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
         scale_rewards=method.scale_rewards,
     )
     follow_turns(trainer, use, method, divides_weights=parts.plan.layout.divides_weights)
+    if method.resamples:
+        DynamicSampling(trainer, method.max_resample_times, parts.train.seed, parts.tokenizer.pad_token_id)
     return trainer

@@ -61,6 +61,7 @@ Wrapped = Literal[
     "save_optimizer",
     "save_random_state",
     "save_weights",
+    "score_answers",
     "tool_calls",
     "train_sampler",
     "training_step",
@@ -160,7 +161,7 @@ class RunTrainer(Base):  # type: ignore[misc]
 
     def score_answers(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Generate an answer to each row and score it, as TRL's trainer does before it learns from them."""
-        return self._generate_and_score_completions(rows)
+        return super()._generate_and_score_completions(rows)
 
     def token_scores(self, *args: Any, **kwargs: Any) -> Any:
         """Return the log-probability of each token of answers, `(batch, seq)`, and more, as TRL's trainer has it."""
@@ -210,6 +211,9 @@ class RunTrainer(Base):  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("calculate_rewards", super()._calculate_rewards, *args, **kwargs)
+
+    def _generate_and_score_completions(self, rows: Any) -> Any:
+        return self._run("score_answers", super()._generate_and_score_completions, rows)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("compute_loss_of_answers", super()._compute_loss, *args, **kwargs)

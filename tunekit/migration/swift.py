@@ -9,7 +9,7 @@ from typing import Any
 
 from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text, truth
+from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate, Kind
 from tunekit.migration.table import tool_rules
@@ -154,6 +154,15 @@ def loss_type(draft: Draft, entry: Entry) -> Fate:
     if draft.method == "sft" and entry.value in ("cross_entropy", "loss_scale"):
         return Fate("silent", "the loss of all tokens that count")
     raise UnfitError(f"unsupported loss: {entry.value}")
+
+
+def resampling(draft: Draft, entry: Entry) -> Fate:
+    """The times that groups without signal are drawn again, three by default, where that is switched on."""
+    if not truth(draft.get("dynamic_sample", False)):
+        return Fate("silent", "dynamic_sample is off")
+    if draft.method != "grpo":
+        return Fate("silent", "only used with grpo")
+    return draft.carry(entry, "method.max_resample_times", whole(draft.get("max_resample_times", 3)))
 
 
 def _is_file(path: str) -> bool:

@@ -76,11 +76,10 @@ def test_a_number_is_found_by_halving():
         game.reset(seed=seed)
         answer = ""
         for _ in range(4):
-            middle = (low + high) // 2
-            answer = game.guess(middle)
+            answer = game.guess((low + high) // 2)
             if answer == "right":
                 break
-            low, high = (middle + 1, high) if answer == "higher" else (low, middle - 1)
+            low, high = map(int, answer.partition(", ")[2].split(" to "))
         assert answer == "right"
         assert game.get_reward() >= 0.7 - 1e-9
         assert game.guess(1) == "the game is over"
@@ -90,9 +89,22 @@ def test_a_game_is_lost_after_the_last_guess():
     game = GuessNumber(highest=3, num_guesses=2)
     game.reset(seed=0)
     wrong = next(number for number in (1, 2, 3) if number != game._number)
-    assert game.guess(wrong) in ("higher", "lower")
+    hint = game.guess(wrong)
+    assert hint.startswith("higher, " if wrong < game._number else "lower, ")
     assert game.guess(wrong) == "wrong, the game is over"
     assert (game.guess(game._number), game.get_reward()) == ("the game is over", 0.0)
+
+
+def test_a_hint_contains_the_range_that_is_left_also_after_a_guess_outside_of_it():
+    game = GuessNumber(highest=15, num_guesses=6)
+    game.reset(seed=next(seed for seed in range(99) if random.Random(seed).randint(1, 15) == 6))
+    assert [game.guess(number) for number in (8, 3, 2, 12, 6)] == [
+        "lower, 1 to 7",
+        "higher, 4 to 7",
+        "higher, 4 to 7",
+        "lower, 4 to 7",
+        "right",
+    ]
 
 
 def test_each_use_of_the_calculator_is_paid():

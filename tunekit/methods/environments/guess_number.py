@@ -10,6 +10,7 @@ class GuessNumber:
         self._highest = highest
         self._num_guesses = num_guesses
         self._number = 1
+        self._range = (1, highest)
         self._num_wrong = 0
         self._is_found = False
 
@@ -17,6 +18,7 @@ class GuessNumber:
         """Think of a number."""
         self._number = random.Random(seed).randint(1, self._highest)
         self._num_wrong, self._is_found = 0, False
+        self._range = (1, self._highest)
 
     def guess(self, number: int) -> str:
         """Guess the number.
@@ -32,7 +34,10 @@ class GuessNumber:
         self._num_wrong += 1
         if self._num_wrong == self._num_guesses:
             return "wrong, the game is over"
-        return "higher" if number < self._number else "lower"
+        lowest, highest = self._range
+        is_higher = number < self._number
+        self._range = (max(lowest, number + 1), highest) if is_higher else (lowest, min(highest, number - 1))
+        return f"{'higher' if is_higher else 'lower'}, {self._range[0]} to {self._range[1]}"
 
     def get_reward(self) -> float:
         """Return 1 for the number, less 0.1 for each wrong guess; 0 where it was not found."""

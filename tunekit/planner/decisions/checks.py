@@ -306,6 +306,7 @@ def check_pictures(
         "data.padding_free": data.padding_free is True,
         "data.streaming": data.streaming,
         "method.generation.use_vllm": generates(recipe.method) and recipe.method.generation.use_vllm is True,
+        "method.max_resample_times": generates(recipe.method) and recipe.method.resamples,
         "parallel.tp_size": (parallel.tp_size or 1) > 1,
         "parallel.ep_size": (parallel.ep_size or 1) > 1,
         "parallel.cp_size": (parallel.cp_size or 1) > 1,

@@ -116,6 +116,11 @@ class OnPolicyMethod(MethodSection):
         """True if completions are more than one call of `generate`: tools, an environment or a roll-out function."""
         return self.uses_tools
 
+    @property
+    def resamples(self) -> bool:
+        """True if groups without signal are replaced by those of other prompts."""
+        return False
+
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         return None
