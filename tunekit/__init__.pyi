@@ -20,7 +20,7 @@ from tunekit.api.verbs import stop as stop
 from tunekit.api.verbs import sweep_plans as sweep_plans
 from tunekit.api.verbs import train as train
 from tunekit.api.verbs import try_rewards as try_rewards
-from tunekit.data.images.pictures import PICTURE_SUFFIXES as PICTURE_SUFFIXES
+from tunekit.data.media.pictures import PICTURE_SUFFIXES as PICTURE_SUFFIXES
 from tunekit.data.reports.preview import DataPreview as DataPreview
 from tunekit.data.reports.preview import RowPreview as RowPreview
 from tunekit.data.reports.preview import ShownSequence as ShownSequence

@@ -103,8 +103,8 @@ def _cards(words: Words, report: tunekit.DataReport, source: tunekit.SourceRepor
     ]
     if source.num_split:
         cards.insert(3, (words("data.split_texts"), f"{source.num_split:,}"))
-    if source.num_pictures:
-        cards.insert(6, (words("data.pictures"), source.pictures_words))
+    for title, sentence in source.media_facts:
+        cards.insert(6, (words(f"data.{title}"), sentence))
     if source.packing is not None:
         packing = source.packing
         cards.append((words("data.packed", length=f"{report.max_length:,}"), f"{packing.packed_share:.1%}"))

@@ -133,7 +133,7 @@ def _sequence(words: Words, one: tunekit.ShownSequence, thumbnails: Mapping[str,
 def pieces(shown: tunekit.Sample, thumbnails: Mapping[str, str]) -> str:
     """Tokens, each with its number and coloured by what it counts, and pictures in the place of theirs."""
     return "".join(
-        _token(piece) if piece.picture is None else _picture(piece.text, thumbnails.get(piece.picture.digest))
+        _token(piece) if piece.medium is None else _picture(piece.text, thumbnails.get(piece.medium.digest))
         for piece in shown.pieces
     )
 

@@ -7,10 +7,12 @@ import pytest
 from PIL import Image
 
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images.in_rows import MARK
+from tunekit.data.media.kinds import KINDS
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
+
+MARK = KINDS["image"].mark
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def test_a_folder_of_pictures_with_its_metadata_is_rows_of_captions(name, folder
     assert [row["messages"] for row in rows.rows] == [
         [{"role": "user", "content": MARK}, {"role": "assistant", "content": caption}] for _, caption in ROWS[1:]
     ]
-    assert [row["images"][0]["size"] for row in rows.rows] == [[4, 6], [5, 5]]
+    assert [row["__media__"][0]["size"] for row in rows.rows] == [[4, 6], [5, 5]]
     (note,) = rows.notes
     assert "2 rows of captions: image -> user, caption -> assistant; 2 images" in note
     assert "ignored" not in note
@@ -80,7 +82,7 @@ def test_a_column_of_images_with_text_is_one_of_captions(folder):
     image = {"bytes": (folder / "a.png").read_bytes(), "path": None}
     datasets.Dataset.from_dict({"image": [image], "text": ["a cat"]}).to_parquet(str(folder / "rows.parquet"))
     (row,) = load(folder / "rows.parquet").rows
-    assert row["images"][0]["size"] == [4, 6]
+    assert row["__media__"][0]["size"] == [4, 6]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_conversation_beside_a_caption_is_a_conversation(folder):
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = load(folder / "rows.jsonl")
     assert rows.read_as == "sharegpt"
-    assert rows.has_pictures
+    assert rows.media
 
 
 def test_methods_without_pictures_refuse_captions(folder):

@@ -8,8 +8,8 @@ import torch
 
 from tests.vision import FAMILIES, save_rows, tiny_vision_model
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images.collate import PICTURES, TEXT, PictureCollator, documents_of
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.collate import MEDIA, TEXT, MediaCollator, documents_of
+from tunekit.data.media.expand import MediaTokens
 from tunekit.data.prepare import prepare_data
 from tunekit.data.sources.load import load_data
 from tunekit.methods.run_trainer import filled
@@ -28,13 +28,13 @@ def folder(tmp_path, monkeypatch):
 
 def prepared(folder, processor, *, packing, max_length=160, loss_on="assistant"):
     section = DataSection(train=str(folder / "rows.jsonl"), max_length=max_length, packing=packing, loss_on=loss_on)
-    images = ImageTokens(processor)
-    (train,) = prepare_data(section, load_data(section, learner_of("sft")), processor.tokenizer, images=images)
+    images = MediaTokens(processor)
+    (train,) = prepare_data(section, load_data(section, learner_of("sft")), processor.tokenizer, media=images)
     return train
 
 
 def by_text(documents):
-    return sorted(documents, key=lambda row: (row[PICTURES], row[TEXT]))
+    return sorted(documents, key=lambda row: (row[MEDIA], row[TEXT]))
 
 
 def test_the_documents_of_packed_rows_are_the_rows_that_are_not_packed(folder):
@@ -44,7 +44,7 @@ def test_the_documents_of_packed_rows_are_the_rows_that_are_not_packed(folder):
     assert 1 < packs.num_sequences == len(packs.dataset()) < len(rows) == 8
     documents = [document for row in packs.dataset() for document in documents_of(row)]
     assert by_text(documents) == by_text(list(rows)) == by_text([one for row in rows for one in documents_of(row)])
-    assert sum(bool(document[PICTURES]) for document in documents) == 7
+    assert sum(bool(document[MEDIA]) for document in documents) == 7
     for row in packs.dataset():
         assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 160
 
@@ -53,7 +53,7 @@ def test_the_documents_of_packed_rows_are_the_rows_that_are_not_packed(folder):
 def test_a_batch_is_one_row_with_the_pixels_that_the_plan_counts(family, folder):
     _, processor = FAMILIES[family]()
     train = prepared(folder, processor, packing=True, loss_on="all")
-    collator = PictureCollator(processor, scores_positions=True, packs=True)
+    collator = MediaCollator(processor, scores_positions=True, packs=True)
     most = 0
     for row in train.prepared.dataset():
         batch = collator([row])
@@ -75,8 +75,8 @@ def test_rows_that_fill_a_step_have_no_picture(folder):
     assert len(rows) == 7
     *_, last = rows
     (document,) = documents_of(last)
-    assert document == {"input_ids": [processor.tokenizer.pad_token_id], "labels": [-100], TEXT: None, PICTURES: []}
-    batch = PictureCollator(processor, scores_positions=False, packs=True)([last])
+    assert document == {"input_ids": [processor.tokenizer.pad_token_id], "labels": [-100], TEXT: None, MEDIA: []}
+    batch = MediaCollator(processor, scores_positions=False, packs=True)([last])
     assert batch["input_ids"].shape == (1, 1) and "pixel_values" not in batch
 
 
@@ -87,9 +87,9 @@ def test_each_document_has_the_picture_of_its_row(folder):
     assert run_by_document(model.eval()) == 0
     train = prepared(folder, processor, packing=True, max_length=512)
     (row,) = train.prepared.dataset()
-    collator = PictureCollator(processor, scores_positions=False, packs=True)
-    pictured = [number for number, pictures in enumerate(row[PICTURES]) if pictures]
-    names = [json.loads(row[PICTURES][number][0])["path"] for number in pictured]
+    collator = MediaCollator(processor, scores_positions=False, packs=True)
+    pictured = [number for number, pictures in enumerate(row[MEDIA]) if pictures]
+    names = [json.loads(row[MEDIA][number][0])["path"] for number in pictured]
     assert len({*names}) == len(pictured) == 7
 
     def logits(batch):

@@ -8,13 +8,14 @@ from PIL import Image
 
 from tests.vision import FAMILIES
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.collate import RatedPictureCollator
-from tunekit.data.images.in_rows import MARK
-from tunekit.data.images.pictures import find_picture
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.collate import RatedPictureCollator
+from tunekit.data.media.kinds import KINDS, find_medium
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
+
+MARK = KINDS["image"].mark
 
 IMAGE, OTHER = ({"type": "image", "image": name} for name in ("a.png", "b.png"))
 TEXT = {"type": "text", "text": "what?"}
@@ -79,7 +80,7 @@ def test_every_way_to_write_a_pair_is_read_alike(way, folder):
     assert rows.format == "preference"
     assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
     assert (row["chosen"], row["rejected"]) == ([RED], [BLUE])
-    assert [picture["path"] for picture in row["images"]] == [str((folder / "a.png").resolve())]
+    assert [picture["path"] for picture in row["__media__"]] == [str((folder / "a.png").resolve())]
     assert "1 image" in rows.notes[0]
 
 
@@ -158,7 +159,7 @@ def test_every_way_to_write_a_rated_answer_is_read_alike(way, folder):
     assert rows.format == "unpaired_preference"
     assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
     assert (row["completion"], row["label"]) == ([RED], True)
-    assert [picture["path"] for picture in row["images"]] == [str((folder / "a.png").resolve())]
+    assert [picture["path"] for picture in row["__media__"]] == [str((folder / "a.png").resolve())]
 
 
 def test_a_rated_answer_with_a_picture_is_refused(folder):
@@ -172,7 +173,7 @@ def test_prompts_with_answers_to_others_have_their_own_pictures_and_are_cut(fami
     """Each prompt gets the answer before it, of the rows that are computed together, and the last one's first."""
     _, processor = FAMILIES[family]()
     Image.effect_noise((20, 30), 60).convert("RGB").save(tmp_path / "a.png")
-    images = [find_picture("a.png", "image", tmp_path).to_row()]
+    images = [find_medium("image", "a.png", "image", tmp_path).to_row()]
     asked = ({"content": f"{MARK}what?", "images": images}, {"content": "say hi", "images": None})
     answers = ["red", "a very long answer", "green", "blue"]
     rows = [
@@ -180,7 +181,7 @@ def test_prompts_with_answers_to_others_have_their_own_pictures_and_are_cut(fami
             "prompt": [{"role": "user", "content": asked[number % 2]["content"]}],
             "completion": [{"role": "assistant", "content": answer}],
             "label": number == 0,
-            "images": asked[number % 2]["images"],
+            "__media__": asked[number % 2]["images"],
         }
         for number, answer in enumerate(answers)
     ]
@@ -204,7 +205,7 @@ def test_prompts_keep_their_columns_beside_pictures(folder):
     (row,) = list(rows.rows)
     assert row["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
     assert row["answer"] == "red"
-    assert row["images"][0]["size"] == [4, 6]
+    assert row["__media__"][0]["size"] == [4, 6]
 
 
 def test_a_method_without_pictures_refuses_them(folder):

@@ -4,19 +4,22 @@ import base64
 import io
 import json
 import os
+from collections import Counter
 
 import pytest
 from PIL import Image
 
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images import pictures
-from tunekit.data.images.expand import _moved, _without
-from tunekit.data.images.in_rows import MARK, as_parts
-from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.data.media import files, pictures
+from tunekit.data.media.expand import _moved, _without
+from tunekit.data.media.in_rows import as_parts
+from tunekit.data.media.kinds import KINDS
+from tunekit.data.media.pictures import Picture, read_picture
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
 
+MARK = KINDS["image"].mark
 ANSWER = {"role": "assistant", "content": "red"}
 
 
@@ -94,11 +97,11 @@ def test_every_way_to_write_a_picture_is_read_alike(way, folder):
     (read,) = list(rows.rows)
     question = (read["messages"] if "messages" in read else read["prompt"])[0]
     assert question == {"role": "user", "content": f"{MARK}what?"}
-    (picture,) = map(Picture.of_row, read["images"])
+    (picture,) = map(Picture.of_row, read["__media__"])
     assert (picture.width, picture.height) == (4, 6)
     assert picture.path == str((folder / "a.png").resolve()) or "base64" in way
     assert read_picture(picture).size == (4, 6)
-    assert rows.has_pictures
+    assert rows.media
     assert "1 image" in rows.notes[0]
     assert "ignored" not in rows.notes[0]
 
@@ -106,7 +109,7 @@ def test_every_way_to_write_a_picture_is_read_alike(way, folder):
 @pytest.mark.parametrize("value", [DATA_URL, {"type": "image_url", "image_url": {"url": DATA_URL}}])
 def test_a_picture_in_a_data_url_is_kept_as_a_file(value, folder):
     part = value if isinstance(value, dict) else image(value)
-    (picture,) = map(Picture.of_row, load(folder, asked(part, TEXT)).rows[0]["images"])
+    (picture,) = map(Picture.of_row, load(folder, asked(part, TEXT)).rows[0]["__media__"])
     assert (picture.width, picture.height) == (3, 5)
     assert read_picture(picture).size == (3, 5)
 
@@ -122,7 +125,7 @@ def test_pictures_in_columns_of_bytes_are_kept_as_files(folder):
     section = DataSection(train=str(folder / "rows.parquet"))
     row = load_data(section, learner_of("sft")).train[0].rows[0]
     assert row["messages"][0]["content"] == f"{MARK} or {MARK}?"
-    assert [picture["size"] for picture in row["images"]] == [[4, 6], [8, 9]]
+    assert [picture["size"] for picture in row["__media__"]] == [[4, 6], [8, 9]]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -135,7 +138,7 @@ def test_columns_of_pictures_may_have_another_name(kind, folder):
     rows.to_parquet(path) if kind == "parquet" else rows.to_json(path)
     section = DataSection(train=path, columns={"images": "pics"}, image_folder=str(folder))
     data = load_data(section, learner_of("sft")).train[0]
-    assert data.rows[0]["images"][0]["path"] == str((folder / "a.png").resolve())
+    assert data.rows[0]["__media__"][0]["path"] == str((folder / "a.png").resolve())
     assert "ignored" not in data.notes[0]
     pair = {"pics": ["a.png"], "prompt": row["messages"][:1], "chosen": [ANSWER], "rejected": [ANSWER]}
     rows = datasets.Dataset.from_list([pair])
@@ -148,7 +151,7 @@ def test_a_picture_is_as_large_as_it_is_shown(folder):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     (folder / "turned.jpg").write_bytes(png((8, 4), format="JPEG", exif=exif))
-    (picture,) = map(Picture.of_row, load(folder, asked(image("turned.jpg"), TEXT)).rows[0]["images"])
+    (picture,) = map(Picture.of_row, load(folder, asked(image("turned.jpg"), TEXT)).rows[0]["__media__"])
     assert (picture.width, picture.height) == (4, 8)
     assert read_picture(picture).size == (4, 8)
 
@@ -157,7 +160,7 @@ def test_a_column_of_text_that_talks_of_images_is_text(folder):
     row = {"messages": [{"role": "user", "content": "write <image> in HTML"}, ANSWER]}
     rows = load(folder, row)
     assert rows.rows[0] == row
-    assert not rows.has_pictures
+    assert not rows.media
 
 
 def test_the_character_of_a_mark_is_text_where_a_row_has_no_pictures(folder):
@@ -314,7 +317,7 @@ def test_a_broken_row_is_told_with_its_line_and_its_picture(kind, folder, monkey
     (folder / "heavy.png").write_bytes(png() + bytes(20_000))
     monkeypatch.setattr(pictures, "MAX_PIXELS", 64 * 64 if kind != "a bomb" else 1000)
     if kind == "a large file":
-        monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 10_000)
+        monkeypatch.setattr(files, "MAX_FILE_BYTES", 10_000)
     row, message = BROKEN[kind]
     fine = asked(image("a.png"), TEXT) if "prompt" not in row else {**row, "prompt": [{"role": "user", "content": "a"}]}
     if "prompt" in row:
@@ -328,7 +331,7 @@ def test_a_broken_row_is_told_with_its_line_and_its_picture(kind, folder, monkey
 
 def test_pictures_start_from_the_folder_that_the_recipe_names(folder):
     rows = load(folder, asked(image("data/a.png"), image("outside.png"), TEXT), image_folder=str(folder.parent))
-    assert [picture["path"] for picture in rows.rows[0]["images"]] == [
+    assert [picture["path"] for picture in rows.rows[0]["__media__"]] == [
         str((folder / "a.png").resolve()),
         str((folder.parent / "outside.png").resolve()),
     ]
@@ -337,7 +340,7 @@ def test_pictures_start_from_the_folder_that_the_recipe_names(folder):
 
 
 def test_a_picture_that_is_gone_or_another_one_is_told(folder):
-    picture = Picture.of_row(load(folder, asked(image("a.png"), TEXT)).rows[0]["images"][0])
+    picture = Picture.of_row(load(folder, asked(image("a.png"), TEXT)).rows[0]["__media__"][0])
     (folder / "a.png").write_bytes(png((5, 5)))
     with pytest.raises(DataError, match="the image changed since the rows were prepared"):
         read_picture(picture)
@@ -363,7 +366,7 @@ def test_rows_with_pictures_that_are_too_long_are_left_out_whole():
     report, lengths = TokenReport(), np.array([4, 6, 6, 3], dtype=np.int32)
     ids = np.arange(lengths.sum(), dtype=np.int32)
     flags = np.array([True, True, False, False])
-    encoded = Encoded(ids, np.ones(len(ids), dtype=np.bool_), lengths, Observed(num_pictures=2), flags)
+    encoded = Encoded(ids, np.ones(len(ids), dtype=np.bool_), lengths, Observed(num_media=Counter({"image": 2})), flags)
     batch, rows = report.cut(encoded, 5, splits=False)
     assert (batch.lengths.tolist(), rows.tolist()) == ([4, 5, 3], [0, 2, 3])
     assert (report.num_too_long, report.num_truncated, report.num_dropped) == (1, 1, 1)

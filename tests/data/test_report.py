@@ -243,7 +243,7 @@ def test_report_is_plain_data_readable_text_and_a_notebook_table(folder):
         "ids": [make_tokenizer().convert_tokens_to_ids("<|im_start|>")],
         "trained": False,
         "special": True,
-        "picture": None,
+        "medium": None,
     }
     assert plain["warnings"] == found.warnings()
     assert "4 read, 4 used" in str(found)

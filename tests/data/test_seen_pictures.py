@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests.vision import FAMILIES, save_rows
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images.expand import ImageTokens
-from tunekit.data.images.pictures import Picture
+from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.pictures import Picture
 from tunekit.data.prepare import prepare_data
 from tunekit.data.reports.measure import report_data
 from tunekit.data.reports.preview import show_rows, trained_sequences
@@ -40,15 +40,15 @@ def test_the_tokens_of_a_picture_are_those_that_its_processor_writes_for_it(fami
     line = json.dumps({"messages": [{"role": "user", "content": [*content, content[0]]}, answer]})
     (folder / "pair.jsonl").write_text(line + "\n", encoding="utf-8")
     rows = loaded(folder, "pair.jsonl")[1].train[0]
-    encoder = Encoder(rows, processor.tokenizer, ImageTokens(processor))
+    encoder = Encoder(rows, processor.tokenizer, MediaTokens(processor))
     ids = encoder.encode(rows, range(1)).ids.tolist()
-    placed = encoder.pictures_of(rows, 0)
-    assert [one.picture.name for one in placed] == ["0.png", "1.png", "0.png"]
+    placed = encoder.media_of(rows, 0)
+    assert [one.medium.name for one in placed] == ["0.png", "1.png", "0.png"]
     is_inside = [any(one.start <= token < one.stop for one in placed) for token in range(len(ids))]
     of_images = [token_id == config.image_token_id for token_id in ids]
     assert all(inside for inside, image in zip(is_inside, of_images, strict=True) if image)
     for one in placed:
-        blank = Image.new("RGB", (one.picture.width, one.picture.height))
+        blank = Image.new("RGB", (one.medium.width, one.medium.height))
         given = {"images": [[blank]], "add_special_tokens": False, "return_tensors": "pt"}
         alone = processor(text=[processor.image_token], **given)["input_ids"][0]
         num = sum(token_id == config.image_token_id for token_id in alone.tolist())
@@ -58,12 +58,12 @@ def test_the_tokens_of_a_picture_are_those_that_its_processor_writes_for_it(fami
 def test_a_report_has_a_picture_as_one_piece_with_its_size_and_its_tokens(folder):
     _, processor = FAMILIES["llava"]()
     section, data = loaded(folder)
-    images = ImageTokens(processor)
-    splits = prepare_data(section, data, processor.tokenizer, images=images)
+    images = MediaTokens(processor)
+    splits = prepare_data(section, data, processor.tokenizer, media=images)
     options = {"max_length": 512, "packing": False, "batch_size": 2, "num_samples": 4, "notes": (), "skipped": ()}
-    report = report_data(splits, processor.tokenizer, images=images, **options)
+    report = report_data(splits, processor.tokenizer, media=images, **options)
     (source,) = report.sources
-    pieces = [[piece for piece in sample.pieces if piece.picture] for sample in source.samples]
+    pieces = [[piece for piece in sample.pieces if piece.medium] for sample in source.samples]
     assert [[piece.text for piece in row] for row in pieces] == [
         ["[image 0.png 20x30: 4 tokens]"],
         ["[image 1.png 27x41: 4 tokens]"],
@@ -77,19 +77,19 @@ def test_a_report_has_a_picture_as_one_piece_with_its_size_and_its_tokens(folder
     assert ("pictures", "3, 12 tokens, 4 each on average") in source.facts(512, is_packed=False)
     page = report.to_html()
     assert page.count('src="data:image/jpeg;base64,') == 3
-    assert json.loads(json.dumps(report.to_dict()))["sources"][0]["num_pictures"] == 3
+    assert json.loads(json.dumps(report.to_dict()))["sources"][0]["num_media"] == {"image": 3}
 
 
 def test_a_preview_has_thumbnails_and_says_that_pictures_are_never_cut(folder):
     _, processor = FAMILIES["llava"]()
     rows = loaded(folder)[1].train[0]
-    show, _ = trained_sequences(rows, processor.tokenizer, 512, ImageTokens(processor))
+    show, _ = trained_sequences(rows, processor.tokenizer, 512, MediaTokens(processor))
     first, *_, last = show_rows(rows, range(4), show)
-    (piece,) = [piece for piece in first.sequences[0].head.pieces if piece.picture]
-    url = first.thumbnails[piece.picture.digest]
+    (piece,) = [piece for piece in first.sequences[0].head.pieces if piece.medium]
+    url = first.thumbnails[piece.medium.digest]
     assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (20, 30)
     assert last.thumbnails == {}
-    show, _ = trained_sequences(rows, processor.tokenizer, 20, ImageTokens(processor))
+    show, _ = trained_sequences(rows, processor.tokenizer, 20, MediaTokens(processor))
     (row,) = show_rows(rows, range(1), show)
     assert row.left_out == "longer than data.max_length=20, and images are never truncated"
     assert row.sequences[0].num_tokens == 40
@@ -102,7 +102,7 @@ def test_a_long_row_shows_its_pictures_whole(folder, monkeypatch):
     monkeypatch.setattr(preview, "TAIL_TOKENS", 5)
     _, processor = FAMILIES["llava"]()
     rows = loaded(folder)[1].train[0]
-    show, _ = trained_sequences(rows, processor.tokenizer, 512, ImageTokens(processor))
+    show, _ = trained_sequences(rows, processor.tokenizer, 512, MediaTokens(processor))
     (row,) = show_rows(rows, range(1), show)
     (sequence,) = row.sequences
     assert sequence.head.num_tokens + sequence.num_hidden + sequence.tail.num_tokens == sequence.num_tokens == 40

@@ -125,7 +125,7 @@ def test_what_is_no_picture_is_refused_before_it_is_sent(tmp_path):
 
 def test_a_model_of_texts_says_that_it_reads_no_pictures(tmp_path):
     found = find_trained("pico")
-    assert not conversations.reads_pictures(found)
+    assert not conversations.media_read(found)
     loaded = type("Loaded", (), {"found": found})()
     with pytest.raises(RunError, match="pico is a text-only model"):
         conversations.inputs_of(loaded, [{"role": "user", "content": [URL]}])

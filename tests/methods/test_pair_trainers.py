@@ -7,10 +7,10 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig
 
-from tunekit.data.images.collate import PICTURES
+from tunekit.data.media.collate import MEDIA
 from tunekit.methods.pair_trainers import remembered
 
-ROW = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5], "completion_mask": [0, 1], PICTURES: ["cat"]}
+ROW = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5], "completion_mask": [0, 1], MEDIA: ["cat"]}
 
 
 def trainer():
@@ -33,9 +33,7 @@ def log_prob_of(row, computed):
     return scored[0]["ref_chosen_logps"]
 
 
-@pytest.mark.parametrize(
-    ("column", "value"), [("chosen_ids", [3, 6]), ("completion_mask", [1, 1]), (PICTURES, ["dog"])]
-)
+@pytest.mark.parametrize(("column", "value"), [("chosen_ids", [3, 6]), ("completion_mask", [1, 1]), (MEDIA, ["dog"])])
 def test_log_probabilities_are_remembered_for_rows_that_are_the_same_in_all_that_is_scored(
     column, value, tmp_path, monkeypatch
 ):

@@ -8,7 +8,7 @@ from PIL import Image
 
 from benchmarks.tiny_models import tiny_model
 from tests.vision import FAMILIES, tiny_vision_model
-from tunekit.data.images.collate import in_one_row
+from tunekit.data.media.collate import in_one_row
 from tunekit.models.documents import run_by_document, tell_documents_apart
 
 PACKED = sorted(set(FAMILIES) - {"mllama"})

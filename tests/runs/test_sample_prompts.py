@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests.vision import COLOURS
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images.in_rows import MARK
-from tunekit.data.images.pictures import Picture, find_picture
+from tunekit.data.media.kinds import KINDS, find_medium
+from tunekit.data.media.pictures import Picture
 from tunekit.data.sources.load import load_data
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSection
@@ -19,6 +19,8 @@ from tunekit.runs import sample_prompts
 from tunekit.runs.prepared_data import record, save_sample_prompts
 from tunekit.runs.reader import EventReader
 from tunekit.runs.thumbnails import MAX_BYTES, MAX_PICTURES, MAX_SHOWN, digests_of, thumbnail_file, thumbnails
+
+MARK = KINDS["image"].mark
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -70,8 +72,8 @@ def test_the_first_different_prompts_are_taken_with_their_pictures(method, folde
 
 
 def test_thumbnails_are_small_and_lie_in_the_run_folder(folder):
-    pictures = tuple(find_picture(f"{number}.png", "image", folder) for number in (0, 1, 2, 3, 0))
-    prompt = sample_prompts.PicturePrompt(f"{MARK}and {MARK * 3}\n{MARK}", pictures)
+    pictures = tuple(find_medium("image", f"{number}.png", "image", folder) for number in (0, 1, 2, 3, 0))
+    prompt = sample_prompts.SamplePrompt(f"{MARK}and {MARK * 3}\n{MARK}", pictures)
     assert prompt.words == "[image 0.png] and [image 1.png] [image 2.png] [image 3.png]\n[image 0.png]"
     assert prompt.shown == [picture.digest for picture in pictures[:MAX_PICTURES]]
     sample_prompts.save([prompt], folder / "run")
@@ -87,7 +89,7 @@ def test_thumbnails_are_small_and_lie_in_the_run_folder(folder):
 
 def test_pictures_without_a_file_are_named_by_their_digest():
     picture = Picture(f"/cache/{DIGEST}", 4, 4, DIGEST)
-    assert sample_prompts.PicturePrompt(f"{MARK} what?", (picture,)).words == "[image 01234567] what?"
+    assert sample_prompts.SamplePrompt(f"{MARK} what?", (picture,)).words == "[image 01234567] what?"
 
 
 EDITED = [

@@ -203,9 +203,9 @@ def test_a_tower_is_in_the_unit_of_the_whole_model_where_rows_have_pictures(adap
     model = attach_adapter(tiny_vision_model("llava")[0], adapter, seed=0)
     plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
     trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
-    name_layers(trainer, reads_pictures=True)
+    name_layers(trainer, reads_media=True)
     assert plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
-    name_layers(trainer, reads_pictures=False)
+    name_layers(trainer, reads_media=False)
     assert plugin.transformer_cls_names_to_wrap == ["CLIPEncoderLayer", "LlamaDecoderLayer"]
 
 

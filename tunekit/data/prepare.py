@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import platformdirs
 
-from tunekit.data.images.collate import PICTURES, TEXT
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.collate import MEDIA, TEXT, as_json
+from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.kinds import Medium, medium_of
 from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, Sequences, best_fit, mix, ordered
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows, cache_folder, clear_folder
@@ -228,8 +229,8 @@ class Prepared:
     """Prepared rows for a trainer, and their provenance.
 
     Attributes:
-        path: The Arrow file: columns `input_ids` and `labels`, `seq_lengths` where packed; and where rows have pictures
-            `picture_text` and `pictures`, of which a processor makes the same tokens, and pixels; where packed, a list
+        path: The Arrow file: columns `input_ids` and `labels`, `seq_lengths` where packed; and where rows have media
+            `media_text` and `media`, of which a processor makes the same tokens, and features; where packed, a list
             of those of each document.
         reports: What became of the rows of each source.
         shares: What was taken of each source.
@@ -328,7 +329,7 @@ def prepare_data(
     tokenizer: "PreTrainedTokenizerBase",
     on_progress: Progress | None = None,
     *,
-    images: ImageTokens | None = None,
+    media: MediaTokens | None = None,
 ) -> tuple[Split, ...]:
     """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache.
 
@@ -337,7 +338,7 @@ def prepare_data(
         data: The rows.
         tokenizer: Tokenizer of the model.
         on_progress: Told how far the rows of a source are.
-        images: The tokens of pictures, where rows have some.
+        media: The tokens of media, where rows have some.
 
     Returns:
         `train`, and `eval` if the recipe has one.
@@ -353,14 +354,14 @@ def prepare_data(
                 tokenizer,
                 max_length=section.max_length,
                 too_long=section.too_long,
-                images=images,
+                media=media,
                 on_progress=on_progress,
             )
             for rows in sources
         )
         inputs = None
-        if images is not None:
-            inputs = [PictureInputs(rows, tokenizer, images) for rows in sources]
+        if media is not None:
+            inputs = [MediaInputs(rows, tokenizer, media) for rows in sources]
         packing = section.packing
         prepared = prepare_rows(tokens, mixing, max_length=section.max_length, packing=packing, inputs=inputs)
         splits.append(Split(name, sources, tokens, mixing.weights or (None,) * len(sources), prepared))
@@ -389,7 +390,7 @@ def tokens_of(
     *,
     max_length: int,
     too_long: TooLong = "truncate",
-    images: ImageTokens | None = None,
+    media: MediaTokens | None = None,
     on_progress: Progress | None = None,
 ) -> SourceTokens:
     """The tokens of one source: found in the cache, or made.
@@ -407,7 +408,7 @@ def tokens_of(
             folder,
             max_length=max_length,
             too_long=too_long,
-            images=images,
+            media=media,
             on_progress=report_progress,
         )
         return asdict(report)
@@ -420,7 +421,7 @@ def tokens_of(
         "max_length": max_length,
         "too_long": too_long,
         "loss_on": rows.loss_on,
-        "processor": digest_of(images.processor) if images is not None and rows.has_pictures else None,
+        "processor": digest_of(media.processor) if media is not None and rows.media else None,
     }
     key = key_of("tokens", made_of)
     entry = cached(key, "tokens", rows.source, make)
@@ -430,43 +431,41 @@ def tokens_of(
     return SourceTokens(rows.source, sequences, report, key, ranks)
 
 
-class PictureInputs:
-    """Inputs of a processor for the rows of a source: texts and pictures.
+class MediaInputs:
+    """Inputs of a processor for the rows of a source: texts and media.
 
     Args:
         rows: The rows.
         tokenizer: Tokenizer of the model.
-        images: The tokens of pictures.
+        media: The tokens of media.
     """
 
-    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens) -> None:
-        self._rows, self._tokenizer, self._images = rows, tokenizer, images
+    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", media: MediaTokens) -> None:
+        self._rows, self._tokenizer, self._media = rows, tokenizer, media
 
     @cached_property
     def _encoder(self) -> Encoder:
         """Made when the first row is asked for: nothing is where the cache has them all."""
-        return Encoder(self._rows, self._tokenizer, self._images)
+        return Encoder(self._rows, self._tokenizer, self._media)
 
-    def num_values(self, pictures: Sequence[str]) -> int:
-        """Return the number of values of the pixels of pictures."""
-        return sum(self._images.of_size(*size).num_values for size in _sizes(pictures))
+    def num_values(self, media: Sequence[str]) -> int:
+        """Return the number of values of the pixels of media."""
+        return sum(self._media.of(medium).num_values for medium in _decoded(media))
 
     def num_values_of_pack(self, documents: Sequence[Sequence[str]]) -> int:
-        """Return the same of the pictures of documents that a processor reads together, with its padding."""
-        return self._images.num_values([_sizes(pictures) for pictures in documents])
+        """Return the same of the media of documents that a processor reads together, with its padding."""
+        return self._media.num_values([_decoded(media) for media in documents])
 
     def of_row(self, index: int) -> tuple[str | None, list[str]]:
-        """Return the text of a row, None where it is tokens, and its pictures as JSON."""
-        row = self._rows.rows[index]
-        if not self._rows.has_pictures:
+        """Return the text of a row, None where it is tokens, and its media as JSON."""
+        if not self._rows.media:
             return None, []
-        return self._encoder.text_of(row, self._rows.place(index)), [
-            json.dumps(image) for image in row.get("images", ())
-        ]
+        row = self._rows.rows[index]
+        return self._encoder.text_of(row, self._rows.place(index)), as_json(row)
 
 
-def _sizes(pictures: Sequence[str]) -> list[tuple[int, int]]:
-    return [tuple(json.loads(picture)["size"]) for picture in pictures]
+def _decoded(media: Sequence[str]) -> list[Medium]:
+    return [medium_of(json.loads(medium)) for medium in media]
 
 
 def prepare_rows(
@@ -475,7 +474,7 @@ def prepare_rows(
     *,
     max_length: int,
     packing: bool,
-    inputs: Sequence[PictureInputs] | None = None,
+    inputs: Sequence[MediaInputs] | None = None,
 ) -> Prepared:
     """Prepare rows for a trainer: read from the cache, or mixed and packed.
 
@@ -484,7 +483,7 @@ def prepare_rows(
         mixing: How much of each, and in which order.
         max_length: Longest sequence, in tokens.
         packing: Put several sequences into one of `max_length` tokens.
-        inputs: For each source the texts and pictures of its rows, where some have pictures.
+        inputs: For each source the texts and media of its rows, where some have media.
     """
 
     def make(folder: Path) -> dict[str, Any]:
@@ -495,7 +494,7 @@ def prepare_rows(
         "mixing": asdict(mixing),
         "seed": MIXING_SEED,
         "packed": max_length if packing else None,
-        "pictures": inputs is not None,
+        "media": inputs is not None,
         "ranks": [hashlib.sha256(source.order.tobytes()).hexdigest() for source in sources if mixing.curriculum],
     }
     name = " + ".join(source.source for source in sources)
@@ -518,7 +517,7 @@ def _write(
     mixing: Mixing,
     *,
     max_length: int | None,
-    inputs: Sequence[PictureInputs] | None,
+    inputs: Sequence[MediaInputs] | None,
 ) -> dict[str, Any]:
     """Write the Arrow file, packed if a length of packs is given; return its account."""
     import numpy as np
@@ -543,7 +542,7 @@ def _write(
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
     if inputs is not None:
         types = [pa.string(), pa.list_(pa.string())]
-        for name, type_ in zip((TEXT, PICTURES), types if sizes is None else map(pa.list_, types), strict=True):
+        for name, type_ in zip((TEXT, MEDIA), types if sizes is None else map(pa.list_, types), strict=True):
             schema = schema.append(pa.field(name, type_))
     num_trainable = most_pixel_values = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
@@ -559,16 +558,16 @@ def _write(
             if inputs is not None:
                 chosen_rows = zip(chosen.source[start:stop], chosen.index[start:stop], strict=True)
                 pairs = [inputs[s].of_row(int(sources[s].sequences.rows[i])) for s, i in chosen_rows]
-                values = np.array([inputs[0].num_values(pictures) for _, pictures in pairs])
-                columns_of_pictures = [list(column) for column in zip(*pairs, strict=True)]
+                values = np.array([inputs[0].num_values(of_row) for _, of_row in pairs])
+                columns_of_media = [list(column) for column in zip(*pairs, strict=True)]
                 if packs is not None:
                     spans = list(zip((np.cumsum(packs) - packs).tolist(), np.cumsum(packs).tolist(), strict=True))
-                    columns_of_pictures = [[column[a:b] for a, b in spans] for column in columns_of_pictures]
-                    values = _values_of_packs(values, spans, columns_of_pictures[1], inputs[0])
+                    columns_of_media = [[column[a:b] for a, b in spans] for column in columns_of_media]
+                    values = _values_of_packs(values, spans, columns_of_media[1], inputs[0])
                 most_pixel_values = max(most_pixel_values, int(values.max()))
                 arrays += [
                     pa.array(column, schema.field(name).type)
-                    for name, column in zip((TEXT, PICTURES), columns_of_pictures, strict=True)
+                    for name, column in zip((TEXT, MEDIA), columns_of_media, strict=True)
                 ]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     return {
@@ -583,15 +582,15 @@ def _write(
 def _values_of_packs(
     values: "np.ndarray",
     spans: Sequence[tuple[int, int]],
-    pictures: Sequence[Sequence[Sequence[str]]],
-    inputs: PictureInputs,
+    media: Sequence[Sequence[Sequence[str]]],
+    inputs: MediaInputs,
 ) -> "np.ndarray":
     """Return the numbers of values of the pixels of packs, of which the largest has all padding of its processor.
 
     Args:
         values: Those of each document.
         spans: Documents `[start, end)` of each pack.
-        pictures: Pictures of each document of each pack.
+        media: Media of each document of each pack.
         inputs: The processor.
     """
     import numpy as np
@@ -600,7 +599,7 @@ def _values_of_packs(
     # Where each document is padded to the one with the most.
     padded = [(end - start) * values[start:end].max() for start, end in spans]
     heaviest = {int(np.argmax(sums)), int(np.argmax(padded))}
-    return np.append(sums, [inputs.num_values_of_pack(pictures[pack]) for pack in heaviest])
+    return np.append(sums, [inputs.num_values_of_pack(media[pack]) for pack in heaviest])
 
 
 def _batches(lengths: "np.ndarray", sizes: "np.ndarray | None") -> "Iterator[tuple[int, int, np.ndarray | None]]":

@@ -895,6 +895,11 @@ class DataFacts(Facts):
     """Rows to train on whose answer is good, where rows say so."""
 
     @property
+    def has_media(self) -> bool:
+        """True if rows have media of any kind."""
+        return self.has_pictures
+
+    @property
     def has_lengths(self) -> bool:
         """True if the lengths of sequences are known; of prompts alone they are not, as answers are yet to be
         generated.

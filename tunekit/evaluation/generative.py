@@ -15,7 +15,7 @@ from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
 from tunekit.evaluation.losses import Told, Values, logged_figure
-from tunekit.inference.inference_model import Answer, Loaded, Pictured, Sampling, answer
+from tunekit.inference.inference_model import Answer, Loaded, MediaPrompt, Sampling, answer
 from tunekit.methods.rewards.load import RewardFunction, reward_arguments
 from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
 from tunekit.runs.evaluation_result import Score
@@ -43,7 +43,7 @@ class Questions:
         ids: Token ids of each prompt.
         sampling: How answers are drawn.
         batch_size: Answers that are given at once.
-        pictured: Prompts with pictures, by their numbers.
+        with_media: Prompts with media, by their numbers.
     """
 
     of: str
@@ -53,13 +53,13 @@ class Questions:
     ids: Sequence[Sequence[int]]
     sampling: Sampling
     batch_size: int
-    pictured: Mapping[int, Pictured] = field(default_factory=dict)
+    with_media: Mapping[int, MediaPrompt] = field(default_factory=dict)
     needs_before: bool = False
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
         answers: dict[int, Answer] = {}
-        batches = answer(loaded, self.ids, self.sampling, batch_size=self.batch_size, pictured=self.pictured)
+        batches = answer(loaded, self.ids, self.sampling, batch_size=self.batch_size, with_media=self.with_media)
         for number, (single,) in batches:
             answers[number] = single
             tell(len(answers), len(self.ids))

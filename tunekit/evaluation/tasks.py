@@ -13,9 +13,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from tunekit.data.formats.row_formats import COLUMNS, Learner, Row, counted
-from tunekit.data.images.collate import PICTURES, documents_of
-from tunekit.data.images.expand import ImageTokens
-from tunekit.data.images.pictures import pictures_of
+from tunekit.data.media.collate import MEDIA, documents_of
+from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.kinds import COLUMN, kinds_in, media_of
 from tunekit.data.prepare import read_dataset, tokens_of
 from tunekit.data.sources.load import LoadedData, load_rows
 from tunekit.data.sources.rows import Rows, RowStore
@@ -24,12 +24,12 @@ from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.episodes import Episodes
 from tunekit.evaluation.generative import Questions, questions_in, reward_figure
 from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
-from tunekit.evaluation.pictures import PicturedRow, PicturedTexts, prepared_rows
-from tunekit.inference.conversations import pictured_prompt, reads_pictures
+from tunekit.evaluation.media_losses import MediaRow, MediaTexts, prepared_rows
+from tunekit.inference.conversations import media_prompt, media_read
 from tunekit.inference.episode_trial import HeldOut
 from tunekit.inference.inference_model import (
     GENERATES_NOTHING,
-    Pictured,
+    MediaPrompt,
     Sampling,
     Trained,
     longest_of,
@@ -43,7 +43,7 @@ from tunekit.recipe.functions import find_function
 from tunekit.recipe.methods import Method, generates, is_rewarded
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import near
-from tunekit.recipe.sections.data import CompleteSource, DataSource
+from tunekit.recipe.sections.data import CompleteSource, DataSource, MediaKind
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
 from tunekit.runs.prepared_data import FILES, shown_tools
@@ -149,10 +149,10 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
             what = f"{run.name} stores its rows as tokens, but a metric needs prompts with expected answers"
             raise DataError(what, hint="pass rows with --data")
         dataset = read_dataset(file)
-        if PICTURES in dataset.column_names:
+        if MEDIA in dataset.column_names:
             documents = (document for row in dataset for document in documents_of(row))
-            rows_of_run = [PicturedRow(**document) for document in islice(documents, wish.limit)]
-            return PicturedTexts.of_rows(of, rows_of_run, processor_of(found, tokenizer))
+            rows_of_run = [MediaRow(**document) for document in islice(documents, wish.limit)]
+            return MediaTexts.of_rows(of, rows_of_run, processor_of(found, tokenizer))
         return _texts(of, _sequences(dataset), wish.limit)
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
         : wish.limit
@@ -162,8 +162,8 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         if not reward_list and not (is_rewarded(method) and method.has_own_loop):
             raise DataError(f"{method.type} is scored by its teacher during training only", hint="pass a --metric")
         numbers = range(1, len(rows) + 1)
-        pictured = any(row.get("images") for row in rows)
-        prompts = Rows("prompts", RowStore(rows), HELD_OUT, numbers, "row", has_pictures=pictured)
+        media = kinds_in(rows)
+        prompts = Rows("prompts", RowStore(rows), HELD_OUT, numbers, "row", media=media)
         return _questions(prompts, reward_list, found, tokenizer, wish)
     if rewards:
         problem = f"{run.name} was trained on preferences, which no metric scores"
@@ -187,7 +187,7 @@ def parts_of_file(
     Raises:
         TunekitError: They cannot be read, or are of no use.
     """
-    rows = _load(data, wish.limit, takes_images=reads_pictures(found))
+    rows = _load(data, wish.limit, media=media_read(found))
     of = sliced(rows.source, wish.limit)
     method = None if found.run is None else found.run.recipe.method
     if not rewards and rows.format == "prompts" and method is not None and is_rewarded(method):
@@ -210,10 +210,10 @@ def parts_of_file(
         return part, rows.notes
     if found.judges:
         raise DataError(f"{found.name} {GENERATES_NOTHING}", hint="pass preference pairs")
-    if rows.has_pictures:
+    if rows.media:
         processor = processor_of(found, tokenizer)
-        rows_of_file = prepared_rows(rows, tokenizer, ImageTokens(processor), max_length)
-        return PicturedTexts.of_rows(of, rows_of_file, processor), rows.notes
+        rows_of_file = prepared_rows(rows, tokenizer, MediaTokens(processor), max_length)
+        return MediaTexts.of_rows(of, rows_of_file, processor), rows.notes
     sequences = tokens_of(rows, tokenizer, max_length=max_length).sequences
     subset = sequences.take(np.arange(len(sequences)))
     ends = np.cumsum(subset.lengths)[:-1]
@@ -221,7 +221,7 @@ def parts_of_file(
     return _texts(of, pairs, None), rows.notes
 
 
-def _load(data: str | Mapping[str, Any], limit: int | None, *, takes_images: bool) -> Rows:
+def _load(data: str | Mapping[str, Any], limit: int | None, *, media: tuple[MediaKind, ...]) -> Rows:
     value = _read_yaml(data, "data") if isinstance(data, str) and data.strip().startswith("{") else data
     try:
         parts = DataSource.model_validate({"path": value} if isinstance(value, str) else dict(value))
@@ -231,7 +231,7 @@ def _load(data: str | Mapping[str, Any], limit: int | None, *, takes_images: boo
         raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it like data.eval of a recipe") from error
     defaults = {"key": "data", "format": "auto", "columns": {}, "loss_on": "assistant"}
     source = CompleteSource(**(defaults | parts.model_dump(exclude_none=True)))
-    rows = load_rows(source, Learner("evaluate", tuple(COLUMNS), takes_images), default_split="eval")
+    rows = load_rows(source, Learner("evaluate", tuple(COLUMNS), media), default_split="eval")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
@@ -251,7 +251,7 @@ def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: i
 
 def _refuse_pictures(of: str, rows: Sequence[Row]) -> None:
     """Refuse pairs with pictures, whose tokens alone would be scored."""
-    if any(row.get("images") for row in rows):
+    if kinds_in(rows):
         problem = f"{of}: pairs with images are scored only during training"
         raise DataError(problem, hint="see eval_loss and the rewards in the run's metrics")
 
@@ -284,8 +284,8 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
     if found.run is not None and method is not None and is_rewarded(method) and method.has_own_loop:
         return _episodes(rows, rewards, found.run, method, wish)
     longest, encoded = longest_of(found), []
-    images = ImageTokens(processor_of(found, tokenizer)) if rows.has_pictures else None
-    pictured: dict[int, Pictured] = {}
+    tokens = MediaTokens(processor_of(found, tokenizer)) if rows.media else None
+    with_media: dict[int, MediaPrompt] = {}
     for index, row in enumerate(rows.rows):
         prompt = row["prompt"]
         if isinstance(prompt, str) and method is not None and generates(method):
@@ -293,10 +293,10 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
             ids = list(tokenizer(prompt)["input_ids"])
         else:
             try:
-                if images is not None and "images" in row:
-                    pictures, place = pictures_of(row), rows.place(index)
-                    ids, pictured[index] = pictured_prompt(
-                        found, tokenizer, images, prompt, pictures, place, row.get("tools")
+                if tokens is not None and COLUMN in row:
+                    media, place = media_of(row), rows.place(index)
+                    ids, with_media[index] = media_prompt(
+                        found, tokenizer, tokens, prompt, media, place, row.get("tools")
                     )
                 else:
                     ids = prompt_ids(found, tokenizer, prompt, row.get("tools"))
@@ -318,7 +318,7 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
         encoded,
         sampling,
         wish.batch_size,
-        pictured,
+        with_media,
     )
 
 

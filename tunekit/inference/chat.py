@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import BadRow
-from tunekit.data.images.pictures import find_picture
+from tunekit.data.media.kinds import find_medium
 from tunekit.errors import RunError
 from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
 from tunekit.inference.vllm import Backend, missing
@@ -257,7 +257,7 @@ def picture_part(path: str | Path) -> dict[str, str]:
     """
     file = Path(path).expanduser().resolve()
     try:
-        find_picture(file.name, "the image", file.parent)
+        find_medium("image", file.name, "the image", file.parent)
         raw = file.read_bytes()
     except (BadRow, OSError) as error:
         raise RunError(str(error), hint="pass an image: JPEG, PNG, WebP, GIF, BMP or TIFF") from error

@@ -20,7 +20,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, s
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.inference import inference_model
-from tunekit.inference.conversations import as_texts, has_other_parts, inputs_of, reads_pictures
+from tunekit.inference.conversations import as_texts, has_other_parts, inputs_of, media_read
 from tunekit.inference.prompts import prompt_ids
 from tunekit.inference.vllm import VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
@@ -136,7 +136,7 @@ class Worker:
         return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": self.dtype,
-            "reads_pictures": self.vllm is None and reads_pictures(trained),
+            "reads_pictures": self.vllm is None and "image" in media_read(trained),
             "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
         }
 

@@ -1,6 +1,6 @@
-"""Conversations with pictures, as people and programs ask them: contents are lists of parts, as OpenAI writes them.
+"""Conversations with media, as people and programs ask them: contents are lists of parts, as OpenAI writes them.
 
-A picture is a data URL: nothing is fetched for somebody who asks, and no file of this machine is read. Its bytes lie in
+A medium is a data URL: nothing is fetched for somebody who asks, and no file of this machine is read. Its bytes lie in
 a folder of their own while the model's processor reads them.
 """
 
@@ -10,13 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import BadRow, Row, counted
-from tunekit.data.images.expand import ImageTokens
-from tunekit.data.images.in_rows import with_pictures
-from tunekit.data.images.pictures import Picture
+from tunekit.data.media.expand import MediaTokens, marks_of
+from tunekit.data.media.in_rows import with_media
+from tunekit.data.media.kinds import KINDS, Medium, medium_of
 from tunekit.errors import RunError
-from tunekit.inference.inference_model import Loaded, Pictured, Trained, picture_inputs
+from tunekit.inference.inference_model import Loaded, MediaPrompt, Trained, media_inputs
 from tunekit.inference.prompts import prompt_text
 from tunekit.probe.model import model_folder
+from tunekit.recipe.sections.data import MediaKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,55 +44,55 @@ def as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def reads_pictures(found: Trained) -> bool:
-    """Return whether a model has a processor of pictures, by the files beside it."""
+def media_read(found: Trained) -> tuple[MediaKind, ...]:
+    """Return the kinds of media that a model has a processor of, by the files beside it."""
     from huggingface_hub import try_to_load_from_cache
 
     from tunekit.models.load import PROCESSOR_FILES
 
     base = model_folder(found.base)
     if any((Path(folder) / name).is_file() for folder in (found.folder, base) for name in PROCESSOR_FILES):
-        return True
+        return ("image",)
     if Path(base).is_dir():
-        return False
+        return ()
     cached = (try_to_load_from_cache(base, name, revision=found.base.revision) for name in PROCESSOR_FILES)
-    return any(isinstance(file, str) for file in cached)
+    return ("image",) if any(isinstance(file, str) for file in cached) else ()
 
 
-def pictured_prompt(
+def media_prompt(
     found: Trained,
     tokenizer: "PreTrainedTokenizerBase",
-    images: ImageTokens,
+    tokens: MediaTokens,
     said: Sequence[Mapping[str, Any]],
-    pictures: Sequence[Picture],
+    media: Sequence[Medium],
     place: str,
     tools: Sequence[Row] | None = None,
-) -> tuple[list[int], Pictured]:
-    """Return the token ids of a prompt with pictures, and the prompt for the model's processor.
+) -> tuple[list[int], MediaPrompt]:
+    """Return the token ids of a prompt with media, and the prompt for the model's processor.
 
     Args:
         found: The model.
         tokenizer: Its tokenizer.
-        images: The tokens of its pictures.
-        said: A conversation with marks for its pictures.
-        pictures: The pictures.
+        tokens: The tokens of its media.
+        said: A conversation with marks for its media.
+        media: The media.
         place: Where the prompt stands, for messages.
         tools: What the model may call.
 
     Raises:
         RunError: The template refuses the conversation.
-        DataError: The template writes more or fewer pictures than there are.
+        DataError: The template writes other media than there are.
     """
     text = prompt_text(found, tokenizer, said, tools, in_parts=True)
-    whole, _, _ = images.expand(text, (), pictures, place)
+    whole, _ = tokens.expand(text, (), media, place)
     ids: list[int] = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    return ids, Pictured(text, tuple(pictures))
+    return ids, MediaPrompt(text, tuple(media))
 
 
 def inputs_of(
     loaded: Loaded, messages: Sequence[Mapping[str, Any]], tools: Sequence[Row] | None = None
 ) -> "dict[str, Tensor]":
-    """Return the inputs of a model for a conversation with pictures, with what begins an answer.
+    """Return the inputs of a model for a conversation with media, with what begins an answer.
 
     Args:
         loaded: The model.
@@ -99,23 +100,23 @@ def inputs_of(
         tools: What the model may call.
 
     Raises:
-        RunError: The model reads text alone, a picture cannot be read, or the template refuses the conversation.
+        RunError: The model reads text alone, a medium cannot be read, or the template refuses the conversation.
     """
     found = loaded.found
-    if not reads_pictures(found):
+    kinds = media_read(found)
+    if not kinds:
         raise RunError(f"{found.name} is a text-only model", hint="remove the images, or use a vision-language model")
-    processor: Any = loaded.processor
     with TemporaryDirectory(prefix="tunekit-") as folder:
         try:
-            marked, rows = with_pictures({"messages": list(messages)}, None, Path(folder))
+            marked, rows = with_media({"messages": list(messages)}, None, kinds, Path(folder))
         except BadRow as error:
             raise RunError(str(error)) from error
-        pictures = tuple(map(Picture.of_row, rows))
+        media = tuple(map(medium_of, rows))
         text = prompt_text(found, loaded.tokenizer, marked["messages"], tools, in_parts=True)
-        if text.count(processor.image_token) != len(pictures):
-            num = counted(text.count(processor.image_token), "token")
-            raise RunError(
-                f"the conversation has {num} {processor.image_token} for {counted(len(pictures), 'image')}",
-                hint="remove the token from the texts",
-            )
-        return picture_inputs(loaded, [Pictured(text, pictures)])
+        for token, kind in marks_of(loaded.processor).items():
+            num = sum(medium.kind == kind for medium in media)
+            if text.count(token) != num:
+                problem = f"the conversation has {counted(text.count(token), 'token')} {token} for "
+                problem += counted(num, KINDS[kind].noun)
+                raise RunError(problem, hint="remove the token from the texts")
+        return media_inputs(loaded, [MediaPrompt(text, media)])

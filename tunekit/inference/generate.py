@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, overload
 
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.expand import MediaTokens
 from tunekit.errors import DataError, DiskError, RunError
 from tunekit.inference import inference_model
-from tunekit.inference.conversations import pictured_prompt
+from tunekit.inference.conversations import media_prompt
 from tunekit.inference.prompts import Asked, Prompt, held_prompts, prompt_ids, read_prompts, told
 from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
@@ -183,9 +183,9 @@ def generate(
         if out is not None:
             answers = stack.enter_context(_Answers(Path(out), name, rows, several=num_samples > 1))
         stack.enter_context(library_words_to(StringIO()))
-        if with_vllm and any(prompt.pictures for prompt in all_prompts):
+        if with_vllm and any(prompt.media for prompt in all_prompts):
             raise RunError("images are unsupported with vLLM", hint="pass --backend transformers")
-        ids, pictured = _encoded(trained, all_prompts)
+        ids, with_media = _encoded(trained, all_prompts)
         tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = inference_model.device_for(device)
         chosen = inference_model.dtype_on(trained, where) if dtype == "auto" else dtype
@@ -194,7 +194,7 @@ def generate(
             making = VllmModel(trained, chosen).answer
         else:
             loaded = inference_model.load(trained, device=device, dtype=chosen)
-            making = partial(inference_model.answer, loaded, batch_size=batch_size, pictured=pictured)
+            making = partial(inference_model.answer, loaded, batch_size=batch_size, with_media=with_media)
         tell({"event": "generate", "phase": "ready", "name": trained.name, "device": where})
         began = time.perf_counter()
         replies: dict[int, tuple[inference_model.Answer, ...]] = {}
@@ -223,8 +223,8 @@ def generate(
 
 def _encoded(
     found: inference_model.Trained, prompts: Sequence[Prompt]
-) -> tuple[list[Sequence[int]], dict[int, inference_model.Pictured]]:
-    """Token ids of prompts, and those with pictures by their numbers.
+) -> tuple[list[Sequence[int]], dict[int, inference_model.MediaPrompt]]:
+    """Token ids of prompts, and those with media by their numbers.
 
     Raises:
         DataError: The template refuses one, or one leaves no room for an answer; the first of them are named.
@@ -232,17 +232,17 @@ def _encoded(
     longest, tokenizer = inference_model.longest_of(found), inference_model.tokenizer_of(found)
     encoded: list[Sequence[int]] = []
     faults: list[str] = []
-    pictured: dict[int, inference_model.Pictured] = {}
-    images = None
-    if any(prompt.pictures for prompt in prompts):
-        images = ImageTokens(inference_model.processor_of(found, tokenizer))
+    with_media: dict[int, inference_model.MediaPrompt] = {}
+    tokens = None
+    if any(prompt.media for prompt in prompts):
+        tokens = MediaTokens(inference_model.processor_of(found, tokenizer))
     for number, prompt in enumerate(prompts):
         try:
-            if prompt.pictures and images is not None and not isinstance(prompt.said, str):
-                of_pictures = pictured_prompt(
-                    found, tokenizer, images, prompt.said, prompt.pictures, prompt.place, prompt.tools
+            if prompt.media and tokens is not None and not isinstance(prompt.said, str):
+                ids_of_it = media_prompt(
+                    found, tokenizer, tokens, prompt.said, prompt.media, prompt.place, prompt.tools
                 )
-                ids, pictured[number] = array("I", of_pictures[0]), of_pictures[1]
+                ids, with_media[number] = array("I", ids_of_it[0]), ids_of_it[1]
             else:
                 ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))
         except RunError as error:
@@ -257,7 +257,7 @@ def _encoded(
         encoded.append(ids)
     if faults:
         raise DataError(told(faults, "such row"), hint="correct or remove these rows")
-    return encoded, pictured
+    return encoded, with_media
 
 
 class _Answers(AbstractContextManager["_Answers"]):

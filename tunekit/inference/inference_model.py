@@ -11,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.data.media.expand import features_of
+from tunekit.data.media.kinds import Medium
 from tunekit.errors import MemoryShortError, ModelError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.files import SHIPPED_MODELS, is_name
@@ -389,7 +390,7 @@ class Loaded:
 
     @cached_property
     def processor(self) -> "ProcessorMixin":
-        """The processor of a model of pictures."""
+        """The processor of a model of media."""
         return processor_of(self.found, self.tokenizer)
 
 
@@ -480,7 +481,7 @@ def end_tokens(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def processor_of(found: Trained, tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
-    """Return the processor of a model of pictures, with its tokenizer.
+    """Return the processor of a model of media, with its tokenizer.
 
     Raises:
         ModelError: It has none, or lacks a package.
@@ -494,16 +495,16 @@ def processor_of(found: Trained, tokenizer: "PreTrainedTokenizerBase") -> "Proce
 
 
 @dataclass(frozen=True)
-class Pictured:
-    """A prompt with pictures, for a processor.
+class MediaPrompt:
+    """A prompt with media, for a processor.
 
     Attributes:
-        text: Its text, in which each picture is the one token that the processor replaces.
-        pictures: The pictures, in their order.
+        text: Its text, in which each medium is the one token that the processor replaces.
+        media: The media, in their order.
     """
 
     text: str
-    pictures: tuple[Picture, ...]
+    media: tuple[Medium, ...]
 
 
 def answer(
@@ -512,7 +513,7 @@ def answer(
     sampling: Sampling,
     *,
     batch_size: int = BATCH_SIZE,
-    pictured: Mapping[int, Pictured] = MappingProxyType({}),
+    with_media: Mapping[int, MediaPrompt] = MappingProxyType({}),
 ) -> Iterator[tuple[int, tuple[Answer, ...]]]:
     """The answers to prompts as they are there: the number of a prompt with its answers, the longest prompts first.
 
@@ -521,7 +522,7 @@ def answer(
         prompts: Token ids of each, no longer than the model takes.
         sampling: How to draw.
         batch_size: Answers that are given at once, at most.
-        pictured: Prompts with pictures, by their numbers. They are answered apart from those without.
+        with_media: Prompts with media, by their numbers. They are answered apart from those without.
 
     Raises:
         MemoryShortError: There is too little memory for a single one.
@@ -530,7 +531,7 @@ def answer(
     from transformers import set_seed
 
     longest = longest_of(loaded.found)
-    order = sorted(range(len(prompts)), key=lambda index: (index in pictured, len(prompts[index])), reverse=True)
+    order = sorted(range(len(prompts)), key=lambda index: (index in with_media, len(prompts[index])), reverse=True)
     waiting = [index for index in order for _ in range(sampling.num_samples)]
     results: dict[int, list[Answer]] = {}
     if sampling.seed is None:
@@ -540,12 +541,12 @@ def answer(
     start = 0
     while start < len(waiting):
         numbers = waiting[start : start + batch_size]
-        numbers = [index for index in numbers if (index in pictured) == (numbers[0] in pictured)]
+        numbers = [index for index in numbers if (index in with_media) == (numbers[0] in with_media)]
         batch = _alike([prompts[index] for index in numbers], sampling, longest)
         if isinstance(loaded.found.adapter, PromptTuningAdapter):
             # Layers with a state would carry virtual tokens through the padding before a prompt.
             batch = [prompt for prompt in batch if len(prompt) == len(batch[0])]
-        inputs = [pictured[index] for index in numbers[: len(batch)] if index in pictured]
+        inputs = [with_media[index] for index in numbers[: len(batch)] if index in with_media]
         batch_answers = _answers(loaded, batch, inputs, sampling, longest)
         if batch_answers is None and len(batch) == 1:
             hint = "lower --max-new-tokens, remove long prompts, or free memory"
@@ -572,14 +573,14 @@ def room_of(num_tokens: int, sampling: Sampling, longest: int | None) -> int:
 
 
 def _answers(
-    loaded: Loaded, batch: list[Sequence[int]], pictured: list[Pictured], sampling: Sampling, longest: int | None
+    loaded: Loaded, batch: list[Sequence[int]], with_media: list[MediaPrompt], sampling: Sampling, longest: int | None
 ) -> list[Answer] | None:
     """The answers to a batch; None where memory ran out.
 
     Args:
         loaded: The model.
         batch: Token ids of each prompt.
-        pictured: The prompts for the processor, where they have pictures.
+        with_media: The prompts for the processor, where they have media.
         sampling: How to draw.
         longest: Tokens that the model takes.
     """
@@ -589,8 +590,8 @@ def _answers(
     ends = end_tokens(loaded.model, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
     model: Any = loaded.model
-    if pictured:
-        inputs = picture_inputs(loaded, pictured)
+    if with_media:
+        inputs = media_inputs(loaded, with_media)
         width = inputs["input_ids"].shape[1]
     else:
         ids = [[padding] * (width - len(prompt)) + list(prompt) for prompt in batch]
@@ -618,21 +619,11 @@ def _answers(
     return [_ended(row, ends, tokenizer) for row in output[:, width:].tolist()]
 
 
-def picture_inputs(loaded: Loaded, pictured: list[Pictured]) -> "dict[str, Tensor]":
-    """Inputs of a batch of prompts with pictures, padded on their left, by the model's processor."""
-    processor: Any = loaded.processor
-    features = processor(
-        text=[prompt.text for prompt in pictured],
-        images=[[read_picture(picture) for picture in prompt.pictures] for prompt in pictured],
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
-    )
-    inputs = dict(features.to(loaded.device))
-    if "pixel_values" in inputs:
-        inputs["pixel_values"] = inputs["pixel_values"].to(loaded.model.dtype)
-    return inputs
+def media_inputs(loaded: Loaded, prompts: Sequence[MediaPrompt]) -> "dict[str, Tensor]":
+    """Inputs of a batch of prompts with media, padded on their left, by the model's processor."""
+    texts, media = [prompt.text for prompt in prompts], [prompt.media for prompt in prompts]
+    features = features_of(loaded.processor, texts, media, padding_side="left")
+    return dict(features.to(device=loaded.device, dtype=loaded.model.dtype))
 
 
 def _ended(row: list[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Answer:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.data.formats.row_formats import Learner
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.expand import MediaTokens
 from tunekit.data.reports import preview
 from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
 from tunekit.data.sources.load import LoadedData
@@ -108,12 +108,12 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
                 (rows,) = shown_tools(recipe.method, LoadedData((rows,), (), []), lambda: tokenizer).train
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
             room, pictures = room_of(recipe), None
-            if rows.has_pictures:
+            if rows.media:
                 room, pictures = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
             return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures), notes)
-        images = ImageTokens(load_processor(recipe.model, tokenizer)) if rows.has_pictures else None
+        media = MediaTokens(load_processor(recipe.model, tokenizer)) if rows.media else None
         show, encoder = preview.trained_sequences(
-            rows, tokenizer, recipe.data.max_length, images, too_long=recipe.data.too_long
+            rows, tokenizer, recipe.data.max_length, media, too_long=recipe.data.too_long
         )
     except TunekitError as error:
         return _Tokens(problem=preview.Problem(error.problem, error.hint))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.formats.convert import asked_in
 from tunekit.data.formats.messages import plain, with_system
 from tunekit.data.formats.row_formats import BadRow, Row, counted
-from tunekit.data.images.in_rows import as_parts, with_pictures
-from tunekit.data.images.pictures import Picture
+from tunekit.data.media.in_rows import as_parts, with_media
+from tunekit.data.media.kinds import KINDS, Medium, medium_of
 from tunekit.data.sources.files import OPENERS, Fault, LocalFile
 from tunekit.data.sources.in_memory import as_row
 from tunekit.data.sources.load import find_files
@@ -38,13 +38,13 @@ class Prompt:
         place: Where it stands; empty where that is nowhere.
         said: A conversation, or a text.
         tools: What the model may call, as JSON schemas.
-        pictures: Its pictures, whose places in the conversation have marks.
+        media: Its media, whose places in the conversation have marks.
     """
 
     place: str
     said: str | Sequence[Mapping[str, object]]
     tools: Sequence[Row] | None = None
-    pictures: tuple[Picture, ...] = ()
+    media: tuple[Medium, ...] = ()
 
 
 def read_prompts(
@@ -135,7 +135,7 @@ def told(faults: Sequence[str], noun: str) -> str:
 
 
 def _prompt(value: object, where: str, system: str | None, taken: Sequence[str], folder: Path | None) -> Prompt:
-    marked, pictures = with_pictures(value, folder) if isinstance(value, dict) else (value, [])
+    marked, media = with_media(value, folder, tuple(KINDS)) if isinstance(value, dict) else (value, [])
     question = asked_in(marked)
     assert isinstance(value, dict)
     for column, content in value.items():
@@ -148,7 +148,7 @@ def _prompt(value: object, where: str, system: str | None, taken: Sequence[str],
         text = with_system(text, system)
     elif system is not None and isinstance(text, str):
         text = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    return Prompt(where, text, question.get("tools"), tuple(Picture.of_row(image) for image in pictures))
+    return Prompt(where, text, question.get("tools"), tuple(map(medium_of, media)))
 
 
 def prompt_ids(
@@ -189,7 +189,7 @@ def prompt_text(
         tokenizer: Its tokenizer.
         said: The conversation.
         tools: What the model may call.
-        in_parts: Whether contents have marks of pictures, and go to the template as parts.
+        in_parts: Whether contents have marks of media, and go to the template as parts.
 
     Raises:
         RunError: There is no template, or it refuses the conversation.

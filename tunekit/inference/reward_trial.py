@@ -341,7 +341,7 @@ def _prompts(
 ) -> list[_Prompt]:
     prompts: list[_Prompt] = []
     for rows in sources:
-        if rows.has_pictures:
+        if rows.media:
             problem = f"{rows.source}: rewards cannot be tried on prompts with images"
             raise DataError(problem, hint="remove the images, or train a few steps with output.sample_prompts")
         for index, row in enumerate(rows.rows):

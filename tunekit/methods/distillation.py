@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import counted
-from tunekit.data.images.expand import ImageTokens
-from tunekit.data.images.pictures import Picture
+from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.pictures import Picture
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import generating_trainer, generation_arguments
@@ -41,7 +41,7 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
         )
 
 
-def check_images(own: ImageTokens, teacher: ImageTokens, pictures: Iterable[Picture], path: str) -> None:
+def check_images(own: MediaTokens, teacher: MediaTokens, pictures: Iterable[Picture], path: str) -> None:
     """Check that the teacher's processor makes the same tokens and pixels of pictures as the model's.
 
     Args:
@@ -54,9 +54,9 @@ def check_images(own: ImageTokens, teacher: ImageTokens, pictures: Iterable[Pict
         ModelError: It makes others.
     """
     first: Picture | None = None
-    for size, picture in {(picture.width, picture.height): picture for picture in pictures}.items():
+    for size, picture in {picture.size: picture for picture in pictures}.items():
         first = first or picture
-        mine, its = own.of_size(*size), teacher.of_size(*size)
+        mine, its = own.of(picture), teacher.of(picture)
         of_size = f"an image of {size[0]:,} x {size[1]:,} pixels"
         if (mine.text, mine.num_tokens) != (its.text, its.num_tokens):
             counts = f"{counted(its.num_tokens, 'token')}, the model's {counted(mine.num_tokens, 'token')}"

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.collate import PicturePairCollator
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.collate import PicturePairCollator
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.dpo import DPOMethod

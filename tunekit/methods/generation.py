@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.images.answers import with_pictures
+from tunekit.data.media.answers import with_pictures
 from tunekit.errors import DataError
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import GroupOrder, RunTrainer

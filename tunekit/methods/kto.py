@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.collate import RatedPictureCollator
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.collate import RatedPictureCollator
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import Order, RunTrainer, num_missing
 from tunekit.recipe.methods.kto import KTOMethod

@@ -31,7 +31,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from tunekit.data import prepare
-from tunekit.data.images.collate import PICTURES, PictureCollator
+from tunekit.data.media.collate import MEDIA, MediaCollator
 from tunekit.data.tokenization.alignment import tokenised_pairs
 from tunekit.methods.arguments import Parts
 
@@ -175,7 +175,7 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
         "rows": _digest(dataset),
         "asked": {name: str(vars(trainer.args).get(name)) for name in ASKED},
         "precision": trainer.accelerator.mixed_precision,
-        "processor": prepare.digest_of(collator.processor) if isinstance(collator, PictureCollator) else None,
+        "processor": prepare.digest_of(collator.processor) if isinstance(collator, MediaCollator) else None,
         "device": trainer.accelerator.device.type,
         "torch": torch.__version__,
     }
@@ -184,7 +184,7 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
 def _digest(dataset: Dataset) -> str:
     """Digest of the token ids and pictures of rows, in their order."""
     names = sorted(
-        name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label", "num_prompt", PICTURES))
+        name for name in dataset.column_names if name.endswith(("_ids", "_mask", "label", "num_prompt", MEDIA))
     )
     digest = hashlib.sha256(json.dumps(names).encode())
     for batch in dataset.with_format("arrow").iter(1000):

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
-from tunekit.data.images.collate import PICTURES, TEXT
+from tunekit.data.media.collate import MEDIA, TEXT
 from tunekit.estimates.learning_rates import plain_name
 from tunekit.estimates.memory.states import has_low_rank, rows_per_block, uses_muon
 from tunekit.estimates.models.model_config import head_dim_of
@@ -472,5 +472,5 @@ def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> 
 def _empty(columns: list[str], pad_token_id: int) -> dict[str, Any]:
     """A row of one token that is not trained on."""
     row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": [-100], "seq_lengths": [1]}
-    row |= {TEXT: [None], PICTURES: [[]]} if "seq_lengths" in columns else {TEXT: None, PICTURES: []}
+    row |= {TEXT: [None], MEDIA: [[]]} if "seq_lengths" in columns else {TEXT: None, MEDIA: []}
     return {name: row[name] for name in columns}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from tunekit.data.images.collate import PictureCollator
+from tunekit.data.media.collate import MediaCollator
 from tunekit.methods.arguments import Parts
 from tunekit.methods.run_trainer import Order, RunTrainer, filled, filled_stream, keep_order, num_missing
 from tunekit.recipe.methods.sft import SFTMethod
@@ -45,9 +45,7 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
         eval_dataset = filled(eval_dataset, at_once, pad)
     collation: dict[str, Any] = {}
     if parts.processor is not None:
-        collator = PictureCollator(
-            parts.processor, scores_positions=parts.head != "tiles", packs=parts.plan.padding_free
-        )
+        collator = MediaCollator(parts.processor, scores_positions=parts.head != "tiles", packs=parts.plan.padding_free)
         collation = {"data_collator": collator}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
         TokenMeanSFTTrainer,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import Row
+from tunekit.data.media.kinds import COLUMN
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.errors import DataError, DependencyError, RecipeError
@@ -103,7 +104,7 @@ def with_tools(data: LoadedData, method: GRPOMethod, tokenizer: "PreTrainedToken
             if not isinstance(row["prompt"], list):
                 problem = f"{rows.place(index)}: prompt is plain text, which cannot show the model its tools"
                 raise DataError(problem, hint="make it a list of messages")
-            if row.get("images"):
+            if row.get(COLUMN):
                 problem = f"{rows.place(index)}: a prompt with images; tools are supported for text prompts only"
                 raise DataError(problem, hint="remove the images, or method.tools and method.environment")
             _check_own_tools(rows, index, row)

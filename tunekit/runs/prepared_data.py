@@ -1,23 +1,26 @@
 """Prepared data of a run: token ids and labels of its rows, with their counts, and the completed recipe."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import counted
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.expand import ImageTokens
-from tunekit.data.images.in_rows import MARK
-from tunekit.data.images.pictures import pictures_of
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.in_rows import ANY_MARK
+from tunekit.data.media.kinds import COLUMN, media_of, pictures_in
 from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
-from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
+from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Measured, Room, are_bare, measure_data
+from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError, ModelError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
@@ -26,12 +29,12 @@ from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, uses_tools
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.data import DataSource, Sources
+from tunekit.recipe.sections.data import DataSource, MediaKind, Sources
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward
 from tunekit.redact import redacted, without_secrets
 from tunekit.runs import sample_prompts
-from tunekit.runs.sample_prompts import PicturePrompt
+from tunekit.runs.sample_prompts import SamplePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,10 +127,10 @@ def prepare(
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     tokenizer = load_tokenizer(recipe.model)
-    images = None
-    if any(rows.has_pictures for rows in (*data.train, *data.eval)):
-        images = ImageTokens(load_processor(recipe.model, tokenizer))
-    splits = prepare_data(recipe.data, data, tokenizer, on_progress, images=images)
+    media = None
+    if any(rows.media for rows in (*data.train, *data.eval)):
+        media = MediaTokens(load_processor(recipe.model, tokenizer))
+    splits = prepare_data(recipe.data, data, tokenizer, on_progress, media=media)
     report = report_data(
         splits,
         tokenizer,
@@ -137,7 +140,7 @@ def prepare(
         num_samples=num_samples,
         notes=data.notes,
         skipped=data.skipped,
-        images=images,
+        media=media,
     )
     return PreparedData(splits, _facts(splits), report, recipe.data.streaming)
 
@@ -145,8 +148,6 @@ def prepare(
 def _facts(splits: tuple[Split, ...]) -> DataFacts:
     """Return the facts that the plan needs."""
     train, reports = splits[0].prepared, splits[0].prepared.reports
-    num_pictures = sum(report.num_pictures for report in reports)
-    num_tokens = sum(report.num_picture_tokens for report in reports)
     return DataFacts(
         num_train=train.num_sequences,
         num_eval=splits[1].prepared.num_sequences if len(splits) > 1 else None,
@@ -160,12 +161,24 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_truncated=sum(report.num_truncated for report in reports),
         num_split=sum(report.num_split for report in reports),
         num_dropped=sum(report.num_dropped for report in reports),
-        has_pictures=num_pictures > 0,
-        num_pictures=num_pictures or None,
-        num_picture_tokens=num_tokens or None,
+        **_media_facts(reports),
         num_pixel_values=sum(report.num_pixel_values for report in reports) or None,
         most_pixel_values=train.most_pixel_values or None,
     )
+
+
+def _media_facts(sources: Iterable[TokenReport | Measured]) -> dict[str, Any]:
+    """Return the facts about the media of sources."""
+    num_media: Counter[MediaKind] = Counter()
+    num_tokens: Counter[MediaKind] = Counter()
+    for source in sources:
+        num_media.update(source.num_media)
+        num_tokens.update(source.num_media_tokens)
+    return {
+        "has_pictures": num_media["image"] > 0,
+        "num_pictures": num_media["image"] or None,
+        "num_picture_tokens": num_tokens["image"] or None,
+    }
 
 
 def _sources_of(shares: Iterable[SourceShare]) -> tuple[SourceFacts, ...]:
@@ -193,7 +206,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if generates(recipe.method):
         data = shown_tools(recipe.method, data, lambda: tokenizer)
     room, answers = room_of(recipe), None
-    if any(rows.has_pictures for rows in (*data.train, *data.eval)):
+    if any(rows.media for rows in (*data.train, *data.eval)):
         # What is left of a picture whose tokens are cut is none.
         room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
         if generates(recipe.method):
@@ -220,9 +233,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         num_split=0,
         num_dropped=sum(source.num_dropped for source in train.sources),
         num_good=train.num_good if recipe.method.spec.trains_on == "answers" else None,
-        has_pictures=answers is not None,
-        num_pictures=sum(source.num_pictures for source in train.sources) or None,
-        num_picture_tokens=sum(source.num_picture_tokens for source in train.sources) or None,
+        **_media_facts(train.sources),
     )
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
@@ -257,7 +268,7 @@ def shown_tools(
     return data
 
 
-def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: ImageTokens, sources: Iterable[Rows]) -> None:
+def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: MediaTokens, sources: Iterable[Rows]) -> None:
     """Refuse a teacher whose processor, with the settings of the model's, makes others of pictures."""
     from tunekit.methods.distillation import check_images
 
@@ -267,14 +278,14 @@ def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: ImageTok
     except ModelError as error:
         problem = error.problem.removeprefix("model.path: ")
         raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
-    pictures = (picture for rows in sources for row in rows.rows for picture in pictures_of(row))
-    check_images(images, ImageTokens(processor), pictures, teacher.path)
+    pictures = (picture for rows in sources for row in rows.rows for picture in pictures_in(row))
+    check_images(images, MediaTokens(processor), pictures, teacher.path)
 
 
 def _check_all_have_pictures(sources: Iterable[Rows]) -> None:
     """Refuse prompts without pictures beside others: TRL gives processors None for them (trl 1.16, GRPOTrainer)."""
     for rows in sources:
-        bare = next((index for index, row in enumerate(rows.rows) if not row.get("images")), None)
+        bare = next((index for index, row in enumerate(rows.rows) if not row.get(COLUMN)), None)
         if bare is not None:
             problem = f"{rows.place(bare)}: a prompt without images, but other prompts have images"
             raise DataError(problem, hint="add images to all prompts, or to none")
@@ -296,7 +307,7 @@ def report_on_rows(
     """
     prepared = prepare_rows(recipe, data, on_progress)
     tokenizer, pictures = load_tokenizer(recipe.model), None
-    if prepared.facts.has_pictures:
+    if prepared.facts.has_media:
         pictures = PictureAnswers(load_processor(recipe.model, tokenizer))
     return report_rows(
         prepared.splits,
@@ -342,7 +353,7 @@ def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
         num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
         format=data.train[0].format,
         sources=tuple(sources),
-        has_pictures=any(rows.has_pictures for rows in (*data.train, *data.eval)),
+        has_pictures=any("image" in rows.media for rows in (*data.train, *data.eval)),
     )
 
 
@@ -361,9 +372,9 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
         prompts = []
     elif prompts is None:
         of_rows = _prompts((*data.eval, *data.train)[0])
-        # Those with pictures are kept beside the rows; a recipe has texts.
+        # Those with media are kept beside the rows; a recipe has texts.
         prompts = [prompt.content for prompt in of_rows]
-        prompts = None if any(prompt.pictures for prompt in of_rows) else without_secrets(prompts)
+        prompts = None if any(prompt.media for prompt in of_rows) else without_secrets(prompts)
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
     return absolute(recipe).model_copy(update={"output": output})
 
@@ -420,21 +431,21 @@ def _absolute(path: str | None) -> str | None:
 
 
 def save_sample_prompts(recipe: Recipe, data: LoadedData, run: Path) -> None:
-    """Put the sample prompts in the folder of a run, where the recipe names none and some have pictures.
+    """Put the sample prompts in the folder of a run, where the recipe names none and some have media.
 
     Raises:
-        DataError: A picture is not the one that was looked at.
+        DataError: A medium is not the one that was looked at.
     """
     if recipe.output.sample_prompts is None and not recipe.method.spec.classifies:
         prompts = _prompts((*data.eval, *data.train)[0])
-        if any(prompt.pictures for prompt in prompts):
+        if any(prompt.media for prompt in prompts):
             clean = [replace(prompt, content=without_secrets(prompt.content)) for prompt in prompts]
             sample_prompts.save(clean, run)
 
 
-def _prompts(rows: Rows) -> list[PicturePrompt]:
+def _prompts(rows: Rows) -> list[SamplePrompt]:
     """The first different prompts of the rows: first user turns, or prompts that are plain text."""
-    prompts: dict[str, PicturePrompt] = {}
+    prompts: dict[str, SamplePrompt] = {}
     for row in rows.rows:
         turns = row["messages"] if rows.format == "messages" else row.get("prompt")
         if isinstance(turns, list):
@@ -443,8 +454,8 @@ def _prompts(rows: Rows) -> list[PicturePrompt]:
             question = next((turn["content"] for turn in turns if turn["role"] == "user"), None)
             turns = question if is_question or rows.format == "messages" else None
         if turns:
-            # Pictures stand in a row in the order of their marks, the first ones in the first question.
-            prompt = PicturePrompt(turns, tuple(pictures_of(row)[: turns.count(MARK)]))
+            # Media stand in a row in the order of their marks, the first ones in the first question.
+            prompt = SamplePrompt(turns, tuple(media_of(row)[: len(re.findall(ANY_MARK, turns))]))
             prompts.setdefault(prompt.words, prompt)
         if len(prompts) == NUM_SAMPLE_PROMPTS:
             break

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import Module
 from transformers import PreTrainedModel, Trainer
 
-from tunekit.data.images.collate import PICTURES, PictureCollator, as_text, documents_of
+from tunekit.data.media.collate import MEDIA, MediaCollator, as_text, documents_of
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads
@@ -38,7 +38,7 @@ NUM_ROWS, ROW_TOKENS = 2, 32
 """Rows, and the largest number of tokens of each."""
 
 NUM_LOOKED_AT = 100
-"""Rows of which the shortest ones with pictures are taken."""
+"""Rows of which the shortest ones with media are taken."""
 
 
 @contextmanager
@@ -321,11 +321,11 @@ def _language_model(trainer: Any, wrapped: Any) -> Any:
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
-def _rows_of_pictures(rows: Any) -> list[dict[str, Any]]:
-    """Return the shortest of the first rows with pictures: whole ones, as pictures cannot be cut."""
+def _rows_of_media(rows: Any) -> list[dict[str, Any]]:
+    """Return the shortest of the first rows with media: whole ones, as media cannot be cut."""
     first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
     texts = (as_text(document) for row in first for document in documents_of(row))
-    chosen = sorted(texts, key=lambda row: (not row[PICTURES], len(row["input_ids"])))
+    chosen = sorted(texts, key=lambda row: (not row[MEDIA], len(row["input_ids"])))
     return chosen[:NUM_ROWS]
 
 
@@ -334,8 +334,8 @@ def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch
     from trl import SFTTrainer
 
     collator = vars(trainer).get("data_collator")
-    if isinstance(collator, PictureCollator):
-        batch = collator.texts(_rows_of_pictures(trainer.train_dataset))
+    if isinstance(collator, MediaCollator):
+        batch = collator.texts(_rows_of_media(trainer.train_dataset))
         labels = batch.pop("labels").where(batch["attention_mask"] == 0, batch["input_ids"])
         batch.pop("scored_positions", None)
         batch, labels = send_to_device((batch, labels), trainer.accelerator.device)

@@ -33,7 +33,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import Trainer
 
-from tunekit.data.images.in_rows import MARK, as_parts
+from tunekit.data.media.in_rows import as_parts
+from tunekit.data.media.kinds import KINDS
 from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.rows import Places
 from tunekit.data.tokenization.alignment import read_rows
@@ -182,7 +183,9 @@ def _key(prompt: Any) -> str:
 def _text(prompt: Any) -> str:
     """Return the last message of a prompt."""
     words = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-    return _cut(words.replace(MARK, "[image] "))
+    for name, kind in KINDS.items():
+        words = words.replace(kind.mark, f"[{name}] ")
+    return _cut(words)
 
 
 def _cut(text: str) -> str:

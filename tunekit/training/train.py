@@ -33,7 +33,7 @@ from tunekit.runs.run import Run
 from tunekit.training import build_trainer
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
-from tunekit.training.check_pictures import check_mixed_rows, check_packed_rows
+from tunekit.training.check_media import check_mixed_rows, check_packed_rows
 from tunekit.training.check_reference import check_isolation, check_new_layers, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, Start, start_of
@@ -115,14 +115,14 @@ def make_ready(watch: Watch, wishes: Wishes) -> Ready:
 
 
 def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, start: Start) -> None:
-    """Prove on the loaded model what the plan promises: isolation, attention, head, pictures, reference, new layers.
+    """Prove on the loaded model what the plan promises: isolation, attention, head, media, reference, new layers.
 
     Raises:
         TunekitError: A check fails.
     """
     recipe = plan.recipe
-    packs_pictures = plan.padding_free and plan.data.has_pictures
-    if plan.padding_free and not packs_pictures:
+    packs_media = plan.padding_free and plan.data.has_media
+    if plan.padding_free and not packs_media:
         key = "data.packing" if recipe.data.packing else "data.padding_free"
         check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
     if plan.attn_implementation == VARLEN:
@@ -130,8 +130,8 @@ def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, s
         record.write("attention", message=error_bound)
     check_head(trainer, plan, record, vocabulary=vocabulary)
     engine.between_checks(trainer, plan)
-    if plan.data.has_pictures:
-        (check_packed_rows if packs_pictures else check_mixed_rows)(trainer, plan)
+    if plan.data.has_media:
+        (check_packed_rows if packs_media else check_mixed_rows)(trainer, plan)
         engine.between_checks(trainer, plan)
     if plan.reference != "none":
         check_reference(trainer, plan, record, vocabulary=vocabulary, goes_on=start.goes_on)

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 from tunekit.errors import DataError
 from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.sections.data import SourceFormat
+from tunekit.recipe.sections.data import MediaKind, SourceFormat
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"]
 """Shape of rows that a method can learn from."""
@@ -239,8 +239,8 @@ class Learner:
 
     method: str
     formats: tuple[SourceFormat, ...]
-    takes_images: bool = False
-    """True if it trains on rows with pictures."""
+    media: tuple[MediaKind, ...] = ()
+    """Kinds of media of the rows that it trains on."""
 
     def refusal(self, format: SourceFormat, columns: Sequence[str]) -> tuple[str, str | None] | None:
         """Return why the method refuses rows of a format, and the remedy; None where it accepts them.
@@ -263,7 +263,7 @@ class Learner:
 def learner_of(method: str) -> Learner:
     """Return the formats that a method learns from, by `method.type`."""
     spec = METHODS[method].spec
-    return Learner(method, spec.row_formats, spec.takes_images)
+    return Learner(method, spec.row_formats, spec.media)
 
 
 def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import count, groupby
 from typing import TYPE_CHECKING
 
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.expand import ImageTokens, PictureTokens
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.expand import MediaTokens, MediumTokens
 from tunekit.data.packing.sequences import IGNORED, Sequences, best_fit
 from tunekit.data.prepare import SourceShare, SourceTokens, Split
 from tunekit.data.reports import report
@@ -46,7 +46,7 @@ def report_data(
     num_samples: int,
     notes: Sequence[str],
     skipped: tuple[Skipped, ...],
-    images: ImageTokens | None = None,
+    media: MediaTokens | None = None,
 ) -> DataReport:
     """Look at the rows of a recipe as its model will see them.
 
@@ -59,7 +59,7 @@ def report_data(
         num_samples: Sequences of each source to take as samples.
         notes: What was found while the rows were read.
         skipped: Bad rows that were left out.
-        images: The tokens of pictures, where rows have some.
+        media: The tokens of media, where rows have some.
     """
     reports = []
     for split in splits:
@@ -78,9 +78,9 @@ def report_data(
                         padded_share=padded_share(sorted(sequences.lengths.tolist()), per_batch),
                     ),
                     special_tokens=tuple(_special_tokens(sequences, tokenizer)),
-                    samples=tuple(_first_samples(rows, tokens, tokenizer, num_samples, images)),
-                    num_pictures=counts.num_pictures,
-                    num_picture_tokens=counts.num_picture_tokens,
+                    samples=tuple(_first_samples(rows, tokens, tokenizer, num_samples, media)),
+                    num_media=counts.num_media,
+                    num_media_tokens=counts.num_media_tokens,
                 )
             )
     train = splits[0]
@@ -102,13 +102,13 @@ def _first_samples(
     tokens: SourceTokens,
     tokenizer: "PreTrainedTokenizerBase",
     num_samples: int,
-    images: ImageTokens | None,
+    media: MediaTokens | None,
 ) -> Iterator[Sample]:
     num, sequences = min(num_samples, len(tokens.sequences)), tokens.sequences
-    encoder = Encoder(rows, tokenizer, images) if num and rows.has_pictures else None
+    encoder = Encoder(rows, tokenizer, media) if num and rows.media else None
     for i in range(num):
-        pictures = [] if encoder is None else encoder.pictures_of(rows, int(sequences.rows[i]))
-        yield sample(sequences[i]["input_ids"], sequences[i]["labels"], tokenizer, pictures)
+        of_row = [] if encoder is None else encoder.media_of(rows, int(sequences.rows[i]))
+        yield sample(sequences[i]["input_ids"], sequences[i]["labels"], tokenizer, of_row)
 
 
 def _mixture(
@@ -289,15 +289,15 @@ def sample(
     ids: Sequence[int],
     labels: Sequence[int],
     tokenizer: "PreTrainedTokenizerBase",
-    pictures: Sequence[PictureTokens] = (),
+    media: Sequence[MediumTokens] = (),
 ) -> Sample:
-    """Tokens with the text of each, as it reads behind the one before it, and the tokens of each picture as one."""
+    """Tokens with the text of each, as it reads behind the one before it, and the tokens of each medium as one."""
     pieces: list[Piece] = []
     start = 0
-    for tokens in pictures:
+    for tokens in media:
         pieces += _pieces(ids[start : tokens.start], labels[start : tokens.start], tokenizer)
-        of_picture = tuple(ids[tokens.start : tokens.stop])
-        pieces.append(Piece(tokens.words, of_picture, trained=False, special=True, picture=tokens.picture))
+        of_medium = tuple(ids[tokens.start : tokens.stop])
+        pieces.append(Piece(tokens.words, of_medium, trained=False, special=True, medium=tokens.medium))
         start = tokens.stop
     return Sample((*pieces, *_pieces(ids[start:], labels[start:], tokenizer)))
 
@@ -396,7 +396,7 @@ def _samples(
         row, place = measured.rows.rows[index], measured.rows.place(index)
         if pictures is None:
             num_given, answered = tokens_of(row, columns, tokenizer)
-            places: list[list[PictureTokens]] = [[] for _ in columns]
+            places: list[list[MediumTokens]] = [[] for _ in columns]
         else:
             num_given, answered, _ = pictures.tokens(row, columns, place)
             places = pictures.places(row, columns, place) if columns else []

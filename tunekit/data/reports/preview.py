@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import Format, Row
-from tunekit.data.images.answers import PictureAnswers
-from tunekit.data.images.expand import ImageTokens, PictureTokens
-from tunekit.data.images.pictures import pictures_of, thumbnail
+from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.expand import MediaTokens, MediumTokens
+from tunekit.data.media.kinds import nouns_of, pictures_in
+from tunekit.data.media.pictures import thumbnail
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
@@ -166,7 +167,7 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
         thumbnails: dict[str, str] = {}
         if show is not None:
             try:
-                thumbnails = _thumbnails(row) if rows.has_pictures else {}
+                thumbnails = _thumbnails(row) if rows.media else {}
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
@@ -187,7 +188,7 @@ def trained_sequences(
     rows: Rows,
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
-    images: ImageTokens | None = None,
+    media: MediaTokens | None = None,
     *,
     too_long: TooLong = "truncate",
 ) -> tuple[Show, Encoder]:
@@ -197,13 +198,13 @@ def trained_sequences(
         rows: The rows.
         tokenizer: Tokenizer of the model.
         max_length: Longest sequence, in tokens.
-        images: The tokens of pictures, for rows that have some.
+        media: The tokens of media, for rows that have some.
         too_long: Treatment of longer rows.
 
     Raises:
         DataError: The first row does not fit the chat template, or the tokenizer lacks what the format needs.
     """
-    encoder = Encoder(rows, tokenizer, images)
+    encoder = Encoder(rows, tokenizer, media)
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
         row = rows.select([index])
@@ -215,23 +216,24 @@ def trained_sequences(
             _check_size(rows, index)
         encoded = encoder.encode(row, range(1))
         batch, _ = TokenReport().cut(encoded, max_length, splits=rows.format == "text", too_long=too_long)
-        ids, labels, pictures = batch.ids.tolist(), batch.labels.tolist(), encoder.pictures_of(rows, index)
+        ids, labels, of_row = batch.ids.tolist(), batch.labels.tolist(), encoder.media_of(rows, index)
         if not len(batch.lengths):
             whole = encoded.ids.tolist()
-            # A row with pictures is never cut, nor one that is left out or refused.
-            is_whole = bool(pictures) or too_long in ("drop", "refuse")
+            # A row with media is never cut, nor one that is left out or refused.
+            is_whole = bool(of_row) or too_long in ("drop", "refuse")
             length = len(whole) if is_whole else max_length
             visible, cut = whole[:length], whole[length:]
-            sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer, pictures)
+            sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer, of_row)
             if is_whole and len(whole) > max_length:
-                why = "images are never truncated" if pictures else f"data.too_long={too_long}"
+                nouns = nouns_of(part.medium.kind for part in of_row)
+                why = f"{nouns} are never truncated" if of_row else f"data.too_long={too_long}"
                 return (sequence,), 0, f"longer than data.max_length={max_length:,}, and {why}"
             return (sequence,), 0, "no token is included in the loss"
         cut = [] if rows.format == "text" or too_long == "truncate_turns" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0
         for length in batch.lengths.tolist()[:_SEQUENCES]:
             part = slice(start, start + length)
-            sequences.append(_shown("sequence", ids[part], labels[part], cut, tokenizer, pictures))
+            sequences.append(_shown("sequence", ids[part], labels[part], cut, tokenizer, of_row))
             start += length
         return tuple(sequences), len(batch.lengths) - len(sequences), None
 
@@ -259,7 +261,7 @@ def answered_sequences(
                 check_calls(row, columns, tokenizer, place)
                 num_given, answered = tokens_of(row, columns, tokenizer)
                 prompt = list(prompt_tokens(row, tokenizer, "a prompt")) if not columns else []
-                places: list[list[PictureTokens]] = [[] for _ in columns or (None,)]
+                places: list[list[MediumTokens]] = [[] for _ in columns or (None,)]
             else:
                 num_given, answered, _ = pictures.tokens(row, columns, place)
                 prompt = pictures.prompt_ids(row, place) if not columns else []
@@ -293,7 +295,7 @@ def is_encoded(format: Format) -> bool:
 
 
 def _thumbnails(row: Row) -> dict[str, str]:
-    return {picture.digest: thumbnail(picture) for picture in pictures_of(row)[:_THUMBNAILS]}
+    return {picture.digest: thumbnail(picture) for picture in pictures_in(row)[:_THUMBNAILS]}
 
 
 def _shown(
@@ -302,7 +304,7 @@ def _shown(
     labels: list[int],
     cut: list[int],
     tokenizer: "PreTrainedTokenizerBase",
-    pictures: Sequence[PictureTokens] = (),
+    pictures: Sequence[MediumTokens] = (),
 ) -> ShownSequence:
     # A picture takes the room of one token.
     offsets = [token for token in range(len(ids)) if not any(part.start < token < part.stop for part in pictures)]

@@ -9,14 +9,17 @@ longest of `batch_size` sequences drawn at random sets the width of their batch.
 earlier row of its split is equal to it in every field.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import counted
-from tunekit.data.images.pictures import Picture, thumbnail
+from tunekit.data.media.kinds import KINDS, Medium
+from tunekit.data.media.pictures import thumbnail
 from tunekit.data.sources.rows import Skipped
 from tunekit.files import load_template
+from tunekit.recipe.sections.data import MediaKind
 
 
 @dataclass(frozen=True)
@@ -94,21 +97,21 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """A token with its text; several tokens only for a picture, or where a character is spread over them.
+    """A token with its text; several tokens only for a medium, or where a character is spread over them.
 
     Attributes:
         text: What the tokens stand for.
         ids: Their numbers.
         trained: Whether they count in the loss.
         special: Whether it is a special token.
-        picture: The picture that its tokens stand for, if they do.
+        medium: The medium that its tokens stand for, if they do.
     """
 
     text: str
     ids: tuple[int, ...]
     trained: bool
     special: bool
-    picture: Picture | None = None
+    medium: Medium | None = None
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ class SourceReport:
         duplicates: Rows that repeat an earlier row of the source.
         special_tokens: Special tokens, those with a role first.
         samples: The first sequences.
-        num_pictures: Pictures of the rows.
-        num_picture_tokens: Tokens of those.
+        num_media: Media of the rows, by kind.
+        num_media_tokens: Tokens of those.
     """
 
     split: str
@@ -181,8 +184,8 @@ class SourceReport:
     duplicates: Repeats
     special_tokens: tuple[SpecialToken, ...]
     samples: tuple[Sample, ...]
-    num_pictures: int = 0
-    num_picture_tokens: int = 0
+    num_media: Mapping[MediaKind, int] = field(default_factory=dict)
+    num_media_tokens: Mapping[MediaKind, int] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -217,8 +220,7 @@ class SourceReport:
             ("tokens", self._tokens_words),
             ("row length", "min {min:,}, median {median:,}, p95 {p95:,}, max {max:,}".format(**asdict(self.lengths))),
         ]
-        if self.num_pictures:
-            facts.append(("pictures", self.pictures_words))
+        facts += self.media_facts
         if packing is not None:
             facts += packing.facts(max_length, is_packed=is_packed, is_alone=self.is_alone)
         equal = f"{counted(repeats.num_rows, 'row')}{_equal(repeats)}" if repeats.num_rows else "none"
@@ -232,10 +234,14 @@ class SourceReport:
         return f"{self.num_tokens:,}, {self.num_trained:,} in the loss ({self.trained_share:.1%})"
 
     @property
-    def pictures_words(self) -> str:
-        """Sentence about pictures: `7, 28 tokens, 4 each on average`."""
-        mean = self.num_picture_tokens / self.num_pictures
-        return f"{self.num_pictures:,}, {counted(self.num_picture_tokens, 'token')}, {mean:,.0f} each on average"
+    def media_facts(self) -> list[tuple[str, str]]:
+        """Titles of kinds of media, each with a sentence: `7, 28 tokens, 4 each on average`."""
+        facts = []
+        for kind, num in self.num_media.items():
+            num_tokens = self.num_media_tokens[kind]
+            words = f"{num:,}, {counted(num_tokens, 'token')}, {num_tokens / num:,.0f} each on average"
+            facts.append((KINDS[kind].title, words))
+        return facts
 
     @property
     def end_token_words(self) -> str:

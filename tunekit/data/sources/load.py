@@ -17,7 +17,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from tunekit.data.formats.row_formats import Learner, check_mapping, counted, listed, nearest
-from tunekit.data.images.pictures import PICTURE_SUFFIXES
+from tunekit.data.media.pictures import PICTURE_SUFFIXES
 from tunekit.data.packing.sequences import hold_out
 from tunekit.data.sources import hub
 from tunekit.data.sources.files import OPENERS, STREAMED, File, LocalFile, Table, kind_of

@@ -6,6 +6,7 @@ its place. What was found on the way is gathered into one sentence.
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,18 +24,18 @@ from tunekit.data.formats.row_formats import (
     listed,
     shortened,
 )
-from tunekit.data.images.in_rows import BOXES, with_caption, with_pictures
-from tunekit.data.images.in_rows import COLUMNS as PICTURES
+from tunekit.data.media.in_rows import BOXES, with_caption, with_media
+from tunekit.data.media.kinds import COLUMN, KINDS, MEDIA_COLUMNS, counts_of
 from tunekit.data.sources.files import Fault, Table
 from tunekit.data.sources.rows import LeftOut, Part, Rows, RowStore, Skipped, converted, place, shown
 from tunekit.errors import DataError
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.sections.data import CompleteSource, SourceFormat
+from tunekit.recipe.sections.data import CompleteSource, MediaKind, SourceFormat
 
 _FAULTS_SHOWN = 5
 _SKIPPED_SHOWN = 3
 
-_WITH_PICTURES: tuple[SourceFormat, ...] = (
+_WITH_MEDIA: tuple[SourceFormat, ...] = (
     "messages",
     "sharegpt",
     "alpaca",
@@ -44,7 +45,7 @@ _WITH_PICTURES: tuple[SourceFormat, ...] = (
     "unpaired_preference",
     "prompts",
 )
-"""Formats whose texts may have pictures."""
+"""Formats whose texts may have media."""
 
 _MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
 """Formats of which some tokens count in the loss and others do not, so that a column could say which."""
@@ -169,7 +170,7 @@ class Reader:
         self._passed_on: set[str] = set()
         self._read_alike: set[frozenset[str]] = set()
         self._prompts_are_chats: bool | None = None
-        self._num_pictures = 0
+        self._num_media: Counter[MediaKind] = Counter()
         self._num_left_out = self._num_weightless = 0
         self._cut_short = False
 
@@ -179,7 +180,7 @@ class Reader:
         Args:
             name: The file, as messages name it.
             table: Its rows.
-            folder: Folder that paths of pictures start from; None where the file is not of this machine.
+            folder: Folder that paths of media start from; None where the file is not of this machine.
         """
         if self._function is not None:
             table = converted(table, find_function(self._function))
@@ -277,7 +278,7 @@ class Reader:
             parts=parts,
             skipped=tuple(self._bad),
             loss_on=self._loss_on,
-            has_pictures=self._num_pictures > 0,
+            media=tuple(kind for kind in KINDS if self._num_media[kind]),
             ranks=None if self._ranked_by is None else self._ranks,
         )
 
@@ -323,7 +324,7 @@ class Reader:
         self._read_alike.add(read)
 
     def _row(self, value: Any, format: SourceFormat, folder: Path | None) -> Row:
-        pictures: list[Row] = []
+        media: list[Row] = []
         if isinstance(value, dict):
             for ours in COLUMNS[format]:
                 if ours in self.columns and self.columns[ours] not in value:
@@ -334,19 +335,20 @@ class Reader:
             self._check_reading(tuple(value), format)
             if format == "captions":
                 row_formats.check_columns(tuple(value), format)
-                value, pictures = with_caption(value, folder, self.columns)
-            elif self._takes_pictures(format):
-                value, pictures = with_pictures(value, folder)
+                value, media = with_caption(value, folder, self.columns)
+            elif kinds := self._kinds(format):
+                value, media = with_media(value, folder, kinds)
         row = convert_row(value, "messages" if format == "captions" else format, self._findings, self._wording)
-        if pictures:
-            row["images"] = pictures
-            self._num_pictures += len(pictures)
+        if media:
+            row[COLUMN] = media
+            self._num_media.update(medium["kind"] for medium in media)
         if "prompt" in row:
             self._check_kind(row["prompt"])
         return row
 
-    def _takes_pictures(self, format: SourceFormat) -> bool:
-        return self._learner is not None and self._learner.takes_images and format in _WITH_PICTURES
+    def _kinds(self, format: SourceFormat) -> tuple[MediaKind, ...]:
+        """The kinds of media that rows of a format may have."""
+        return self._learner.media if self._learner is not None and format in _WITH_MEDIA else ()
 
     def _check_kind(self, prompt: object) -> None:
         """Prompts are all strings or all lists of messages: they become tokens in different ways."""
@@ -365,8 +367,8 @@ class Reader:
         read = [column for column in named if column in columns]
         if format == "preference" and "prompt" in read and "messages" in read:
             read.remove("messages")
-        # Their columns may have any name; where they are not taken, rows with pictures are refused.
-        mapped = [theirs for ours, theirs in self.columns.items() if ours in PICTURES and theirs in columns]
+        # Their columns may have any name; where they are not taken, rows with media are refused.
+        mapped = [theirs for ours, theirs in self.columns.items() if ours in MEDIA_COLUMNS and theirs in columns]
         read += [column for column in mapped if column not in read]
         unread = [column for column in columns if column not in read]
         if format == "prompts":
@@ -377,7 +379,8 @@ class Reader:
             unread.remove(self._ranked_by)
             read.append(self._ranked_by)
         self._seen.update(columns)
-        self._ignored.update(column for column in unread if not (self._takes_pictures(format) and column in PICTURES))
+        taken = [column for kind in self._kinds(format) for column in KINDS[kind].columns]
+        self._ignored.update(column for column in unread if column not in taken)
         # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
         return read + [
             column
@@ -422,8 +425,8 @@ class Reader:
             note += f" (recognized from the {named}{aside})"
         if self._wording.system is not None:
             note += "; data.system begins those without a system message"
-        if self._num_pictures:
-            note += f"; {counted(self._num_pictures, 'image')}"
+        if self._num_media:
+            note += f"; {counts_of(self._num_media)}"
         if self._references:
             note += f"; passed to rewards: {listed(self._references)}"
         if self.columns:

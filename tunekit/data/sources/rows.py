@@ -35,7 +35,7 @@ import platformdirs
 from tunekit.data.formats.row_formats import Format, Row, described
 from tunekit.data.sources.files import Fault, Record, Table
 from tunekit.errors import DataError
-from tunekit.recipe.sections.data import LossOn, SourceFormat
+from tunekit.recipe.sections.data import LossOn, MediaKind, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -232,7 +232,7 @@ class Rows:
         parts: The files of the source, in order, where it is a folder or a pattern.
         skipped: Bad rows that were left out.
         loss_on: Which of their tokens count in the loss.
-        has_pictures: True if a row has pictures; it holds them in a column `images`.
+        media: Kinds of media of the rows; a row has them in a column `__media__`.
         ranks: For each row its number in `data.curriculum_column`, where there is one.
     """
 
@@ -246,7 +246,7 @@ class Rows:
     parts: tuple[Part, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     loss_on: LossOn = "assistant"
-    has_pictures: bool = False
+    media: tuple[MediaKind, ...] = ()
     ranks: "array[float] | None" = None
 
     def __len__(self) -> int:

@@ -10,15 +10,17 @@ templates and rewards would find keys that stand in no source.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, tools_of
 from tunekit.data.formats.row_formats import Format, Row, counted
-from tunekit.data.images.answers import PAIR, PictureAnswers
+from tunekit.data.media.answers import PAIR, PictureAnswers
+from tunekit.data.media.kinds import COLUMN, media_of
 from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix, ordered
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
 from tunekit.data.sources.load import LoadedData
@@ -26,7 +28,7 @@ from tunekit.data.sources.rows import Places, Rows
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 from tunekit.probe.chat_template import template_in_time
-from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.data import DataSection, MediaKind
 
 if TYPE_CHECKING:
     import datasets
@@ -85,8 +87,8 @@ class Measured:
         num_truncated: Rows with an answer that is cut.
         lengths: Tokens of each row before anything was cut or left out, of its longest answer with its prompt, or of a
             prompt alone.
-        num_pictures: Pictures of all rows.
-        num_picture_tokens: Their tokens, once for each row.
+        num_media: Media of all rows, by kind.
+        num_media_tokens: Their tokens, once for each row.
     """
 
     rows: Rows
@@ -96,8 +98,8 @@ class Measured:
     num_trainable_tokens: int
     num_truncated: int
     lengths: "np.ndarray"
-    num_pictures: int = 0
-    num_picture_tokens: int = 0
+    num_media: Mapping[MediaKind, int] = field(default_factory=dict)
+    num_media_tokens: Mapping[MediaKind, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> "np.ndarray":
@@ -118,8 +120,8 @@ class Measured:
             num_tokens=int(self.num_tokens.sum()),
             num_trainable_tokens=self.num_trainable_tokens,
             longest_tokens=self.longest_tokens,
-            num_pictures=self.num_pictures,
-            num_picture_tokens=self.num_picture_tokens,
+            num_media=self.num_media,
+            num_media_tokens=self.num_media_tokens,
         )
 
     @property
@@ -240,18 +242,20 @@ def _measure(
     sizes: list[int] = []
     good: list[bool] = []
     longest: list[int] = []
-    num_trainable = num_truncated = num_pictures = num_picture_tokens = 0
+    num_trainable = num_truncated = 0
+    num_media: Counter[MediaKind] = Counter()
+    num_media_tokens: Counter[MediaKind] = Counter()
     for index, row in enumerate(rows.rows):
         try:
             if answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
                 prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
             else:
-                if row.get("images") and not num_pictures:
+                if row.get(COLUMN) and not num_media:
                     answers.check(row, ANSWERS[rows.format], rows.place(index))
                 prompt_tokens, answered, num_of_row = answers.tokens(row, ANSWERS[rows.format], rows.place(index))
-                num_pictures += len(row.get("images", ()))
-                num_picture_tokens += num_of_row
+                num_media.update(medium.kind for medium in media_of(row))
+                num_media_tokens.update(num_of_row)
         except DataError:
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
@@ -281,8 +285,8 @@ def _measure(
         num_trainable_tokens=num_trainable,
         num_truncated=num_truncated,
         lengths=lengths,
-        num_pictures=num_pictures,
-        num_picture_tokens=num_picture_tokens,
+        num_media=dict(num_media),
+        num_media_tokens=dict(num_media_tokens),
     )
 
 

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING
 
 from tunekit.data.formats.messages import unweighted
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.images.expand import ImageTokens, PictureTokens, Span
-from tunekit.data.images.pictures import pictures_of
+from tunekit.data.media.expand import MediaTokens, MediumTokens, Span
+from tunekit.data.media.kinds import COLUMN, media_of
 from tunekit.data.packing.sequences import IGNORED, Batch, common_prefix_length
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.fast_bpe import word_encoder
 from tunekit.data.tokenization.render import ChatRenderer, Rendered, in_loss
 from tunekit.errors import DataError
+from tunekit.recipe.sections.data import MediaKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,9 +51,9 @@ class Observed:
     """Conversations that were searched for what the chat template left out."""
     left_out: Counter[str] = field(default_factory=Counter)
     """In how many of them a kind of content was missing."""
-    num_pictures: int = 0
-    """Pictures of the rows."""
-    num_picture_tokens: int = 0
+    num_media: Counter[MediaKind] = field(default_factory=Counter)
+    """Media of the rows, by kind."""
+    num_media_tokens: Counter[MediaKind] = field(default_factory=Counter)
     """Tokens that they take."""
 
     def add(self, other: "Observed") -> None:
@@ -60,8 +61,8 @@ class Observed:
         self.num_straddling += other.num_straddling
         self.num_looked_at += other.num_looked_at
         self.left_out.update(other.left_out)
-        self.num_pictures += other.num_pictures
-        self.num_picture_tokens += other.num_picture_tokens
+        self.num_media.update(other.num_media)
+        self.num_media_tokens.update(other.num_media_tokens)
 
     def notes(self, source: str) -> list[str]:
         """Return notes for the user, a sentence each."""
@@ -85,13 +86,13 @@ class Encoded(Batch):
 
     Attributes:
         observed: What was seen on the way.
-        has_pictures: For each row whether it has pictures, so that it must not be cut, bool, `(rows,)`; None where none
+        has_media: For each row whether it has media, so that it must not be cut, bool, `(rows,)`; None where none
             has.
         pixel_values: For each row the values of the pixels of its pictures, int64, `(rows,)`; None as above.
     """
 
     observed: Observed
-    has_pictures: "np.ndarray | None" = None
+    has_media: "np.ndarray | None" = None
     pixel_values: "np.ndarray | None" = None
 
 
@@ -105,14 +106,14 @@ class Encoder:
     Args:
         rows: Rows of the source, the first of them at least, with what counts in them.
         tokenizer: Tokenizer of the model, with its chat template for rows of messages.
-        images: The tokens of pictures, for rows that have some.
+        media: The tokens of media, for rows that have some.
 
     Raises:
         DataError: The first row cannot go through the chat template, or the tokenizer lacks what the format needs.
     """
 
-    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens | None = None) -> None:
-        self._images = images if rows.has_pictures else None
+    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", media: MediaTokens | None = None) -> None:
+        self._media = media if rows.media else None
         self._format = rows.format
         self._tokenizer = tokenizer
         self._words = word_encoder(tokenizer)
@@ -148,38 +149,37 @@ class Encoder:
         else:
             pairs = [(_array(ids), None) for ids in self._encode_plain([row["text"] for row in batch])]
         encoded = _flat(pairs, observed)
-        if self._images is None:
+        if self._media is None:
             return encoded
         import numpy as np
 
-        pictures = (pictures_of(row) for row in batch)
-        values = [sum(self._images.of_size(p.width, p.height).num_values for p in row) for row in pictures]
+        values = [sum(self._media.of(medium).num_values for medium in media_of(row)) for row in batch]
         return replace(
             encoded,
-            has_pictures=np.array(["images" in row for row in batch], dtype=np.bool_),
+            has_media=np.array([COLUMN in row for row in batch], dtype=np.bool_),
             pixel_values=np.array(values, dtype=np.int64),
         )
 
-    def check_pictures(self, rows: Rows) -> None:
-        """Check that the tokens of the first row with pictures are those of the whole processor.
+    def check_media(self, rows: Rows) -> None:
+        """Check that the tokens of the first row with media are those of the whole processor.
 
         Raises:
             DataError: They are not.
         """
-        first = None if self._images is None else next((i for i, row in enumerate(rows.rows) if "images" in row), None)
+        first = None if self._media is None else next((i for i, row in enumerate(rows.rows) if COLUMN in row), None)
         if first is None:
             return
-        assert self._images is not None
+        assert self._media is not None
         row, place = rows.rows[first], rows.place(first)
         ids = self.encode(rows, range(first, first + 1)).ids.tolist()
-        self._images.check(self.text_of(row, place), pictures_of(row), ids, place)
+        self._media.check(self.text_of(row, place), media_of(row), ids, place)
 
-    def pictures_of(self, rows: Rows, index: int) -> list[PictureTokens]:
-        """Return the pictures of a row of the source with their tokens in it, before anything is cut."""
+    def media_of(self, rows: Rows, index: int) -> list[MediumTokens]:
+        """Return the media of a row of the source with their tokens in it, before anything is cut."""
         row, place = rows.rows[index], rows.place(index)
-        if self._images is None or "images" not in row:
+        if self._media is None or COLUMN not in row:
             return []
-        return self._images.placed(self.text_of(row, place), pictures_of(row), place, self._marks)
+        return self._media.placed(self.text_of(row, place), media_of(row), place, self._marks)
 
     def _marks(self, text: str, span: Span) -> Sequence[bool]:
         ((_, marks),) = self._marked([Rendered(text, (span,))])
@@ -188,12 +188,12 @@ class Encoder:
         return listed
 
     def text_of(self, row: Row, place: str) -> str:
-        """Return a conversation as text in which each picture is the one token that its processor replaces."""
+        """Return a conversation as text in which each medium is the one token that its processor replaces."""
         assert self._chat is not None
         return self._chat.text(unweighted(_conversation(row)), place, tools=row.get("tools"))
 
     def _prepare_chat(self, first: Row, place: str, *, last_only: bool) -> None:
-        self._chat = ChatRenderer(self._tokenizer, last_only=last_only, in_parts=self._images is not None)
+        self._chat = ChatRenderer(self._tokenizer, last_only=last_only, in_parts=self._media is not None)
         if self._all:
             return
         if not self._tokenizer.is_fast:
@@ -226,15 +226,16 @@ class Encoder:
             if number < num_looked_at:
                 observed.num_looked_at += 1
                 observed.left_out.update(chat.left_out(messages, place, tools, r.text))
-            if self._images is not None:
-                pictures = pictures_of(row)
+            if self._media is not None:
+                media = media_of(row)
                 spans = ((0, len(r.text)),) if self._all else r.spans
-                text, spans, num_tokens = self._images.expand(r.text, spans, pictures, place)
+                text, spans = self._media.expand(r.text, spans, media, place)
                 r = Rendered(text, spans)
-                observed.num_pictures += len(pictures)
-                observed.num_picture_tokens += num_tokens
+                for medium in media:
+                    observed.num_media[medium.kind] += 1
+                    observed.num_media_tokens[medium.kind] += self._media.of(medium).num_tokens
             rendered.append(r)
-        if self._all and self._images is None:
+        if self._all and self._media is None:
             return [(_array(ids), None) for ids in self._ids([r.text for r in rendered])]
         return self._marked(rendered)
 

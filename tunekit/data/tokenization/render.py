@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, function_names, unweighted
 from tunekit.data.formats.row_formats import Row
-from tunekit.data.images.in_rows import MARK, as_parts
+from tunekit.data.media.in_rows import ANY_MARK, as_parts
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.chat import refusal, without_template
 from tunekit.errors import DataError
@@ -83,7 +83,7 @@ class ChatRenderer:
     Args:
         tokenizer: The tokenizer, with its chat template.
         last_only: Only the last assistant turn of a conversation counts.
-        in_parts: Contents are passed to the template as parts, since texts have marks of pictures.
+        in_parts: Contents are passed to the template as parts, since texts have marks of media.
 
     Raises:
         DataError: The tokenizer has no chat template.
@@ -228,7 +228,7 @@ class ChatRenderer:
         return as_parts(messages) if self._in_parts else list(messages)
 
     def _writes_alike(self, version: str, messages: Messages, place: str, tools: Tools) -> bool:
-        """Return whether another template writes a conversation with pictures as the model's own does."""
+        """Return whether another template writes a conversation with media as the model's own does."""
         if not self._in_parts:
             return True
         own, text = self._template, self.text(unweighted(messages), place, tools=tools)
@@ -434,7 +434,7 @@ def _parts(message: Row) -> Iterator[tuple[str, str]]:
     reasoning, _, answer = (
         message["content"].rpartition("</think>") if role == "assistant" else ("", "", message["content"])
     )
-    for words in answer.split(MARK):
+    for words in re.split(ANY_MARK, answer):
         yield f"{role} messages", words.strip()
     yield "reasoning", reasoning.strip().removeprefix("<think>").strip()
     for key in _REASONING_KEYS:

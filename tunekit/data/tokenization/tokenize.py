@@ -12,22 +12,23 @@ rows, and only a few are under way at a time, so the result is the same, and the
 import os
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import counted
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.kinds import counts_of, nouns_of
 from tunekit.data.packing.sequences import Batch, SequenceWriter
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.encode import Encoded, Encoder, Observed
 from tunekit.errors import DataError
-from tunekit.recipe.sections.data import TooLong
+from tunekit.recipe.sections.data import MediaKind, TooLong
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,10 +59,10 @@ class TokenReport:
         num_tokens: Tokens of all sequences.
         num_trainable_tokens: Those that count in the loss.
         longest_tokens: Tokens of the longest row before it was cut.
-        num_pictures: Pictures of the rows.
-        num_picture_tokens: Their tokens.
+        num_media: Media of the rows, by kind.
+        num_media_tokens: Their tokens.
         num_pixel_values: Values of the pixels of all pictures that are trained on.
-        num_too_long: Rows longer than `max_length` that are left out: those with pictures, or all by `data.too_long`.
+        num_too_long: Rows longer than `max_length` that are left out: those with media, or all by `data.too_long`.
         notes: What the user should know about how the rows were read, a sentence each.
     """
 
@@ -73,8 +74,8 @@ class TokenReport:
     num_tokens: int = 0
     num_trainable_tokens: int = 0
     longest_tokens: int = 0
-    num_pictures: int = 0
-    num_picture_tokens: int = 0
+    num_media: Mapping[MediaKind, int] = field(default_factory=dict)
+    num_media_tokens: Mapping[MediaKind, int] = field(default_factory=dict)
     num_pixel_values: int = 0
     num_too_long: int = 0
     notes: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ class TokenReport:
             encoded: The rows as tokens.
             max_length: Longest sequence, in tokens.
             splits: Continue long rows in the next sequence.
-            too_long: Treatment of other long rows; those with pictures are never cut.
+            too_long: Treatment of other long rows; those with media are never cut.
 
         Returns:
             The sequences, and which of the rows each was made of, int32, `(sequences,)`.
@@ -100,9 +101,9 @@ class TokenReport:
         dropped = None
         if too_long in ("drop", "refuse") and not splits:
             dropped = is_too_long
-        elif encoded.has_pictures is not None:
-            # What is left of a picture whose tokens are cut is none.
-            dropped = is_too_long & encoded.has_pictures
+        elif encoded.has_media is not None:
+            # What is left of a medium whose tokens are cut is none.
+            dropped = is_too_long & encoded.has_media
         if dropped is not None:
             self.num_too_long += int(dropped.sum())
             counts = counts & ~np.repeat(dropped, lengths)
@@ -140,24 +141,27 @@ class TokenReport:
         self.num_tokens += len(ids)
         self.num_trainable_tokens += int(num_counted.sum())
         self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
-        self.num_pictures += encoded.observed.num_pictures
-        self.num_picture_tokens += encoded.observed.num_picture_tokens
+        observed = encoded.observed
+        # Plain ones: `asdict` makes no Counter again.
+        self.num_media = dict(Counter(self.num_media) + observed.num_media)
+        self.num_media_tokens = dict(Counter(self.num_media_tokens) + observed.num_media_tokens)
         if encoded.pixel_values is not None:
             values = encoded.pixel_values[rows[learned]]
             self.num_pixel_values += int(values.sum())
         return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
     def notes_of_rows(self, source: str, max_length: int, too_long: TooLong) -> list[str]:
-        """Return what the user should know about rows that are too long, and pictures, a sentence each."""
+        """Return what the user should know about rows that are too long, and media, a sentence each."""
         if too_long == "drop" and self.num_too_long:
             rows = f"{counted(self.num_too_long, 'row')} of {self.num_rows:,}"
             limit = f"longer than data.max_length={max_length:,} (data.too_long=drop)"
-            return [f"{source}: {rows} dropped: {limit}", *self._notes_of_pictures(source)]
-        notes = self._notes_of_pictures(source)
+            return [f"{source}: {rows} dropped: {limit}", *self._notes_of_media(source)]
+        notes = self._notes_of_media(source)
         if self.num_too_long:
+            nouns = nouns_of(self.num_media)
             notes.append(
-                f"{source}: {counted(self.num_too_long, 'row')} with images skipped: longer than "
-                f"data.max_length={max_length:,}, and images are never truncated"
+                f"{source}: {counted(self.num_too_long, 'row')} with {nouns} skipped: longer than "
+                f"data.max_length={max_length:,}, and {nouns} are never truncated"
             )
         return notes
 
@@ -172,11 +176,12 @@ class TokenReport:
             problem = f"{source}: {longest}, the longest with {self.longest_tokens:,} tokens (data.too_long=refuse)"
             raise DataError(problem, hint="raise data.max_length, or set data.too_long to truncate or drop")
 
-    def _notes_of_pictures(self, source: str) -> list[str]:
-        if not self.num_pictures:
-            return []
-        mean = self.num_picture_tokens / self.num_pictures
-        return [f"{source}: {counted(self.num_pictures, 'image')}, {mean:,.0f} tokens each on average"]
+    def _notes_of_media(self, source: str) -> list[str]:
+        means = {kind: self.num_media_tokens[kind] / num for kind, num in self.num_media.items()}
+        return [
+            f"{source}: {counts_of({kind: self.num_media[kind]})}, {mean:,.0f} tokens each on average"
+            for kind, mean in means.items()
+        ]
 
 
 def tokenize(
@@ -186,7 +191,7 @@ def tokenize(
     *,
     max_length: int,
     too_long: TooLong = "truncate",
-    images: ImageTokens | None = None,
+    media: MediaTokens | None = None,
     on_progress: Progress | None = None,
 ) -> TokenReport:
     """Turn rows into token ids and loss marks.
@@ -197,15 +202,15 @@ def tokenize(
         folder: Where the sequences are written; it exists.
         max_length: Longest sequence, in tokens.
         too_long: Treatment of longer rows.
-        images: The tokens of pictures, for rows that have some.
+        media: The tokens of media, for rows that have some.
         on_progress: Told after every batch.
 
     Raises:
         DataError: A row cannot go through the chat template or is refused for its length, the tokenizer lacks what the
             format needs, or no token at all would count in the loss.
     """
-    encoder = Encoder(rows, tokenizer, images)
-    encoder.check_pictures(rows)
+    encoder = Encoder(rows, tokenizer, media)
+    encoder.check_media(rows)
     report = TokenReport()
     observed = Observed()
     batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
@@ -338,7 +343,7 @@ def _split(
 def _nothing_to_learn(rows: Rows, report: TokenReport, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
     if report.num_too_long:
-        which = "rows with images" if report.num_pictures else "rows"
+        which = f"rows with {nouns_of(report.num_media)}" if report.num_media else "rows"
         return DataError(
             f"{problem}: all {which} are longer than data.max_length={max_length} "
             f"(longest row: {report.longest_tokens:,} tokens)",

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tunekit.data.images.answers import with_images
+from tunekit.data.media.answers import with_images
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError

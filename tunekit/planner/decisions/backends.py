@@ -150,7 +150,7 @@ def documents_reasons(
 
 
 def choose_attention(
-    recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, reads_pictures: bool = False
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, reads_media: bool = False
 ) -> tuple[str, str]:
     """Attention implementation, and why.
 
@@ -159,7 +159,7 @@ def choose_attention(
         hardware: The machine.
         model: The model.
         dtype: The type that it computes in.
-        reads_pictures: Whether rows have pictures, whose towers do not use the attention for packed rows.
+        reads_media: Whether rows have media, whose towers do not use the attention for packed rows.
 
     Raises:
         PlanError: What is asked for does not run, or is not installed.
@@ -173,7 +173,7 @@ def choose_attention(
             install = "install flash-attn, or " if why_not.endswith("is not installed") else ""
             raise PlanError(f"model.attn_implementation: {why_not}", hint=f"{install}use {without_flash}")
         return requested, "set by the recipe"
-    if not reads_pictures and _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
+    if not reads_media and _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
         if device.kind == "cpu":
             return VARLEN, "sdpa per document, no mask over the whole row"
@@ -305,11 +305,11 @@ def padding_of(
     """Choose the collation of the rows of a micro-batch, with the reason."""
     masks = needs_mask(attn_implementation)
     is_single = micro_batch_size * passes.sequences_per_row == 1
-    if passes.always_pads or (passes.reads_pictures and not data.packing):
-        masks_pictures = passes.reads_pictures and model.tower is not None and model.tower.masks_text
+    if passes.always_pads or (passes.reads_media and not data.packing):
+        masks_pictures = passes.reads_media and model.tower is not None and model.tower.masks_text
         length = data.max_length + passes.num_virtual_tokens
         mask_length = length if masks and (masks_pictures or not is_single) else None
-        why = "rows with images are padded" if passes.reads_pictures else f"TRL pads {passes.method} batches"
+        why = "rows with images are padded" if passes.reads_media else f"TRL pads {passes.method} batches"
         why = "each row follows its virtual tokens" if passes.num_virtual_tokens else why
         return Padding(False, mask_length, why)
     whole = micro_batch_size * data.max_length

@@ -50,7 +50,7 @@ class Setting:
         why_reserve: Which runs that was learned from, None where it was not.
         teacher: The model to learn from, for distillation.
         by_vllm: Whether vLLM generates answers.
-        reads_pictures: Whether rows have pictures.
+        reads_media: Whether rows have media.
         row_pixel_values: Values of the pixels of a row, at the most; None where that is not known.
     """
 
@@ -65,7 +65,7 @@ class Setting:
     why_reserve: str | None
     teacher: ModelFacts | None = None
     by_vllm: bool = False
-    reads_pictures: bool = False
+    reads_media: bool = False
     row_pixel_values: int | None = None
 
     @property
@@ -93,7 +93,7 @@ class Setting:
             by_vllm=self.by_vllm,
         )
         reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
-        return replace(passes, copies_adapter=reference == "copied adapter", reads_pictures=self.reads_pictures)
+        return replace(passes, copies_adapter=reference == "copied adapter", reads_media=self.reads_media)
 
     def attention_in(self, layout: Layout) -> str:
         """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
@@ -178,7 +178,7 @@ class Setting:
     def _pictures(self, layout: Layout, size: int) -> PictureLoad | None:
         """The pictures of micro-batches of `size` rows."""
         tower = self.model.tower
-        if not self.reads_pictures or tower is None:
+        if not self.reads_media or tower is None:
             return None
         values = self.row_pixel_values or tower.most_values(self.recipe.data.max_length)
         values *= self.passes.sequences_per_row  # each answer comes with the pictures of its prompt

@@ -440,7 +440,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     yield from published_refusals(recipe, setting.model, layout)
     if isinstance(recipe.adapter, QloraAdapter):
         yield from _qlora_refusals(recipe.adapter, setting, layout)
-    if setting.reads_pictures and layout.strategy == "zero3":
+    if setting.reads_media and layout.strategy == "zero3":
         why = "ZeRO-3 gathers weights each time a module runs, and the vision tower runs only where rows have images"
         yield why, "use fsdp2"
     repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))

@@ -21,7 +21,7 @@ class DistillationMethod(TeacherMethod):
         metrics=("loss",),
         health_checks=ANSWER_CHECKS,
         loss_description="Losses are the divergence from the teacher, in nats per token of the model's completions.",
-        takes_images=True,
+        media=("image",),
         uses_tiled_head=False,
     )
 

@@ -32,7 +32,7 @@ class DPOMethod(ReferenceMethod):
         "pairs with a higher reward for the chosen answer, margins the difference of the rewards.",
         upstream_names=("_prepare_dataset", "_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
-        takes_images=True,
+        media=("image",),
     )
 
     type: Literal["dpo"] = "dpo"

@@ -32,7 +32,7 @@ class GRPOMethod(RewardedMethod):
         loss_description="The loss of GRPO stays near zero; progress shows in the reward.",
         upstream_names=("_entropy_bonus_enabled", "_tool_call_loop"),
         adds_router_loss=True,
-        takes_images=True,
+        media=("image",),
     )
 
     type: Literal["grpo"] = "grpo"

@@ -28,7 +28,7 @@ class KTOMethod(ReferenceMethod):
         "of undesirable ones.",
         upstream_names=("_prepare_dataset", "_precompute_ref_logps", "_precompute_model_hash"),
         adds_router_loss=True,
-        takes_images=True,
+        media=("image",),
     )
 
     type: Literal["kto"] = "kto"

@@ -16,7 +16,7 @@ class RLOOMethod(RewardedMethod):
         learning_rate=LearningRate(1e-6, 1e-5, "TRL's RLOOConfig"),
         loss_description="The loss of RLOO stays near zero; progress shows in the reward.",
         adds_router_loss=True,
-        takes_images=True,
+        media=("image",),
     )
     always_scores_answers = True
 

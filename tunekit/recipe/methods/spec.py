@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, PromptTuningAdapter
-from tunekit.recipe.sections.data import DataSection, SourceFormat, each_source
+from tunekit.recipe.sections.data import DataSection, MediaKind, SourceFormat, each_source
 from tunekit.recipe.sections.section import Conflict, OutputSection, Section, TrainSection
 
 HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]
@@ -80,8 +80,8 @@ class MethodPasses:
     """True if each sequence passes the model and its reference once more, with another's answer."""
     least_rows: int = 1
     """Rows of a micro-batch that there are at least."""
-    reads_pictures: bool = False
-    """True if rows have pictures."""
+    reads_media: bool = False
+    """True if rows have media."""
     num_virtual_tokens: int = 0
     """Trained embeddings before each sequence."""
 
@@ -168,8 +168,8 @@ class MethodSpec:
     """True if losses and margins of runs with other settings are other quantities."""
     masks_as_told: bool = False
     """True if rows are packed and masked as the data section says."""
-    takes_images: bool = False
-    """True if it trains on rows with pictures."""
+    media: tuple[MediaKind, ...] = ()
+    """Kinds of media of the rows that it trains on."""
     uses_tiled_head: bool = True
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
 

@@ -98,11 +98,11 @@ def keep_losses_in_float32(trainer: Trainer, plan: Plan) -> None:
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
 
-def name_layers(trainer: Trainer, *, reads_pictures: bool) -> None:
+def name_layers(trainer: Trainer, *, reads_media: bool) -> None:
     """Tell Accelerate which layers to divide.
 
-    Layers of towers are no units where rows have pictures: a unit is gathered by all processes together, and a
-    micro-batch without pictures does not come to them. They are gathered with the whole model's own unit.
+    Layers of towers are no units where rows have media: a unit is gathered by all processes together, and a
+    micro-batch without any does not come to them. They are gathered with the whole model's own unit.
 
     Its own choice, `_no_split_modules`, is empty for some types (BigBird, BioGPT), has names of no module of the model
     for others (SigLIP's text encoder with Gemma 3), which Accelerate refuses (1.15, `fsdp2_prepare_auto_wrap_policy`),
@@ -110,7 +110,7 @@ def name_layers(trainer: Trainer, *, reads_pictures: bool) -> None:
     """
     model = trainer.model
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    names = towers(base) if reads_pictures else []
+    names = towers(base) if reads_media else []
     of_towers = {module for name in names for module in base.get_submodule(name).modules()}
     layers = layer_types([module for module in model.modules() if module not in of_towers])
     trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(layers)

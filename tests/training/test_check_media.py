@@ -8,14 +8,14 @@ import torch
 from tests.tiny import plain_accelerator
 from tests.vision import FAMILIES, save_rows, tiny_vision_model
 from tunekit.data.formats.row_formats import learner_of
-from tunekit.data.images.collate import PictureCollator
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.collate import MediaCollator
+from tunekit.data.media.expand import MediaTokens
 from tunekit.data.prepare import prepare_data
 from tunekit.data.sources.load import load_data
 from tunekit.errors import RunError
 from tunekit.models.documents import run_by_document, tell_documents_apart
 from tunekit.recipe.sections.data import DataSection
-from tunekit.training.check_pictures import check_packed_rows
+from tunekit.training.check_media import check_packed_rows
 
 OTHER_LOGITS = "^m: packed documents with images have other logits than each alone; set data.packing=false$"
 
@@ -32,8 +32,8 @@ def trainer(tmp_path, monkeypatch):
             tell_documents_apart(model)
         section = DataSection(train=str(tmp_path / "data" / "rows.jsonl"), max_length=160, packing=True)
         data = load_data(section, learner_of("sft"))
-        (train,) = prepare_data(section, data, processor.tokenizer, images=ImageTokens(processor))
-        collator = PictureCollator(processor, scores_positions=True, packs=True)
+        (train,) = prepare_data(section, data, processor.tokenizer, media=MediaTokens(processor))
+        collator = MediaCollator(processor, scores_positions=True, packs=True)
         rows = {"train_dataset": train.prepared.dataset(), "data_collator": collator}
         return SimpleNamespace(model=model, model_wrapped=model, accelerator=plain_accelerator(), **rows)
 

@@ -4,19 +4,21 @@ Rows of preference and reinforcement methods are kept as they were read, with ma
 rendered by the chat template, in which each picture is one token, and measured with all tokens of their pictures.
 """
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.messages import tools_of
 from tunekit.data.formats.row_formats import Row
-from tunekit.data.images.collate import PICTURES
-from tunekit.data.images.expand import ImageTokens, PictureTokens, Span
-from tunekit.data.images.in_rows import as_parts
-from tunekit.data.images.pictures import Picture, pictures_of, read_picture
+from tunekit.data.media.collate import MEDIA, as_json
+from tunekit.data.media.expand import MediaTokens, MediumTokens, Span
+from tunekit.data.media.in_rows import as_parts
+from tunekit.data.media.kinds import COLUMN, Medium, media_of
+from tunekit.data.media.pictures import read_picture
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.render import ChatRenderer, Rendered, in_loss
 from tunekit.errors import DataError
+from tunekit.recipe.sections.data import MediaKind
 
 if TYPE_CHECKING:
     import datasets
@@ -41,7 +43,7 @@ class PictureAnswers:
     """
 
     def __init__(self, processor: "ProcessorMixin") -> None:
-        self.images = ImageTokens(processor)
+        self.images = MediaTokens(processor)
         self._tokenizer = self.images.processor.tokenizer
         self._chat = ChatRenderer(self._tokenizer, in_parts=True)
 
@@ -62,7 +64,8 @@ class PictureAnswers:
     def _blank(self, **options: Any) -> Any:
         from PIL import Image
 
-        return self.images.processor(text=[self.images.mark], images=[[Image.new("RGB", (64, 64))]], **options)
+        processor = self.images.processor
+        return processor(text=[processor.image_token], images=[[Image.new("RGB", (64, 64))]], **options)
 
     def texts(self, row: Row, columns: Sequence[str], place: str) -> tuple[str, list[str]]:
         """Return a prompt, and the prompt with each answer, as texts in which each picture is one token.
@@ -83,34 +86,36 @@ class PictureAnswers:
             answered.append(text)
         return question, answered
 
-    def tokens(self, row: Row, columns: Sequence[str], place: str) -> tuple[int, list[list[int]], int]:
-        """Return the number of tokens of the prompt, the tokens of it with each answer, and those of its pictures.
+    def tokens(self, row: Row, columns: Sequence[str], place: str) -> tuple[int, list[list[int]], Counter[MediaKind]]:
+        """Return the number of tokens of the prompt, the tokens of it with each answer, and numbers of those of media.
 
         The prompt ends where its tokens and those of an answer part, as TRL has it (trl 1.16, `DPOTrainer`).
 
         Raises:
             DataError: As for `texts`, or there are more or fewer tokens for pictures than pictures.
         """
-        return self._tokens(self.texts(row, columns, place), pictures_of(row), place)
+        return self._tokens(self.texts(row, columns, place), media_of(row), place)
 
     def _tokens(
-        self, texts: tuple[str, list[str]], pictures: Sequence[Picture], place: str
-    ) -> tuple[int, list[list[int]], int]:
+        self, texts: tuple[str, list[str]], pictures: Sequence[Medium], place: str
+    ) -> tuple[int, list[list[int]], Counter[MediaKind]]:
         question, answered = texts
-        _, _, num_picture_tokens = self.images.expand(question, (), pictures, place)
+        num_media_tokens: Counter[MediaKind] = Counter()
+        for picture in pictures:
+            num_media_tokens[picture.kind] += self.images.of(picture).num_tokens
         prompt_ids, *wholes = (self._encode(text, pictures, place) for text in (question, *answered))
         num_prompt = min((common_prefix_length(prompt_ids, ids) for ids in wholes), default=len(prompt_ids))
-        return num_prompt, wholes, num_picture_tokens
+        return num_prompt, wholes, num_media_tokens
 
     def prompt_ids(self, row: Row, place: str) -> list[int]:
         """Return the tokens of a prompt by itself."""
         question, _ = self.texts(row, (), place)
-        return self._encode(question, pictures_of(row), place)
+        return self._encode(question, media_of(row), place)
 
-    def places(self, row: Row, columns: Sequence[str], place: str) -> list[list[PictureTokens]]:
+    def places(self, row: Row, columns: Sequence[str], place: str) -> list[list[MediumTokens]]:
         """Return the tokens that are pictures, of the prompt with each answer, or of the prompt where there is none."""
         question, answered = self.texts(row, columns, place)
-        pictures = pictures_of(row)
+        pictures = media_of(row)
         return [self.images.placed(text, pictures, place, self._marks) for text in answered or [question]]
 
     def check(self, row: Row, columns: Sequence[str], place: str) -> None:
@@ -121,7 +126,7 @@ class PictureAnswers:
         """
         question, answered = self.texts(row, columns, place)
         text = answered[0] if answered else question
-        pictures = pictures_of(row)
+        pictures = media_of(row)
         self.images.check(text, pictures, self._encode(text, pictures, place), place)
 
     def pairs(self, rows: "datasets.Dataset") -> "datasets.Dataset":
@@ -129,13 +134,13 @@ class PictureAnswers:
 
         def columns(row: Row) -> dict[str, object]:
             texts = self.texts(row, PAIR, "a row")
-            num_prompt, (chosen, rejected), _ = self._tokens(texts, pictures_of(row), "a row")
+            num_prompt, (chosen, rejected), _ = self._tokens(texts, media_of(row), "a row")
             return {
                 "prompt_ids": chosen[:num_prompt],
                 "chosen_ids": chosen[num_prompt:],
                 "rejected_ids": rejected[num_prompt:],
                 **{f"{name}_text": text for name, text in zip(PAIR, texts[1], strict=True)},
-                PICTURES: [json.dumps(picture) for picture in row.get("images") or ()],
+                MEDIA: as_json(row),
             }
 
         return rows.map(columns, remove_columns=rows.column_names).with_format(None)
@@ -164,12 +169,12 @@ class PictureAnswers:
 
     def _rated(self, row: Row) -> dict[str, object]:
         texts = self.texts(row, RATED, "a row")
-        num_prompt, (ids,), _ = self._tokens(texts, pictures_of(row), "a row")
+        num_prompt, (ids,), _ = self._tokens(texts, media_of(row), "a row")
         return {
             "prompt_ids": ids[:num_prompt],
             "completion_ids": ids[num_prompt:],
             "completion_text": texts[1][0],
-            PICTURES: [json.dumps(picture) for picture in row.get("images") or ()],
+            MEDIA: as_json(row),
             "label": row["label"],
         }
 
@@ -177,11 +182,11 @@ class PictureAnswers:
         """A prompt with the answer to another one."""
         mismatched = row | {"completion": other["completion"]}
         texts = self.texts(mismatched, RATED, "a row")
-        num_prompt, (ids,), _ = self._tokens(texts, pictures_of(row), "a row")
+        num_prompt, (ids,), _ = self._tokens(texts, media_of(row), "a row")
         return {"KL_ids": ids, "KL_num_prompt": num_prompt, "KL_text": texts[1][0]}
 
-    def _encode(self, text: str, pictures: Sequence[Picture], place: str) -> list[int]:
-        whole, _, _ = self.images.expand(text, (), pictures, place)
+    def _encode(self, text: str, pictures: Sequence[Medium], place: str) -> list[int]:
+        whole, _ = self.images.expand(text, (), pictures, place)
         ids: list[int] = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -198,7 +203,7 @@ def with_pictures(rows: "datasets.Dataset") -> "datasets.Dataset":
     def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         columns = decode(batch)
         rows = [with_images(row) for row in _rows_of(columns)]
-        return {name: [row[name] for row in rows] for name in columns}
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
     return rows.with_transform(read)
 
@@ -208,8 +213,10 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def with_images(row: Mapping[str, Any]) -> Row:
+def with_images(row: Row) -> Row:
     """Return a prompt with pictures as TRL reads it, with `images` decoded; any other row as it is."""
-    if not row.get("images"):
+    pictures = media_of(row)
+    if not pictures:
         return dict(row)
-    return {**row, "prompt": as_parts(row["prompt"]), "images": [read_picture(picture) for picture in pictures_of(row)]}
+    remainder = {name: value for name, value in row.items() if name != COLUMN}
+    return {**remainder, "prompt": as_parts(row["prompt"]), "images": [read_picture(picture) for picture in pictures]}

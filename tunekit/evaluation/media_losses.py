@@ -1,15 +1,16 @@
-"""Losses on rows with pictures, in batches that the model's own processor makes, as in training."""
+"""Losses on rows with media, in batches that the model's own processor makes, as in training."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import BatchFeature
 
-from tunekit.data.images.collate import PictureCollator
-from tunekit.data.images.expand import ImageTokens
+from tunekit.data.media.collate import MediaCollator
+from tunekit.data.media.expand import MediaTokens
 from tunekit.data.packing.sequences import IGNORED
-from tunekit.data.prepare import PictureInputs, tokens_of
+from tunekit.data.prepare import MediaInputs, tokens_of
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.evaluation.losses import Ids, Texts, Told, Values, sums_of, through
@@ -21,48 +22,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PicturedRow:
-    """A prepared row: see `tunekit.data.images.collate`."""
+class MediaRow:
+    """A prepared row: see `tunekit.data.media.collate`."""
 
     input_ids: Sequence[int]
     labels: Sequence[int]
-    picture_text: str | None
-    pictures: Sequence[str]
+    media_text: str | None
+    media: Sequence[str]
 
 
 def prepared_rows(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", images: ImageTokens, max_length: int
-) -> list[PicturedRow]:
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", media: MediaTokens, max_length: int
+) -> list[MediaRow]:
     """Return rows as they are prepared for training.
 
     Args:
         rows: The rows.
         tokenizer: Tokenizer of the model.
-        images: The tokens of pictures.
+        media: The tokens of media.
         max_length: Longest sequence, in tokens.
     """
-    sequences = tokens_of(rows, tokenizer, max_length=max_length, images=images).sequences
-    inputs = PictureInputs(rows, tokenizer, images)
+    sequences = tokens_of(rows, tokenizer, max_length=max_length, media=media).sequences
+    inputs = MediaInputs(rows, tokenizer, media)
     return [
-        PicturedRow(sequences[i]["input_ids"], sequences[i]["labels"], *inputs.of_row(int(sequences.rows[i])))
+        MediaRow(sequences[i]["input_ids"], sequences[i]["labels"], *inputs.of_row(int(sequences.rows[i])))
         for i in range(len(sequences))
     ]
 
 
 @dataclass(frozen=True)
-class PicturedTexts(Texts):
-    """Sequences of which some have pictures.
+class MediaTexts(Texts):
+    """Sequences of which some have media.
 
     Attributes:
         rows: The prepared rows.
         processor: Processor of the model.
     """
 
-    rows: Sequence[PicturedRow] = ()
+    rows: Sequence[MediaRow] = ()
     processor: "ProcessorMixin | None" = None
 
     @classmethod
-    def of_rows(cls, of: str, rows: Sequence[PicturedRow], processor: "ProcessorMixin") -> "PicturedTexts":
+    def of_rows(cls, of: str, rows: Sequence[MediaRow], processor: "ProcessorMixin") -> "MediaTexts":
         """Return the part of an evaluation that measures rows.
 
         Args:
@@ -77,12 +78,12 @@ class PicturedTexts(Texts):
         return cls(of, ids, counted, rows=rows, processor=processor)
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
-        """The log-probability of each; those with pictures apart, which some models read otherwise."""
+        """The log-probability of each; those with media apart, which some models read otherwise."""
         logps = np.full(len(self.rows), np.nan)
-        with_pictures = [number for number, row in enumerate(self.rows) if row.pictures]
-        without = [number for number, row in enumerate(self.rows) if not row.pictures]
+        with_media = [number for number, row in enumerate(self.rows) if row.media]
+        without = [number for number, row in enumerate(self.rows) if not row.media]
         num_before = 0
-        for numbers in (with_pictures, without):
+        for numbers in (with_media, without):
             if not numbers:
                 continue
 
@@ -95,15 +96,13 @@ class PicturedTexts(Texts):
 
     def _of(self, loaded: Loaded, numbers: Sequence[int], tell: Told) -> np.ndarray:
         assert self.processor is not None
-        collate = PictureCollator(self.processor, scores_positions=False)
+        collate = MediaCollator(self.processor, scores_positions=False)
 
         def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
             chosen = [numbers[place] for place in batch]
-            inputs = collate([asdict(self.rows[number]) for number in chosen])
-            del inputs["labels"]
-            inputs = {name: tensor.to(given.device) for name, tensor in inputs.items()}
-            if "pixel_values" in inputs:
-                inputs["pixel_values"] = inputs["pixel_values"].to(loaded.model.dtype)
+            features = BatchFeature(collate([asdict(self.rows[number]) for number in chosen]))
+            del features["labels"]
+            inputs = features.to(device=given.device, dtype=loaded.model.dtype)
             logits = loaded.model(**inputs, use_cache=False).logits
             counted: list[Ids] = [self.counted[number] for number in chosen]
             return sums_of(logits, inputs["input_ids"], counted)

@@ -1,30 +1,36 @@
-"""Micro-batches of rows with pictures, made by the model's own processor.
+"""Micro-batches of rows with media, made by the model's own processor.
 
-Rows were tokenized and masked before; here the processor makes tokens and pixels of their texts and pictures. The
-tokens have to be those of the rows, so that each label stands at its token.
+Rows were tokenized and masked before; here the processor makes tokens and features of their texts and media. The tokens
+have to be those of the rows, so that each label stands at its token.
 
 A packed row has several documents. The processor reads them as a batch, as it reads rows that are not packed, and its
-padding is left out behind it: pixels stay in the order of the tokens that stand for them.
+padding is left out behind it: features stay in the order of the tokens that stand for them.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.images.pictures import Picture, read_picture
+from tunekit.data.media.expand import features_of
+from tunekit.data.media.kinds import COLUMN, medium_of
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-TEXT, PICTURES = "picture_text", "pictures"
-"""Columns of prepared rows: the text in which each picture is one token, and the pictures as JSON; where packed, a list
-of those of each document."""
+TEXT, MEDIA = "media_text", "media"
+"""Columns of prepared rows: the text in which each medium is one token, and the media as JSON; where packed, a list of
+those of each document."""
 
 
-class PictureCollator:
-    """Collates rows with columns `input_ids`, `labels`, `picture_text` and `pictures`.
+def as_json(row: Mapping[str, Any]) -> list[str]:
+    """Return the media of a row, as its file holds them, as they are prepared."""
+    return [json.dumps(medium) for medium in row.get(COLUMN) or ()]
+
+
+class MediaCollator:
+    """Collates rows with columns `input_ids`, `labels`, `media_text` and `media`.
 
     Args:
         processor: Processor of the model.
@@ -53,31 +59,22 @@ class PictureCollator:
         return self._with_scored_positions(batch)
 
     def texts(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch as tensors: tokens, mask and labels `(batch, seq)`, padded on the right, and the pixels.
+        """Return a batch as tensors: tokens, mask and labels `(batch, seq)`, padded on the right, and the features.
 
         Raises:
-            DataError: A picture changed, or the processor makes other tokens than were prepared.
+            DataError: A medium changed, or the processor makes other tokens than were prepared.
         """
         import torch
 
         tokenizer = self.processor.tokenizer
         # A row that fills a step has no text.
         texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
-        pictures = [[Picture.of_row(json.loads(text)) for text in row[PICTURES] or ()] for row in rows]
-        images = [[read_picture(picture) for picture in of_row] for of_row in pictures]
-        features = self.processor(
-            text=texts,
-            images=images if any(images) else None,
-            add_special_tokens=False,
-            padding=True,
-            padding_side="right",
-            return_tensors="pt",
-        )
-        batch: dict[str, Any] = dict(features)
+        media = [[medium_of(json.loads(text)) for text in row[MEDIA] or ()] for row in rows]
+        batch: dict[str, Any] = dict(features_of(self.processor, texts, media, padding_side="right"))
         lengths = batch["attention_mask"].sum(1).tolist()
-        for row, of_row, ids, length in zip(rows, pictures, batch["input_ids"].tolist(), lengths, strict=True):
+        for row, of_row, ids, length in zip(rows, media, batch["input_ids"].tolist(), lengths, strict=True):
             if ids[:length] != list(row["input_ids"]):
-                names = ", ".join(picture.path for picture in of_row) or "a row without images"
+                names = ", ".join(medium.path for medium in of_row) or "a row without media"
                 raise DataError(
                     f"{names}: the processor returns {length:,} tokens, but {len(row['input_ids']):,} were prepared",
                     hint="prepare the rows again with the installed versions",
@@ -96,8 +93,8 @@ class PictureCollator:
         return batch
 
 
-class PicturePairCollator(PictureCollator):
-    """Collates pairs with columns `{prompt,chosen,rejected}_ids`, `{chosen,rejected}_text` and `pictures`.
+class PicturePairCollator(MediaCollator):
+    """Collates pairs with columns `{prompt,chosen,rejected}_ids`, `{chosen,rejected}_text` and `media`.
 
     Args:
         processor: Processor of the model.
@@ -122,8 +119,8 @@ class PicturePairCollator(PictureCollator):
         return batch
 
 
-class RatedPictureCollator(PictureCollator):
-    """Collates answers that are good or bad, with columns `{prompt,completion}_ids`, `completion_text` and `pictures`.
+class RatedPictureCollator(MediaCollator):
+    """Collates answers that are good or bad, with columns `{prompt,completion}_ids`, `completion_text` and `media`.
 
     Where a divergence is estimated, columns `KL_ids`, `KL_num_prompt` and `KL_text` have the prompts with the answers
     to others.
@@ -195,9 +192,9 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(row)
         return
     start = 0
-    for length, text, pictures in zip(row["seq_lengths"], row[TEXT], row[PICTURES], strict=True):
+    for length, text, pictures in zip(row["seq_lengths"], row[TEXT], row[MEDIA], strict=True):
         part = slice(start, start + length)
-        yield {"input_ids": row["input_ids"][part], "labels": row["labels"][part], TEXT: text, PICTURES: pictures}
+        yield {"input_ids": row["input_ids"][part], "labels": row["labels"][part], TEXT: text, MEDIA: pictures}
         start += length
 
 
@@ -218,7 +215,7 @@ def as_text(row: Mapping[str, Any], answer: str | None = None) -> dict[str, Any]
         "input_ids": [*prompt, *own],
         "labels": [IGNORED] * len(prompt) + list(own),
         TEXT: row[f"{answer}_text"],
-        PICTURES: row[PICTURES],
+        MEDIA: row[MEDIA],
     }
 
 
@@ -226,4 +223,4 @@ def _as_mismatched(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a prompt with the answer to another one as a row of one text."""
     ids, num_prompt = row["KL_ids"], row["KL_num_prompt"]
     labels = [IGNORED] * num_prompt + list(ids[num_prompt:])
-    return {"input_ids": ids, "labels": labels, TEXT: row["KL_text"], PICTURES: row[PICTURES]}
+    return {"input_ids": ids, "labels": labels, TEXT: row["KL_text"], MEDIA: row[MEDIA]}

@@ -1,11 +1,11 @@
-"""Checks before training that rows with pictures, and rows beside them, are read as each is alone.
+"""Checks before training that rows with media, and rows beside them, are read as each is alone.
 
-A processor gives a batch the pixels of all its rows. Some models, such as Llama 3.2 Vision, then compute a row without
-pictures in another way than where no row of the batch has one (transformers 5.24), so that its loss would depend on
-the rows that happen to lie beside it.
+A processor gives a batch the features of all its rows. Some models, such as Llama 3.2 Vision, then compute a row
+without pictures in another way than where no row of the batch has one (transformers 5.24), so that its loss would
+depend on the rows that happen to lie beside it.
 
 Packed documents are compared with themselves alone, padded as rows that are not packed: that attention does not leak
-between them, that masks of pictures and positions begin again with each, and that pixels come in the order of tokens.
+between them, that masks of media and positions begin again with each, and that features come in the order of tokens.
 The logits are those of other shapes of products, so more of a difference is rounding than where only tokens change.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from tunekit.data.images.collate import PICTURES, TEXT, PictureCollator, as_text, documents_of, in_one_row
+from tunekit.data.media.collate import MEDIA, TEXT, MediaCollator, as_text, documents_of, in_one_row
+from tunekit.data.media.expand import marks_of
 from tunekit.errors import RunError
 from tunekit.models.fusion.proof import ROUNDING
 from tunekit.planner.plan import Plan
@@ -23,7 +24,7 @@ from tunekit.training.check_head import NUM_LOOKED_AT, in_evaluation
 
 
 def check_mixed_rows(trainer: Any, plan: Plan) -> None:
-    """Compare the logits of a row without pictures alone and beside a row with some, where both come in a batch.
+    """Compare the logits of a row without media alone and beside a row with some, where both come in a batch.
 
     Called by all processes together.
 
@@ -35,17 +36,17 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
         RunError: They differ by more than rounding.
     """
     rows = trainer.train_dataset
-    if not isinstance(trainer.data_collator, PictureCollator) or plan.micro_batch_size == 1:
+    if not isinstance(trainer.data_collator, MediaCollator) or plan.micro_batch_size == 1:
         return
-    flags = [bool(pictures) for pictures in rows[PICTURES]]
+    flags = [bool(media) for media in rows[MEDIA]]
     if all(flags) or not any(flags):
         return
-    text, pictured = (
-        _shortest(rows, [i for i, flag in enumerate(flags) if flag is has_pictures]) for has_pictures in (False, True)
+    text, beside_it = (
+        _shortest(rows, [i for i, flag in enumerate(flags) if flag is has_media]) for has_media in (False, True)
     )
     num_tokens = len(text["input_ids"])
     with in_evaluation(trainer, trainer.model_wrapped):
-        alone, beside = (_logits(trainer, trainer.data_collator.texts(batch)) for batch in ([text], [text, pictured]))
+        alone, beside = (_logits(trainer, trainer.data_collator.texts(batch)) for batch in ([text], [text, beside_it]))
     if not _worst(trainer, plan, [(beside[:num_tokens], alone)]) <= 1:
         off = (alone - beside[:num_tokens]).abs().amax()
         model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
@@ -57,9 +58,9 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
 
 
 def check_packed_rows(trainer: Any, plan: Plan) -> None:
-    """Compare the logits of documents in one row with those of each alone: of one without pictures and two with some.
+    """Compare the logits of documents in one row with those of each alone: of one without media and two with some.
 
-    The first one has no pictures, so that the others begin where none of theirs would in a row of their own.
+    The first one has no media, so that the others begin where none of theirs would in a row of their own.
 
     Called by all processes together.
 
@@ -75,8 +76,8 @@ def check_packed_rows(trainer: Any, plan: Plan) -> None:
     # A row that fills a step has one token.
     whole = (one for row in first for one in documents_of(row) if len(one["input_ids"]) > 1)
     documents = sorted(whole, key=lambda one: len(one["input_ids"]))
-    pictured = [document for document in documents if document[PICTURES]][:2] or documents[:1]
-    chosen = [_without_pictures(pictured[0], trainer.data_collator.processor), pictured[0], pictured[-1]]
+    pictured = [document for document in documents if document[MEDIA]][:2] or documents[:1]
+    chosen = [_without_media(pictured[0], trainer.data_collator.processor), pictured[0], pictured[-1]]
     with in_evaluation(trainer, trainer.model_wrapped):
         alone = [_logits(trainer, collate([document])) for document in chosen]
         try:
@@ -90,11 +91,13 @@ def check_packed_rows(trainer: Any, plan: Plan) -> None:
         raise RunError(problem, hint="set data.packing=false")
 
 
-def _without_pictures(row: dict[str, Any], processor: Any) -> dict[str, Any]:
+def _without_media(row: dict[str, Any], processor: Any) -> dict[str, Any]:
     """Return a row of the words of another one."""
-    words = (row[TEXT] or processor.tokenizer.decode(row["input_ids"])).replace(processor.image_token, "")
+    words = row[TEXT] or processor.tokenizer.decode(row["input_ids"])
+    for token in marks_of(processor):
+        words = words.replace(token, "")
     ids = processor.tokenizer(words, add_special_tokens=False)["input_ids"]
-    return {"input_ids": ids, "labels": ids, TEXT: words, PICTURES: []}
+    return {"input_ids": ids, "labels": ids, TEXT: words, MEDIA: []}
 
 
 def _worst(trainer: Any, plan: Plan, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

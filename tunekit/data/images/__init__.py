@@ -1,1 +1,0 @@
-"""Pictures in rows: found and checked, counted as tokens, and put into batches."""
