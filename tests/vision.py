@@ -10,11 +10,11 @@ from tests.tiny import make_tokenizer
 
 PARTS_TEMPLATE = (
     "{{% for message in messages %}}{{{{ '<|im_start|>' + message['role'] + '\n' }}}}"
-    "{{% for part in message['content'] %}}{{% if part['type'] == 'image' %}}{image}"
+    "{{% for part in message['content'] %}}{{% if part['type'] != 'text' %}}{mark}"
     "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{{{{ '<|im_end|>\n' }}}}{{% endfor %}}"
     "{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
 )
-"""ChatML whose contents are lists of parts, with the text that stands for a picture."""
+"""ChatML whose contents are lists of parts, with the text that stands for a medium."""
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -36,19 +36,20 @@ TOWER: dict[str, Any] = {
 }
 
 
-def _tokenizer(image: str, *tokens: str, **named: str) -> Any:
-    """The byte tokenizer with tokens for pictures, which `named` gives their names on it."""
+def byte_tokenizer(mark: str, *tokens: str, **named: str) -> Any:
+    """The byte tokenizer with tokens for media, which `named` gives their names on it, and one text for a medium."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", *tokens]}, replace_extra_special_tokens=False
     )
     for name, token in named.items():
         tokenizer._set_model_specific_special_tokens({name: token})
-    tokenizer.chat_template = PARTS_TEMPLATE.format(image=image)
+    tokenizer.chat_template = PARTS_TEMPLATE.format(mark=mark)
     return tokenizer
 
 
-def _text(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+def text_config(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    """Settings of a tiny text decoder for a tokenizer."""
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return TEXT | ids | changes
 
@@ -56,7 +57,7 @@ def _text(tokenizer: Any, **changes: Any) -> dict[str, Any]:
 def _llava() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _tokenizer("<image>", "<image>")
+    tokenizer = byte_tokenizer("<image>", "<image>")
     processor = t.LlavaProcessor(
         t.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
         tokenizer,
@@ -68,7 +69,7 @@ def _llava() -> tuple[Any, Any]:
     )
     config = t.LlavaConfig(
         vision_config={"model_type": "clip_vision_model", **TOWER, "projection_dim": 16},
-        text_config={"model_type": "llama", **_text(tokenizer)},
+        text_config={"model_type": "llama", **text_config(tokenizer)},
         image_token_id=processor.image_token_id,
         vision_feature_layer=-1,
     )
@@ -78,7 +79,7 @@ def _llava() -> tuple[Any, Any]:
 def _llava_next() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _tokenizer("<image>", "<image>")
+    tokenizer = byte_tokenizer("<image>", "<image>")
     grid = [[28, 56], [56, 28], [56, 56]]
     processor = t.LlavaNextProcessor(
         t.LlavaNextImageProcessorPil(
@@ -93,7 +94,7 @@ def _llava_next() -> tuple[Any, Any]:
     )
     config = t.LlavaNextConfig(
         vision_config={"model_type": "clip_vision_model", **TOWER, "projection_dim": 16},
-        text_config={"model_type": "mistral", **_text(tokenizer)},
+        text_config={"model_type": "mistral", **text_config(tokenizer)},
         image_token_id=processor.image_token_id,
         image_grid_pinpoints=grid,
         vision_feature_layer=-1,
@@ -106,7 +107,7 @@ def _idefics3() -> tuple[Any, Any]:
 
     names = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
     places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-    tokenizer = _tokenizer("<image>", *names, *places)
+    tokenizer = byte_tokenizer("<image>", *names, *places)
     processor = t.Idefics3Processor(
         t.Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
         tokenizer,
@@ -115,7 +116,7 @@ def _idefics3() -> tuple[Any, Any]:
     )
     config = t.Idefics3Config(
         vision_config=TOWER,
-        text_config={"model_type": "llama", **_text(tokenizer)},
+        text_config={"model_type": "llama", **text_config(tokenizer)},
         image_token_id=processor.image_token_id,
         scale_factor=2,
     )
@@ -125,7 +126,7 @@ def _idefics3() -> tuple[Any, Any]:
 def _mllama() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _tokenizer("<|image|>", "<|image|>", "<|begin_of_text|>", "<|python_tag|>")
+    tokenizer = byte_tokenizer("<|image|>", "<|image|>", "<|begin_of_text|>", "<|python_tag|>")
     # Its processor begins a text with it, and the model's own template does too.
     tokenizer.bos_token = "<|begin_of_text|>"
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
@@ -145,7 +146,7 @@ def _mllama() -> tuple[Any, Any]:
             "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
             "vision_output_dim": 48,
         },
-        text_config=_text(
+        text_config=text_config(
             tokenizer, num_hidden_layers=3, cross_attention_layers=[1], bos_token_id=tokenizer.bos_token_id
         ),
         image_token_index=processor.image_token_id,
@@ -157,7 +158,7 @@ def _gemma3() -> tuple[Any, Any]:
     import transformers as t
 
     names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    tokenizer = _tokenizer("<start_of_image>", *names.values(), **names)
+    tokenizer = byte_tokenizer("<start_of_image>", *names.values(), **names)
     processor = t.Gemma3Processor(
         t.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
         tokenizer,
@@ -166,7 +167,7 @@ def _gemma3() -> tuple[Any, Any]:
     )
     config = t.Gemma3Config(
         vision_config={**TOWER, "vision_use_head": False},
-        text_config=_text(tokenizer, sliding_window=16),
+        text_config=text_config(tokenizer, sliding_window=16),
         mm_tokens_per_image=4,
         image_token_id=tokenizer.image_token_id,
         boi_token_id=tokenizer.boi_token_id,
@@ -180,7 +181,7 @@ def _aya_vision() -> tuple[Any, Any]:
 
     marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
     tiles = ("TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5)))
-    tokenizer = _tokenizer("<image>", "<image>", *marks, *tiles)
+    tokenizer = byte_tokenizer("<image>", "<image>", *marks, *tiles)
     processor = t.AyaVisionProcessor(
         t.GotOcr2ImageProcessorPil(
             size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4
@@ -192,7 +193,7 @@ def _aya_vision() -> tuple[Any, Any]:
     )
     config = t.AyaVisionConfig(
         vision_config={"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False},
-        text_config={"model_type": "cohere2", **_text(tokenizer, sliding_window=16), "sliding_window_pattern": 2},
+        text_config={"model_type": "cohere2", **text_config(tokenizer, sliding_window=16), "sliding_window_pattern": 2},
         downsample_factor=1,
         image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
     )
@@ -203,7 +204,7 @@ def _ovis2() -> tuple[Any, Any]:
     import transformers as t
 
     marks = ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
-    tokenizer = _tokenizer("<image>", "<image>", *marks)
+    tokenizer = byte_tokenizer("<image>", "<image>", *marks)
     processor = t.Ovis2Processor(
         t.Ovis2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4),
         tokenizer,
@@ -213,7 +214,7 @@ def _ovis2() -> tuple[Any, Any]:
     ids = tokenizer.convert_tokens_to_ids(list(marks))
     config = t.Ovis2Config(
         vision_config={**TOWER, "vocab_size": 12, "num_visual_indicator_tokens": 5},
-        text_config={"model_type": "qwen2", **_text(tokenizer)},
+        text_config={"model_type": "qwen2", **text_config(tokenizer)},
         image_token_id=ids[0],
         visual_indicator_token_ids=ids[1:],
         vocab_size=len(tokenizer),
@@ -237,7 +238,7 @@ def _qwen2_vl() -> tuple[Any, Any]:
     tokenizer = processor.tokenizer
     config = t.Qwen2VLConfig(
         vision_config={"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
-        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE),
+        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE),
         **_qwen_ids(processor),
     )
     return config, processor
@@ -255,7 +256,7 @@ def _qwen3_5() -> tuple[Any, Any]:
             **{"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
             "num_position_embeddings": 64,
         },
-        text_config=_text(
+        text_config=text_config(
             tokenizer,
             **linear,
             linear_num_value_heads=2,
@@ -275,7 +276,7 @@ def _qwen2_5_vl() -> tuple[Any, Any]:
     tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
     config = t.Qwen2_5_VLConfig(
         vision_config=tower | {"window_size": 56, "fullatt_block_indexes": [1]},
-        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE, num_key_value_heads=2),
+        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE, num_key_value_heads=2),
         **_qwen_ids(processor),
     )
     return config, processor
@@ -289,7 +290,7 @@ def _qwen3_vl() -> tuple[Any, Any]:
     tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
     config = t.Qwen3VLConfig(
         vision_config=tower | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE | {"mrope_interleaved": True}),
+        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE | {"mrope_interleaved": True}),
         **_qwen_ids(processor),
     )
     return config, processor
@@ -301,7 +302,7 @@ _QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2
 
 def _qwen_tokenizer() -> Any:
     names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    return _tokenizer("<|vision_start|><|image_pad|><|vision_end|>", *names)
+    return byte_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", *names)
 
 
 def _qwen_ids(processor: Any) -> dict[str, int]:
@@ -317,7 +318,7 @@ def _qwen_ids(processor: Any) -> dict[str, int]:
 def _mistral3() -> tuple[Any, Any]:
     import transformers as t
 
-    tokenizer = _tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    tokenizer = byte_tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
     processor = t.PixtralProcessor(
         t.PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}),
         tokenizer,
@@ -327,7 +328,7 @@ def _mistral3() -> tuple[Any, Any]:
     )
     config = t.Mistral3Config(
         vision_config={"model_type": "pixtral", **TOWER, "head_dim": 8},
-        text_config={"model_type": "mistral", **_text(tokenizer)},
+        text_config={"model_type": "mistral", **text_config(tokenizer)},
         image_token_id=processor.image_token_id,
         vision_feature_layer=-1,
         spatial_merge_size=2,
@@ -339,7 +340,7 @@ def _internvl() -> tuple[Any, Any]:
     import transformers as t
 
     names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    tokenizer = _tokenizer("<IMG_CONTEXT>", *names.values(), "<video>", video_token="<video>", **names)
+    tokenizer = byte_tokenizer("<IMG_CONTEXT>", *names.values(), "<video>", video_token="<video>", **names)
     processor = t.InternVLProcessor(
         t.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4),
         tokenizer,
@@ -350,7 +351,7 @@ def _internvl() -> tuple[Any, Any]:
     sizes = {name: [value, value] if name in ("image_size", "patch_size") else value for name, value in TOWER.items()}
     config = t.InternVLConfig(
         vision_config=sizes,
-        text_config={"model_type": "qwen2", **_text(tokenizer)},
+        text_config={"model_type": "qwen2", **text_config(tokenizer)},
         image_token_id=tokenizer.context_image_token_id,
         image_seq_length=1,
     )
@@ -368,7 +369,7 @@ def _glm4v() -> tuple[Any, Any]:
         "<|begin_of_video|>",
         "<|end_of_video|>",
     )
-    tokenizer = _tokenizer("<|begin_of_image|><|image|><|end_of_image|>", *names)
+    tokenizer = byte_tokenizer("<|begin_of_image|><|image|><|end_of_image|>", *names)
     tokenizer._set_model_specific_special_tokens({"image_token": "<|image|>", "video_token": "<|video|>"})
     edges = {"size": {"shortest_edge": 56 * 56, "longest_edge": 4 * 56 * 56}}
     processor = t.Glm4vProcessor(
@@ -380,7 +381,7 @@ def _glm4v() -> tuple[Any, Any]:
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(names)), strict=True))
     config = t.Glm4vConfig(
         vision_config={"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
-        text_config=_text(tokenizer, rope_parameters=_QWEN_ROPE),
+        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE),
         image_token_id=ids["<|image|>"],
         video_token_id=ids["<|video|>"],
         image_start_token_id=ids["<|begin_of_image|>"],
@@ -414,17 +415,23 @@ if find_spec("torchvision") is not None:
 
 def tiny_vision_model(family: str) -> tuple[Any, Any]:
     """Return a model of random weights of a family, the same ones each time, and its processor."""
-    import torch
     from transformers import AutoModelForImageTextToText
 
     config, processor = FAMILIES[family]()
+    return with_random_weights(AutoModelForImageTextToText, config), processor
+
+
+def with_random_weights(auto_class: Any, config: Any) -> Any:
+    """Return a model of random weights, the same ones each time, none of which is so small that nothing comes of it."""
+    import torch
+
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    model = auto_class.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             parameter.copy_(noise / parameter.shape[-1] ** 0.5) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
-    return model, processor
+    return model
 
 
 def save_tiny_vision_model(folder: Path, family: str) -> Path:
@@ -459,13 +466,13 @@ def save_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
         answer = {"role": "assistant", "content": colour}
         lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, answer]}) + "\n")
     file = folder / "rows.jsonl"
-    file.write_text("".join(lines), encoding="utf-8")
+    file.writetext_config("".join(lines), encoding="utf-8")
     return file
 
 
 def save_pairs(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     """Write pictures of several sizes and pairs of answers about them, one pair without; return the file."""
-    rows = [json.loads(line) for line in save_rows(folder, num, without=without).read_text().splitlines()]
+    rows = [json.loads(line) for line in save_rows(folder, num, without=without).readtext_config().splitlines()]
     lines = []
     for number, row in enumerate(rows):
         asked, answered = row["messages"]
@@ -473,26 +480,28 @@ def save_pairs(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
         pair = {"prompt": [asked], "chosen": [answered], "rejected": [{"role": "assistant", "content": worse}]}
         lines.append(json.dumps(pair) + "\n")
     file = folder / "pairs.jsonl"
-    file.write_text("".join(lines), encoding="utf-8")
+    file.writetext_config("".join(lines), encoding="utf-8")
     return file
 
 
 def save_rated(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     """Write pictures of several sizes and answers about them that are good or bad, one without; return the file."""
-    pairs = [json.loads(line) for line in save_pairs(folder, num, without=without).read_text().splitlines()]
+    pairs = [json.loads(line) for line in save_pairs(folder, num, without=without).readtext_config().splitlines()]
     lines = []
     for number, pair in enumerate(pairs):
         is_good = number % 3 > 0
         completion = pair["chosen" if is_good else "rejected"]
         lines.append(json.dumps({"prompt": pair["prompt"], "completion": completion, "label": is_good}) + "\n")
     file = folder / "rated.jsonl"
-    file.write_text("".join(lines), encoding="utf-8")
+    file.writetext_config("".join(lines), encoding="utf-8")
     return file
 
 
 def is_of_tower(name: str) -> bool:
-    """Return whether a parameter or module of any of the families is in its vision tower or projector."""
-    return any(part in name for part in ("vision", "visual", "projector", "connector", "image_newline"))
+    """Return whether a parameter or module of any of the families is in its towers or projectors."""
+    return any(
+        part in name for part in ("vision", "visual", "audio", "encoder", "projector", "connector", "image_newline")
+    )
 
 
 def as_trl(rows: list[dict[str, Any]], folder: Path, *columns: str) -> list[dict[str, Any]]:

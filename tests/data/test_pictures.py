@@ -276,8 +276,10 @@ BROKEN = {
         {"messages": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [image("a.png")]}]},
         "messages[1] is an assistant message with an image; models answer in text",
     ),
-    "a video": (asked({"type": "video", "video": "a.mp4"}), f"{AT} is of type video, but only text and images"),
-    "sound": (asked({"type": "audio", "audio": "a.wav"}), f"{AT} is of type audio, but only text and images"),
+    "a video": (
+        asked({"type": "video", "video": "a.mp4"}),
+        "is of type video, but only text, images and audio clips",
+    ),
     "a part that is a number": (asked(5), f"{AT} must be an object {{type}}, got the number 5"),
     "a text that is a number": (
         asked({"type": "text", "text": 5}),

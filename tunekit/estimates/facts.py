@@ -40,6 +40,7 @@ from tunekit.recipe.sections.adapters import (
     PeftAdapter,
     QloraAdapter,
 )
+from tunekit.recipe.sections.data import MediaKind
 from tunekit.recipe.sections.model import ModelSection
 
 _FREE = frozenset({"type", "dropout", "loraplus_lr_ratio", "quant_type", "double_quant"})
@@ -887,6 +888,11 @@ class DataFacts(Facts):
     num_pictures: int | None = None
     num_picture_tokens: int | None = None
     """Tokens of all pictures."""
+    has_audio: bool = False
+    """True if rows have audio clips."""
+    num_clips: int | None = None
+    num_clip_tokens: int | None = None
+    """Tokens of all clips."""
     num_pixel_values: int | None = None
     """Values of the pixels of all pictures, as the model's processor cuts and scales them."""
     most_pixel_values: int | None = None
@@ -895,9 +901,10 @@ class DataFacts(Facts):
     """Rows to train on whose answer is good, where rows say so."""
 
     @property
-    def has_media(self) -> bool:
-        """True if rows have media of any kind."""
-        return self.has_pictures
+    def media(self) -> tuple[MediaKind, ...]:
+        """Kinds of media of the rows."""
+        flags: dict[MediaKind, bool] = {"image": self.has_pictures, "audio": self.has_audio}
+        return tuple(kind for kind, is_there in flags.items() if is_there)
 
     @property
     def has_lengths(self) -> bool:

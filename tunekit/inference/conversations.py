@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _TEXTS = ("text", "input_text", "output_text")
 """Types of parts that are texts."""
 
+_OF_AUDIO = ('"sampling_rate"', '"audio_processor')
+"""Settings in the files of a processor of audio."""
+
 
 def has_other_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a conversation has parts that are no text."""
@@ -51,12 +54,16 @@ def media_read(found: Trained) -> tuple[MediaKind, ...]:
     from tunekit.models.load import PROCESSOR_FILES
 
     base = model_folder(found.base)
-    if any((Path(folder) / name).is_file() for folder in (found.folder, base) for name in PROCESSOR_FILES):
-        return ("image",)
-    if Path(base).is_dir():
+    files = [Path(folder) / name for folder in (found.folder, base) for name in PROCESSOR_FILES]
+    if not Path(base).is_dir():
+        cached = (try_to_load_from_cache(base, name, revision=found.base.revision) for name in PROCESSOR_FILES)
+        files += [Path(file) for file in cached if isinstance(file, str)]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    if not texts:
         return ()
-    cached = (try_to_load_from_cache(base, name, revision=found.base.revision) for name in PROCESSOR_FILES)
-    return ("image",) if any(isinstance(file, str) for file in cached) else ()
+    takes_audio = any(key in text for text in texts for key in _OF_AUDIO)
+    takes_images = not takes_audio or any('"image_processor' in text for text in texts)
+    return tuple(kind for kind, takes in (("image", takes_images), ("audio", takes_audio)) if takes)
 
 
 def media_prompt(

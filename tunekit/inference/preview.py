@@ -109,9 +109,10 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
             room, pictures = room_of(recipe), None
             if rows.media:
-                room, pictures = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
+                processor = load_processor(recipe.model, tokenizer, rows.media)
+                room, pictures = replace(room, cuts=False), PictureAnswers(processor)
             return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures), notes)
-        media = MediaTokens(load_processor(recipe.model, tokenizer)) if rows.media else None
+        media = MediaTokens(load_processor(recipe.model, tokenizer, rows.media)) if rows.media else None
         show, encoder = preview.trained_sequences(
             rows, tokenizer, recipe.data.max_length, media, too_long=recipe.data.too_long
         )

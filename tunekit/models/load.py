@@ -24,7 +24,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -63,6 +63,7 @@ from tunekit.recipe.sections.adapters import (
     is_any_of,
     pattern_of,
 )
+from tunekit.recipe.sections.data import MediaKind
 from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
@@ -123,13 +124,26 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     return tokenizer, new
 
 
-def load_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
-    """Return the processor of a model of pictures, with a tokenizer of the model.
+_TAKING: dict[MediaKind, str] = {"image": "a vision-language model", "audio": "a model that takes audio"}
+"""Models that take a kind of media."""
+
+
+def load_processor(
+    section: ModelSection, tokenizer: "PreTrainedTokenizerBase", kinds: Collection[MediaKind] = ()
+) -> "ProcessorMixin":
+    """Return the processor of a model of media, with a tokenizer of the model.
+
+    Args:
+        section: The model, of the recipe.
+        tokenizer: Its tokenizer.
+        kinds: Kinds of media that it has to take; any by default.
 
     Raises:
-        ModelError: The model has none, or it lacks a package.
+        ModelError: The model has none, it takes other media, or it lacks a package.
     """
     from transformers import AutoProcessor, ProcessorMixin
+
+    from tunekit.data.media.kinds import kinds_of, nouns_of
 
     where = with_tokenizer(section)
     try:
@@ -147,19 +161,25 @@ def load_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase") 
             f"model.path: the processor of {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "the folder may be incomplete",
         ) from error
-    if not isinstance(processor, ProcessorMixin) or "image_processor" not in vars(processor):
+    own = kinds_of(processor) if isinstance(processor, ProcessorMixin) else ()
+    missing = next((kind for kind in kinds or ("image",) if kind not in own), None)
+    if missing is not None and (kinds or not own):
+        nouns, is_of_text = nouns_of([missing]), not isinstance(processor, ProcessorMixin)
+        why = f"is a text-only model: it has no {missing} processor"
+        if not is_of_text:
+            why = f"reads none: {type(processor).__name__} takes no {nouns} beside a text"
         raise ModelError(
-            f"model.path: rows have images, but {section.path!r} is a text-only model: it has no image processor",
-            hint="choose a vision-language model, or remove the images",
+            f"model.path: rows have {nouns}, but {section.path!r} {why}",
+            hint=f"choose {_TAKING[missing]}, or remove the {nouns}",
         )
-    if section.image_processor is not None:
+    if section.image_processor is not None and "image" in own:
         _set_image_processor(processor, section.image_processor)
     if tokenizer.chat_template is None:
         # Older checkpoints keep the template of the processor alone.
         tokenizer.chat_template = processor.chat_template
         take_texts(tokenizer)
     for name, value in vars(processor.tokenizer).items():
-        # Names of special tokens for pictures, which the processor looks up on its tokenizer.
+        # Names of special tokens for media, which the processor looks up on its tokenizer.
         if name not in vars(tokenizer):
             setattr(tokenizer, name, value)
     processor.tokenizer = tokenizer

@@ -1,8 +1,9 @@
 """Towers of a model: what text does not pass through, frozen or trained.
 
-Frozen parts compute without gradients. Gradient checkpointing beside an adapter makes the outputs of all embeddings
-require gradients, those of towers too (transformers 5.24, `enable_input_require_grads`). Autograd then keeps what a
-frozen tower computes, and goes back through it for nothing: Llama 3.2 Vision keeps 6 GiB a picture so.
+Frozen parts compute without gradients, and their batch norms with the statistics that they came with. Gradient
+checkpointing beside an adapter makes the outputs of all embeddings require gradients, those of towers too (transformers
+5.24, `enable_input_require_grads`). Autograd then keeps what a frozen tower computes, and goes back through it for
+nothing: Llama 3.2 Vision keeps 6 GiB a picture so.
 
 Trained parts get a gradient in every backward pass, of zeros where a micro-batch has no pictures: DDP waits for one of
 each trained parameter, and FSDP2 and ZeRO exchange those that are there, which have to be the same in all processes.
@@ -112,7 +113,7 @@ def compute_without_gradients(model: "Module") -> None:
             if part_of(part) == "audio_tower" or "vision_tower" not in trained:
                 module = model.get_submodule(part)
                 before: list[bool] = []
-                module.register_forward_pre_hook(_begin(before))
+                module.register_forward_pre_hook(_begin(before, _batch_norms(module)))
                 module.register_forward_hook(_end(before), always_call=True)
 
 
@@ -168,10 +169,19 @@ def _with_zeros() -> Any:
     return WithZeros
 
 
-def _begin(before: list[bool]) -> Any:
+def _batch_norms(module: "Module") -> "list[Module]":
+    """The norms of a module that keep statistics of what passes through them while they are trained."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return [part for part in module.modules() if isinstance(part, _BatchNorm)]
+
+
+def _begin(before: list[bool], norms: "list[Module]") -> Any:
     import torch
 
     def begin(_module: "Module", _inputs: Any) -> None:
+        for norm in norms:
+            norm.eval()
         before.append(torch.is_grad_enabled())
         torch.set_grad_enabled(False)
 

@@ -17,7 +17,7 @@ from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
 from tunekit.planner.decisions.checks import (
     Refusal,
-    check_pictures,
+    check_media,
     check_recipe,
     check_retry,
     choose_dtype,
@@ -55,9 +55,9 @@ def resolve(
     hardware = hardware.with_processes(recipe.parallel.num_processes)
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
-    attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype, reads_media=data.has_media)
+    attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype, reads_media=bool(data.media))
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
-    check_pictures(recipe, model, data, attention, teacher)
+    check_media(recipe, model, data, attention, teacher)
     setting = setting_of(recipe, hardware, model, records, data=data, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
@@ -234,20 +234,20 @@ def setting_of(
     dtype, _ = choose_dtype(recipe, device)
     learned = reserve_share(records, device)
     host = hardware.cpu.memory_free_bytes if hardware.cpu is not None else None
-    reads_media = data is not None and data.has_media
+    media = () if data is None else data.media
     return Setting(
         recipe=recipe,
         hardware=hardware,
         model=model,
         dtype=dtype,
-        attention=backends.choose_attention(recipe, hardware, model, dtype, reads_media=reads_media)[0],
+        attention=backends.choose_attention(recipe, hardware, model, dtype, reads_media=bool(media))[0],
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
         why_reserve=None if learned is None else learned[1],
         teacher=teacher,
         by_vllm=generates(recipe.method) and recipe.method.generation.use_vllm is True,
-        reads_media=reads_media,
+        media=media,
         row_pixel_values=None if data is None else data.most_pixel_values,
     )
 
@@ -293,7 +293,7 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     recipe, hardware, method = setting.recipe, setting.hardware, setting.recipe.method
     if not generates(method) or method.generation.use_vllm != "auto":
         return setting, chosen, "set by the recipe"
-    if setting.reads_media:
+    if setting.media:
         return setting, chosen, "prompts have images"
     if hardware.vllm is None:
         return setting, chosen, "unknown whether vLLM is installed there"

@@ -335,14 +335,19 @@ def auto_class(config: "PretrainedConfig") -> Any:
     """Return the auto class that loads the architecture of a model, vision and audio towers included.
 
     For some multimodal configurations `AutoModelForCausalLM` builds the text decoder alone, and for others nothing.
+    Transformers lists Audio Flamingo 3 with encoder-decoders (5.24).
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 
     architectures = config.architectures or []
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    return AutoModelForMultimodalLM if multimodal in architectures and causal != multimodal else AutoModelForCausalLM
+    if multimodal in architectures and causal != multimodal:
+        return AutoModelForMultimodalLM
+    seq2seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    is_listed_there = seq2seq in architectures and causal is None and not config.is_encoder_decoder
+    return AutoModelForSeq2SeqLM if is_listed_there else AutoModelForCausalLM
 
 
 def _near(folder: Path) -> str:

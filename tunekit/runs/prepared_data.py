@@ -12,7 +12,7 @@ from tunekit.data.formats.row_formats import counted
 from tunekit.data.media.answers import PictureAnswers
 from tunekit.data.media.expand import MediaTokens
 from tunekit.data.media.in_rows import ANY_MARK
-from tunekit.data.media.kinds import COLUMN, media_of, pictures_in
+from tunekit.data.media.kinds import COLUMN, KINDS, media_of, pictures_in
 from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
@@ -128,8 +128,8 @@ def prepare(
     """
     tokenizer = load_tokenizer(recipe.model)
     media = None
-    if any(rows.media for rows in (*data.train, *data.eval)):
-        media = MediaTokens(load_processor(recipe.model, tokenizer))
+    if media_in(data):
+        media = MediaTokens(load_processor(recipe.model, tokenizer, media_in(data)))
     splits = prepare_data(recipe.data, data, tokenizer, on_progress, media=media)
     report = report_data(
         splits,
@@ -178,6 +178,9 @@ def _media_facts(sources: Iterable[TokenReport | Measured]) -> dict[str, Any]:
         "has_pictures": num_media["image"] > 0,
         "num_pictures": num_media["image"] or None,
         "num_picture_tokens": num_tokens["image"] or None,
+        "has_audio": num_media["audio"] > 0,
+        "num_clips": num_media["audio"] or None,
+        "num_clip_tokens": num_tokens["audio"] or None,
     }
 
 
@@ -206,9 +209,9 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if generates(recipe.method):
         data = shown_tools(recipe.method, data, lambda: tokenizer)
     room, answers = room_of(recipe), None
-    if any(rows.media for rows in (*data.train, *data.eval)):
+    if media_in(data):
         # What is left of a picture whose tokens are cut is none.
-        room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer))
+        room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer, ("image",)))
         if generates(recipe.method):
             from tunekit.methods.generation import check_pictures
 
@@ -274,7 +277,7 @@ def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: MediaTok
 
     section = teacher.model_copy(update={"image_processor": recipe.model.image_processor})
     try:
-        processor = load_processor(section, load_tokenizer(teacher))
+        processor = load_processor(section, load_tokenizer(teacher), ("image",))
     except ModelError as error:
         problem = error.problem.removeprefix("model.path: ")
         raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
@@ -307,8 +310,8 @@ def report_on_rows(
     """
     prepared = prepare_rows(recipe, data, on_progress)
     tokenizer, pictures = load_tokenizer(recipe.model), None
-    if prepared.facts.has_media:
-        pictures = PictureAnswers(load_processor(recipe.model, tokenizer))
+    if prepared.facts.media:
+        pictures = PictureAnswers(load_processor(recipe.model, tokenizer, ("image",)))
     return report_rows(
         prepared.splits,
         tokenizer,
@@ -345,6 +348,12 @@ def room_of(recipe: Recipe) -> Room:
     return Room(max_length, max_length - 1)
 
 
+def media_in(data: LoadedData) -> tuple[MediaKind, ...]:
+    """Return the kinds of media of rows."""
+    kinds = {kind for rows in (*data.train, *data.eval) for kind in rows.media}
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
     """Return the facts about rows before they are tokenized: their number, and the amount of text."""
     sources = list(_counted_sources(recipe, data)) if len(data.train) > 1 else []
@@ -353,7 +362,8 @@ def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
         num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
         format=data.train[0].format,
         sources=tuple(sources),
-        has_pictures=any("image" in rows.media for rows in (*data.train, *data.eval)),
+        has_pictures="image" in media_in(data),
+        has_audio="audio" in media_in(data),
     )
 
 

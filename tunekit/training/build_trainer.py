@@ -183,7 +183,7 @@ def build_trainer(
         engine=trainer_args(plan),
         load_reference=partial(load_frozen, plan),
         load_teacher=partial(load_frozen, plan),
-        processor=load_processor(recipe.model, tokenizer) if plan.data.has_media else None,
+        processor=load_processor(recipe.model, tokenizer, plan.data.media) if plan.data.media else None,
     )
     trainer: RunTrainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
     for path in recipe.train.callbacks or ():

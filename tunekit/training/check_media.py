@@ -2,29 +2,36 @@
 
 A processor gives a batch the features of all its rows. Some models, such as Llama 3.2 Vision, then compute a row
 without pictures in another way than where no row of the batch has one (transformers 5.24), so that its loss would
-depend on the rows that happen to lie beside it.
+depend on the rows that happen to lie beside it. Audio clips of a batch are padded to the longest one, and the code of
+some towers, such as that of Gemma 3n, does not leave the padding out.
 
 Packed documents are compared with themselves alone, padded as rows that are not packed: that attention does not leak
 between them, that masks of media and positions begin again with each, and that features come in the order of tokens.
 The logits are those of other shapes of products, so more of a difference is rounding than where only tokens change.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 
+from tunekit.data.media.clips import Clip
 from tunekit.data.media.collate import MEDIA, TEXT, MediaCollator, as_text, documents_of, in_one_row
 from tunekit.data.media.expand import marks_of
+from tunekit.data.media.kinds import medium_of, nouns_of
 from tunekit.errors import RunError
 from tunekit.models.fusion.proof import ROUNDING
 from tunekit.planner.plan import Plan
 from tunekit.training.check_head import NUM_LOOKED_AT, in_evaluation
 
+NUM_SPREAD = 4
+"""Rows of different lengths of clips that are compared."""
+
 
 def check_mixed_rows(trainer: Any, plan: Plan) -> None:
-    """Compare the logits of a row without media alone and beside a row with some, where both come in a batch.
+    """Compare the logits of rows alone and beside others: without media beside some, and of clips beside longer ones.
 
     Called by all processes together.
 
@@ -38,23 +45,44 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
     rows = trainer.train_dataset
     if not isinstance(trainer.data_collator, MediaCollator) or plan.micro_batch_size == 1:
         return
-    flags = [bool(media) for media in rows[MEDIA]]
-    if all(flags) or not any(flags):
-        return
-    text, beside_it = (
-        _shortest(rows, [i for i, flag in enumerate(flags) if flag is has_media]) for has_media in (False, True)
-    )
-    num_tokens = len(text["input_ids"])
+    nouns, flags = nouns_of(plan.data.media), [bool(media) for media in rows[MEDIA]]
+    hint = f"set train.micro_batch_size=1, or add {nouns} to all rows or none"
+    if any(flags) and not all(flags):
+        beside = [
+            _shortest(rows, [i for i, flag in enumerate(flags) if flag is has_media]) for has_media in (False, True)
+        ]
+        what = f"a row without {nouns} in a batch with {nouns} than alone"
+        _check_alike(trainer, plan, beside, num=1, what=what, hint=hint)
+    if "audio" in plan.data.media:
+        first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
+        beside = _spread([as_text(row) for row in first])
+        what, hint = "a row with audio beside longer clips than alone", "set train.micro_batch_size=1"
+        if len(beside) > 1:
+            _check_alike(trainer, plan, beside, num=len(beside), what=what, hint=hint)
+
+
+def _check_alike(trainer: Any, plan: Plan, rows: Sequence[dict[str, Any]], *, num: int, what: str, hint: str) -> None:
+    """Compare the logits of the first `num` of some rows in a batch of all of them with those of each alone.
+
+    Raises:
+        RunError: They differ by more than rounding, or the processor refuses such a batch.
+    """
+    collate = trainer.data_collator.texts
+    try:
+        together, alone = collate(rows), [collate([row]) for row in rows[:num]]
+    except ValueError as error:
+        reader = type(trainer.data_collator.processor).__name__
+        raise RunError(f"{reader} refuses a batch of rows with different media: {error}", hint=hint) from error
     with in_evaluation(trainer, trainer.model_wrapped):
-        alone, beside = (_logits(trainer, trainer.data_collator.texts(batch)) for batch in ([text], [text, beside_it]))
-    if not _worst(trainer, plan, [(beside[:num_tokens], alone)]) <= 1:
-        off = (alone - beside[:num_tokens]).abs().amax()
+        logits = _all_logits(trainer, together)
+        pairs = [
+            (own[: len(row["input_ids"])], _all_logits(trainer, batch)[0])
+            for own, row, batch in zip(logits, rows, alone, strict=False)
+        ]
+    if not _worst(trainer, plan, pairs) <= 1:
+        off = max(float((own - other).abs().amax()) for own, other in pairs)
         model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
-        raise RunError(
-            f"{model} computes other logits for a row without images in a batch with images than alone: they "
-            f"differ by {float(off):.2g}",
-            hint="set train.micro_batch_size=1, or add images to all rows or none",
-        )
+        raise RunError(f"{model} computes other logits for {what}: they differ by {off:.2g}", hint=hint)
 
 
 def check_packed_rows(trainer: Any, plan: Plan) -> None:
@@ -71,23 +99,25 @@ def check_packed_rows(trainer: Any, plan: Plan) -> None:
     Raises:
         RunError: They differ by more than rounding, or the model does not compute such a row.
     """
-    collate, path = trainer.data_collator.texts, plan.recipe.model.path
+    collate, path, nouns = trainer.data_collator.texts, plan.recipe.model.path, nouns_of(plan.data.media)
     first = trainer.train_dataset.select(range(min(NUM_LOOKED_AT, len(trainer.train_dataset))))
     # A row that fills a step has one token.
     whole = (one for row in first for one in documents_of(row) if len(one["input_ids"]) > 1)
     documents = sorted(whole, key=lambda one: len(one["input_ids"]))
-    pictured = [document for document in documents if document[MEDIA]][:2] or documents[:1]
-    chosen = [_without_media(pictured[0], trainer.data_collator.processor), pictured[0], pictured[-1]]
+    with_media = [document for document in documents if document[MEDIA]]
+    some = _spread(with_media) if "audio" in plan.data.media else with_media[:2]
+    some = some or documents[:1]
+    chosen = [_without_media(some[0], trainer.data_collator.processor), *some, *some[:1] * (len(some) == 1)]
     with in_evaluation(trainer, trainer.model_wrapped):
         alone = [_logits(trainer, collate([document])) for document in chosen]
         try:
             together = _logits(trainer, in_one_row(collate(chosen)))
         except (TypeError, ValueError, RuntimeError) as error:
-            problem = f"{path} does not support packed documents with images: {str(error).strip()}"
+            problem = f"{path} does not support packed documents with {nouns}: {str(error).strip()}"
             raise RunError(problem, hint="set data.packing=false") from error
     parts = torch.split(together, [len(document["input_ids"]) for document in chosen])
     if not _worst(trainer, plan, zip(parts, alone, strict=True)) <= 1:
-        problem = f"{path}: packed documents with images have other logits than each alone"
+        problem = f"{path}: packed documents with {nouns} have other logits than each alone"
         raise RunError(problem, hint="set data.packing=false")
 
 
@@ -114,9 +144,28 @@ def _shortest(rows: Any, indices: list[int]) -> dict[str, Any]:
     return min(map(as_text, rows.select(indices[:NUM_LOOKED_AT])), key=lambda row: len(row["input_ids"]))
 
 
+def _spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a few of those rows that have clips, from the one with the shortest clips to the one with the longest."""
+    with_clips = [(length, number) for number, row in enumerate(rows) if (length := _audio_seconds(row)) > 0]
+    ordered, last = sorted(with_clips), len(with_clips) - 1
+    places = dict.fromkeys(round(share * last / (NUM_SPREAD - 1)) for share in range(NUM_SPREAD) if last >= 0)
+    return [rows[ordered[place][1]] for place in places]
+
+
+def _audio_seconds(row: dict[str, Any]) -> float:
+    """Return the length of the longest clip of a row; 0 without one."""
+    media = [medium_of(json.loads(medium)) for medium in row[MEDIA] or ()]
+    return max((medium.seconds for medium in media if isinstance(medium, Clip)), default=0.0)
+
+
 def _logits(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
     """Return the logits of the first row of a batch, `(tokens, vocabulary)`."""
+    return _all_logits(trainer, batch)[0]
+
+
+def _all_logits(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Return the logits of a batch, `(rows, tokens, vocabulary)`."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "scored_positions")}
     model, device = trainer.model_wrapped, trainer.accelerator.device
     logits: torch.Tensor = model(**send_to_device(inputs, device), use_cache=False).logits
-    return logits[0]
+    return logits

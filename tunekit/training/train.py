@@ -121,7 +121,7 @@ def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, s
         TunekitError: A check fails.
     """
     recipe = plan.recipe
-    packs_media = plan.padding_free and plan.data.has_media
+    packs_media = plan.padding_free and plan.data.media
     if plan.padding_free and not packs_media:
         key = "data.packing" if recipe.data.packing else "data.padding_free"
         check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
@@ -130,7 +130,7 @@ def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, s
         record.write("attention", message=error_bound)
     check_head(trainer, plan, record, vocabulary=vocabulary)
     engine.between_checks(trainer, plan)
-    if plan.data.has_media:
+    if plan.data.media:
         (check_packed_rows if packs_media else check_mixed_rows)(trainer, plan)
         engine.between_checks(trainer, plan)
     if plan.reference != "none":

@@ -282,7 +282,7 @@ NEEDED = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in name
 KNOWN = tuple(dict.fromkeys((*NEEDED, *(name for names in OPTIONAL_COLUMNS.values() for name in names))))
 """Every column that some format reads."""
 
-MAPPED = (*KNOWN, "images")
+MAPPED = (*KNOWN, "images", "audios")
 """Every column that may have another name in a file."""
 
 

@@ -17,6 +17,7 @@ from tunekit.data.packing.sequences import IGNORED
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import ProcessorMixin
 
 TEXT, MEDIA = "media_text", "media"
@@ -178,12 +179,17 @@ def in_one_row(batch: Mapping[str, Any]) -> dict[str, Any]:
     """
     mask = batch["attention_mask"].bool()
     row = {
-        name: value[mask][None] if value.shape == mask.shape and not value.is_floating_point() else value
+        name: value[mask][None] if _is_of_tokens(name, value, mask) else value
         for name, value in batch.items()
         if name not in ("attention_mask", "scored_positions")
     }
     row["position_ids"] = (mask.cumsum(1) - 1)[mask][None]
     return row
+
+
+def _is_of_tokens(name: str, value: "Tensor", mask: "Tensor") -> bool:
+    """Return whether an input has a value for each token; masks of media may have the same shape."""
+    return value.shape == mask.shape and not value.is_floating_point() and not name.endswith("_mask")
 
 
 def documents_of(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

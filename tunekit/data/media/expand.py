@@ -2,17 +2,24 @@
 
 A processor of Transformers replaces the one token that stands for a medium in a text by as many as its size asks for,
 with others around and between them for some models. What it writes for a size is asked of the processor itself, of a
-blank picture, once for each size. That this gives the tokens of the rows is checked by the whole processor on rows with
-their real media, before training and for each row while it is trained on.
+blank picture or of silence, once for each size. That this gives the tokens of the rows is checked by the whole
+processor on rows with their real media, before training and for each row while it is trained on.
+
+Of a longer clip a processor makes as many tokens or more, so lengths between two of the same tokens are not asked. Some
+processors leave out what is behind a number of seconds, without a word: the features of a clip have to change with its
+end.
 """
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.data.formats.row_formats import counted
-from tunekit.data.media.kinds import KINDS, Medium, blank_medium, nouns_of, read_medium
+from tunekit.data.media.clips import Clip
+from tunekit.data.media.kinds import KINDS, Medium, blank_medium, kinds_of, nouns_of, read_medium, sample_rate_of
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import MediaKind
 
@@ -49,7 +56,9 @@ class MediumTokens:
 
 def marks_of(processor: Any) -> dict[str, MediaKind]:
     """Return the tokens that stand for media in a text before a processor replaces them, with the kind of each."""
-    tokens: dict[MediaKind, str | None] = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+    tokens: dict[MediaKind, str | None] = {
+        kind: getattr(processor, f"{kind}_token", None) for kind in kinds_of(processor)
+    }
     return {token: kind for kind, token in tokens.items() if token is not None}
 
 
@@ -79,6 +88,10 @@ def features_of(
     images = [[read(medium, processor) for medium in of_text if medium.kind == "image"] for of_text in media]
     if any(images):
         arguments["images"] = images
+    # Clips are one list, whatever their texts.
+    clips = [read(medium, processor) for of_text in media for medium in of_text if medium.kind == "audio"]
+    if clips:
+        arguments |= {"audio": clips, "audio_kwargs": {"sampling_rate": sample_rate_of(processor)}}
     padding = {} if padding_side is None else {"padding": True, "padding_side": padding_side}
     features: BatchFeature = processor(
         text=list(texts),
@@ -107,22 +120,45 @@ class MediaTokens:
         self.processor: Any = processor
         self.marks: Mapping[str, MediaKind] = marks_of(processor)
         self._tokens = {kind: token for token, kind in self.marks.items()}
-        self._known: dict[Hashable, Replacement] = {}
+        self._pictures: dict[tuple[int, int], Replacement] = {}
+        self._clips: dict[int, Replacement] = {}
+        self._lengths: list[int] = []
+        """Numbers of samples that the processor was asked, rising."""
+        self._heard = sys.maxsize, 0
+        """Samples of the shortest and the longest clip of which the processor reads the end."""
+        self._counts: set[tuple[MediaKind, ...]] = set()
+        """Media of texts that the processor takes."""
 
     def of(self, medium: Medium) -> Replacement:
         """Return what the processor makes of a medium of this size."""
-        key = medium.kind, medium.size
-        if key not in self._known:
-            token = self._tokens[medium.kind]
-            features: Any = features_of(
-                self.processor, [token], [[medium]], read=blank_medium, return_text_replacement_offsets=True
-            )
-            # A processor without replacements leaves the one token as it is.
-            replaced = features.get("text_replacement_offsets") or [[]]
-            text = replaced[0][0]["replacement"] if replaced[0] else token
-            num_values = features["pixel_values"].numel()
-            self._known[key] = Replacement(text, len(features["input_ids"][0]), num_values)
-        return self._known[key]
+        if isinstance(medium, Clip):
+            return self._of_clip(medium)
+        if medium.size not in self._pictures:
+            self._pictures[medium.size] = self._ask(medium)
+        return self._pictures[medium.size]
+
+    def _of_clip(self, clip: Clip) -> Replacement:
+        num = clip.num_samples(sample_rate_of(self.processor))
+        if num not in self._clips:
+            at = bisect_left(self._lengths, num)
+            between = {self._clips[length] for length in self._lengths[max(0, at - 1) : at + 1]}
+            if 0 < at < len(self._lengths) and len(between) == 1:
+                self._clips[num] = between.pop()
+            else:
+                self._clips[num] = self._ask(clip)
+                self._lengths.insert(at, num)
+        return self._clips[num]
+
+    def _ask(self, medium: Medium) -> Replacement:
+        token = self._tokens[medium.kind]
+        features: Any = features_of(
+            self.processor, [token], [[medium]], read=blank_medium, return_text_replacement_offsets=True
+        )
+        # A processor without replacements leaves the one token as it is.
+        replaced = features.get("text_replacement_offsets") or [[]]
+        text = replaced[0][0]["replacement"] if replaced[0] else token
+        num_values = features["pixel_values"].numel() if medium.kind == "image" else 0
+        return Replacement(text, len(features["input_ids"][0]), num_values)
 
     def features(self, medium: Medium) -> dict[str, "Tensor"]:
         """Return what the processor makes of a medium, by name."""
@@ -130,6 +166,7 @@ class MediaTokens:
 
     def num_values(self, media: Sequence[Sequence[Medium]]) -> int:
         """Return the number of values of the pixels of the media of texts that are read together."""
+        media = [[medium for medium in of_text if medium.kind == "image"] for of_text in media]
         if not any(media):
             return 0
         # A space, as some processors read no empty text.
@@ -157,6 +194,10 @@ class MediaTokens:
         """
         pieces = self._pieces(text)
         self._check_marks([self.marks[mark] for mark in pieces[1::2]], media, place)
+        self._check_count(media, place)
+        for medium in media:
+            if isinstance(medium, Clip):
+                self._check_clip(medium, place)
         replaced, parts = self.spans_of(text, media), [pieces[0]]
         marks, before = [], len(pieces[0])
         for medium, mark, piece in zip(media, pieces[1::2], pieces[2::2], strict=True):
@@ -202,6 +243,66 @@ class MediaTokens:
                 f"{place}: the chat template writes images and other media in another order",
                 hint="set model.chat_template to one that keeps their order, or put them in its order",
             )
+
+    def _check_count(self, media: Sequence[Medium], place: str) -> None:
+        """Check that the processor takes a text with so many media.
+
+        Raises:
+            DataError: It does not.
+        """
+        kinds = tuple(medium.kind for medium in media)
+        if "audio" not in kinds or kinds in self._counts:
+            return
+        try:
+            features_of(self.processor, ["".join(map(self._tokens.__getitem__, kinds))], [media], read=blank_medium)
+        except ValueError as error:
+            num = " and ".join(counted(kinds.count(kind), KINDS[kind].noun) for kind in dict.fromkeys(kinds))
+            problem = f"{place}: {type(self.processor).__name__} refuses a row with {num}: {error}"
+            raise DataError(problem, hint="change the row, or remove it") from error
+        self._counts.add(kinds)
+
+    def _check_clip(self, clip: Clip, place: str) -> None:
+        """Check that a clip is neither too short to be any tokens, nor longer than the processor reads.
+
+        Raises:
+            DataError: It is.
+        """
+        rate, reader = sample_rate_of(self.processor), type(self.processor).__name__
+        num = clip.num_samples(rate)
+        if self._heard[0] <= num <= self._heard[1]:
+            return
+        try:
+            is_read = self._tokens["audio"] in self.of(clip).text and self._hears_end(num)
+        except (ValueError, RuntimeError) as error:
+            problem = f"{place}: {reader} cannot read {clip.words}: {error}"
+            raise DataError(problem, hint="remove the clip, or change its length") from error
+        if is_read:
+            self._heard = min(self._heard[0], num), max(self._heard[1], num)
+            return
+        low, high = self._heard[1], num
+        while high - low > rate // 10:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._hears_end(middle) else (low, middle)
+        if not low or low > num:
+            problem = f"{place}: {clip.words} is too short: {reader} makes nothing of it"
+            raise DataError(problem, hint="remove the clip, or join it with others")
+        problem = f"{place}: {clip.words} is too long: {reader} reads the first {low / rate:,.1f} s of a clip"
+        raise DataError(problem, hint="split the clip")
+
+    def _hears_end(self, num: int) -> bool:
+        """Return whether the features of a clip of so many samples change with its last tenth of a second."""
+        import numpy as np
+
+        silent = np.zeros(num, dtype=np.float32)
+        noisy = silent.copy()
+        tail = min(num, sample_rate_of(self.processor) // 10)
+        noisy[-tail:] = np.random.default_rng(0).standard_normal(tail)
+        token, blank = self._tokens["audio"], Clip("", num, 1, "")
+        one, other = (
+            features_of(self.processor, [token], [[blank]], read=lambda *_, samples=samples: samples)
+            for samples in (silent, noisy)
+        )
+        return not all(value.equal(other[name]) for name, value in one.items())
 
     def placed(
         self, text: str, media: Sequence[Medium], place: str, marks: Callable[[str, Span], Sequence[bool]]

@@ -150,9 +150,9 @@ def _answers(row: Row, gathered: _Gathered) -> Row:
         gathered.held_mark = gathered.held_mark or own.held_mark
         media = [value for _, value, _ in own.found]
         if num_before and media and media != [value for _, value, _ in gathered.found[:num_before]]:
-            raise BadRow(f"{name} and prompt have different images")
+            raise BadRow(f"{name} and prompt have different {nouns_of(gathered.beside)}")
         if first is not None and media != first[1]:
-            raise BadRow(f"{first[0]} and {name} have different images")
+            raise BadRow(f"{first[0]} and {name} have different {nouns_of(gathered.beside)}")
         first = name, media
         if not num_before:
             gathered.found = own.found
@@ -236,7 +236,8 @@ def _part(part: object, where: str, gathered: _Gathered) -> str:
         gathered.note_mark(text)
         return text
     if type_ not in types:
-        raise BadRow(f"{where} is of type {type_}, but only text and {nouns_of(gathered.beside)} are supported")
+        *most, last = ("text", *(f"{KINDS[kind].noun}s" for kind in gathered.beside))
+        raise BadRow(f"{where} is of type {type_}, but only {', '.join(most)} and {last} are supported")
     kind = types[type_]
     return gathered.mark(kind, next(_values(fields, kind), None), where)
 
@@ -248,6 +249,8 @@ def _values(part: Mapping[str, Any], kind: MediaKind) -> Iterator[object]:
             value = f"data:;base64,{value}"
         if key.endswith("_url") and isinstance(value, Mapping):
             value = value.get("url")
+        if key == "input_audio" and isinstance(value, Mapping) and isinstance(value.get("data"), str):
+            value = f"data:;base64,{value['data']}"
         if value is not None:
             yield value
 

@@ -5,15 +5,17 @@ A row's texts have a mark where each medium stands, and its column `__media__` h
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.media.clips import Clip, look_at_clip, read_clip
 from tunekit.data.media.files import Look, find_file
 from tunekit.data.media.pictures import Picture, look_at_picture, read_picture
 from tunekit.recipe.sections.data import MediaKind
 
-Medium = Picture
+Medium = Picture | Clip
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,21 @@ KINDS: dict[MediaKind, Kind] = {
         example="data:image/png;base64,...",
         look=look_at_picture,
     ),
+    "audio": Kind(
+        # INTERLINEAR ANNOTATION TERMINATOR, beside it.
+        mark="\ufffb",
+        written="<audio>",
+        columns=("audios", "audio"),
+        parts=("audio", "audio_url", "input_audio"),
+        values=("audio", "audio_url", "input_audio"),
+        noun="audio clip",
+        title="audio",
+        example="data:audio/wav;base64,...",
+        look=look_at_clip,
+    ),
 }
 
-_CLASSES: dict[MediaKind, type[Medium]] = {"image": Picture}
+_CLASSES: dict[MediaKind, type[Medium]] = {"image": Picture, "audio": Clip}
 
 COLUMN = "__media__"
 """Column of the media of a row, which no file has."""
@@ -104,7 +118,7 @@ def pictures_in(row: Row) -> list[Picture]:
 
 
 def read_medium(medium: Medium, processor: Any) -> Any:
-    """Read a medium as a processor takes it: a PIL image.
+    """Read a medium as a processor takes it: a PIL image, or samples `(samples,)` at its sample rate.
 
     Args:
         medium: The medium.
@@ -113,14 +127,43 @@ def read_medium(medium: Medium, processor: Any) -> Any:
     Raises:
         DataError: It is not the one that was looked at, or cannot be decoded.
     """
-    return read_picture(medium)
+    return read_clip(medium, sample_rate_of(processor)) if isinstance(medium, Clip) else read_picture(medium)
 
 
 def blank_medium(medium: Medium, processor: Any) -> Any:
     """Return a medium of the size of another one, without content."""
+    if isinstance(medium, Clip):
+        import numpy as np
+
+        return np.zeros(medium.num_samples(sample_rate_of(processor)), dtype=np.float32)
     from PIL import Image
 
-    return Image.new("RGB", (medium.width, medium.height))
+    return Image.new("RGB", medium.size)
+
+
+_PROCESSORS: dict[MediaKind, tuple[str, ...]] = {
+    "image": ("image_processor",),
+    "audio": ("audio_processor", "feature_extractor"),
+}
+"""Attributes of a processor with what processes media of a kind."""
+
+
+def kinds_of(processor: Any) -> tuple[MediaKind, ...]:
+    """Return the kinds of media that a processor takes beside a text."""
+    parameters = signature(type(processor).__call__).parameters
+    takes_audio = "audio" in parameters
+    return tuple(
+        kind
+        for kind, names in _PROCESSORS.items()
+        if not vars(processor).keys().isdisjoint(names) and (kind != "audio" or takes_audio)
+    )
+
+
+def sample_rate_of(processor: Any) -> int:
+    """Return the sample rate of the audio that a processor takes."""
+    own = vars(processor)
+    rate: int = next(own[name] for name in _PROCESSORS["audio"] if name in own).sampling_rate
+    return rate
 
 
 def find_medium(kind: MediaKind, value: object, where: str, folder: Path | None, store: Path | None = None) -> Medium:

@@ -360,7 +360,10 @@ def _confidence(
 
     Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
     """
-    if not is_traced(model) or (passes.reads_media and (model.tower is None or not counts(model.tower, adapter))):
+    unknown = "audio" in passes.media or (
+        "image" in passes.media and (model.tower is None or not counts(model.tower, adapter))
+    )
+    if not is_traced(model) or unknown:
         return "outside the model"
     if qat is not None:
         return "closed form"
@@ -376,7 +379,7 @@ def _confidence(
         and layout.offload_param_device == "none"
     )
     traced: tuple[str, ...] = () if model.num_experts else ("single", "ddp")
-    if passes.reads_media:
+    if passes.media:
         # Towers are traced on one device, below supervised fine-tuning.
         traced = ("single", "ddp") if passes.method == "sft" else ()
     elif passes.method == "sft":

@@ -103,8 +103,8 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     return None
 
 
-def why_pictures_not_packed(model: ModelFacts, attn_implementation: str) -> str | None:
-    """Return why rows with pictures are not packed; None where nothing is known against it.
+def why_media_not_packed(model: ModelFacts, attn_implementation: str) -> str | None:
+    """Return why rows with media are not packed; None where nothing is known against it.
 
     Args:
         model: The model.
@@ -305,11 +305,12 @@ def padding_of(
     """Choose the collation of the rows of a micro-batch, with the reason."""
     masks = needs_mask(attn_implementation)
     is_single = micro_batch_size * passes.sequences_per_row == 1
-    if passes.always_pads or (passes.reads_media and not data.packing):
-        masks_pictures = passes.reads_media and model.tower is not None and model.tower.masks_text
+    if passes.always_pads or (passes.media and not data.packing):
+        masks_pictures = "image" in passes.media and model.tower is not None and model.tower.masks_text
         length = data.max_length + passes.num_virtual_tokens
         mask_length = length if masks and (masks_pictures or not is_single) else None
-        why = "rows with images are padded" if passes.reads_media else f"TRL pads {passes.method} batches"
+        why = f"rows with {'audio' if 'audio' in passes.media else 'images'} are padded"
+        why = why if passes.media else f"TRL pads {passes.method} batches"
         why = "each row follows its virtual tokens" if passes.num_virtual_tokens else why
         return Padding(False, mask_length, why)
     whole = micro_batch_size * data.max_length

@@ -27,6 +27,7 @@ from tunekit.planner.decisions import backends
 from tunekit.planner.plan import VARLEN, VLLM, Kernels, Plan, Reason, gib
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.data import MediaKind
 from tunekit.recipe.sections.section import ParallelSection
 
 MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
@@ -50,7 +51,7 @@ class Setting:
         why_reserve: Which runs that was learned from, None where it was not.
         teacher: The model to learn from, for distillation.
         by_vllm: Whether vLLM generates answers.
-        reads_media: Whether rows have media.
+        media: Kinds of media of the rows.
         row_pixel_values: Values of the pixels of a row, at the most; None where that is not known.
     """
 
@@ -65,7 +66,7 @@ class Setting:
     why_reserve: str | None
     teacher: ModelFacts | None = None
     by_vllm: bool = False
-    reads_media: bool = False
+    media: tuple[MediaKind, ...] = ()
     row_pixel_values: int | None = None
 
     @property
@@ -93,7 +94,7 @@ class Setting:
             by_vllm=self.by_vllm,
         )
         reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
-        return replace(passes, copies_adapter=reference == "copied adapter", reads_media=self.reads_media)
+        return replace(passes, copies_adapter=reference == "copied adapter", media=self.media)
 
     def attention_in(self, layout: Layout) -> str:
         """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
@@ -178,7 +179,7 @@ class Setting:
     def _pictures(self, layout: Layout, size: int) -> PictureLoad | None:
         """The pictures of micro-batches of `size` rows."""
         tower = self.model.tower
-        if not self.reads_media or tower is None:
+        if "image" not in self.media or tower is None:
             return None
         values = self.row_pixel_values or tower.most_values(self.recipe.data.max_length)
         values *= self.passes.sequences_per_row  # each answer comes with the pictures of its prompt

@@ -264,14 +264,14 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         yield problem, "set adapter.type=full"
 
 
-def check_pictures(
+def check_media(
     recipe: Recipe,
     model: ModelFacts,
     rows: DataFacts,
     attn_implementation: str,
     teacher: ModelFacts | None = None,
 ) -> None:
-    """Check that rows with pictures can be trained on as a recipe says.
+    """Check that rows with media can be trained on as a recipe says.
 
     Args:
         recipe: The recipe.
@@ -281,19 +281,25 @@ def check_pictures(
         teacher: The model to learn from, for distillation.
 
     Raises:
-        PlanError: They cannot, or the recipe says how to read pictures where there are none.
+        PlanError: They cannot, or the recipe says how to read media where there are none.
     """
     parts = [part for part in get_args(Part) if recipe.adapter.training_of(part) != "frozen"]
+    if rows.has_audio and parts:
+        problem = f"adapter.{parts[0]}: towers are only trained on images, but the rows have audio"
+        raise PlanError(problem, hint="unset it")
     if not rows.has_pictures:
         if parts:
             raise PlanError(f"adapter.{parts[0]}: no effect, the rows have no images", hint="unset it")
         if recipe.model.image_processor is not None:
             raise PlanError("model.image_processor: no effect, the rows have no images", hint="unset it")
+    if not rows.media:
         return
     data, parallel = recipe.data, recipe.parallel
+    nouns = "images" if rows.has_pictures else "audio"
     if not model.is_multimodal:
-        problem = f"model.path: rows have images, but {model.path} is a text-only model"
-        raise PlanError(problem, hint="choose a vision-language model, or remove the images from the rows")
+        problem = f"model.path: rows have {nouns}, but {model.path} is a text-only model"
+        other = "vision-language model" if rows.has_pictures else "model that takes audio"
+        raise PlanError(problem, hint=f"choose a {other}, or remove the {nouns} from the rows")
     if teacher is not None and not teacher.is_multimodal:
         problem = f"method.teacher: rows have images, but {teacher.path} is a text-only model"
         raise PlanError(problem, hint="choose a vision-language model of the same family as the teacher")
@@ -314,10 +320,10 @@ def check_pictures(
     }
     for key, is_asked in settings.items():
         if is_asked:
-            raise PlanError(f"{key}: unsupported for rows with images", hint="unset it")
-    why_not = backends.why_pictures_not_packed(model, attn_implementation) if data.packing else None
+            raise PlanError(f"{key}: unsupported for rows with {nouns}", hint="unset it")
+    why_not = backends.why_media_not_packed(model, attn_implementation) if data.packing else None
     if why_not is not None:
-        raise PlanError(f"data.packing: unsupported for rows with images: {why_not}", hint="unset it")
+        raise PlanError(f"data.packing: unsupported for rows with {nouns}: {why_not}", hint="unset it")
 
 
 def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
@@ -440,9 +446,11 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     yield from published_refusals(recipe, setting.model, layout)
     if isinstance(recipe.adapter, QloraAdapter):
         yield from _qlora_refusals(recipe.adapter, setting, layout)
-    if setting.reads_media and layout.strategy == "zero3":
-        why = "ZeRO-3 gathers weights each time a module runs, and the vision tower runs only where rows have images"
-        yield why, "use fsdp2"
+    if setting.media and layout.strategy == "zero3":
+        tower = "vision tower runs only where rows have images"
+        if "audio" in setting.media:
+            tower = "audio tower runs only where rows have audio"
+        yield f"ZeRO-3 gathers weights each time a module runs, and the {tower}", "use fsdp2"
     repeated = backends.repeats(recipe.data, setting.model, setting.attention_in(layout))
     if repeated is not None and (layout.strategy == "zero3" or (is_fsdp2 and repeated == "the decoder")):
         name, key = "FSDP2" if is_fsdp2 else "ZeRO-3", "data.packing" if recipe.data.packing else "data.padding_free"

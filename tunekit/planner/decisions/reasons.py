@@ -603,6 +603,8 @@ def data_reasons(recipe: Recipe, data: DataFacts, model: ModelFacts) -> Iterator
     yield from _mixture_reasons(recipe, data)
     if data.has_pictures:
         yield _picture_reason(recipe.adapter, data, model.tower)
+    if data.has_audio:
+        yield _audio_reason(data)
     balance = None if data.num_good is None else recipe.method.balance(data.num_train, data.num_good)
     if balance is not None:
         choice, why = balance
@@ -653,6 +655,14 @@ def _picture_reason(adapter: Adapter, data: DataFacts, tower: Tower | None) -> R
         return Reason(topic="pictures", choice="in the rows", why=why)
     mean = (data.num_picture_tokens or 0) / data.num_pictures
     return Reason(topic="pictures", choice=f"{data.num_pictures:,}, {mean:,.0f} tokens each on average", why=why)
+
+
+def _audio_reason(data: DataFacts) -> Reason:
+    why = "encoded by the frozen tower in each micro-batch; its activations are not in the estimate"
+    if not data.num_clips:
+        return Reason(topic="audio", choice="in the rows", why=why)
+    mean = (data.num_clip_tokens or 0) / data.num_clips
+    return Reason(topic="audio", choice=f"{data.num_clips:,} clips, {mean:,.0f} tokens each on average", why=why)
 
 
 def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:

@@ -80,8 +80,8 @@ class MethodPasses:
     """True if each sequence passes the model and its reference once more, with another's answer."""
     least_rows: int = 1
     """Rows of a micro-batch that there are at least."""
-    reads_media: bool = False
-    """True if rows have media."""
+    media: tuple[MediaKind, ...] = ()
+    """Kinds of media of rows."""
     num_virtual_tokens: int = 0
     """Trained embeddings before each sequence."""
 

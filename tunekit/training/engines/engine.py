@@ -128,7 +128,7 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
     # Where Accelerate took another engine, that is refused by name once the model is wrapped.
     if plan.layout.strategy == "fsdp2" and not plan.layout.is_divided_at_load and trainer.is_fsdp_enabled:
         fsdp2.keep_losses_in_float32(trainer, plan)
-        fsdp2.name_layers(trainer, reads_media=plan.data.has_media)
+        fsdp2.name_layers(trainer, reads_media=bool(plan.data.media))
         fsdp2.set_buffers_aside(trainer)
         trainer.wrap("load_weights", partial(fsdp2.load_with_buffers, trainer))
         fsdp2.untie_head(trainer)
