@@ -466,13 +466,13 @@ def save_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
         answer = {"role": "assistant", "content": colour}
         lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, answer]}) + "\n")
     file = folder / "rows.jsonl"
-    file.writetext_config("".join(lines), encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
     return file
 
 
 def save_pairs(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     """Write pictures of several sizes and pairs of answers about them, one pair without; return the file."""
-    rows = [json.loads(line) for line in save_rows(folder, num, without=without).readtext_config().splitlines()]
+    rows = [json.loads(line) for line in save_rows(folder, num, without=without).read_text().splitlines()]
     lines = []
     for number, row in enumerate(rows):
         asked, answered = row["messages"]
@@ -480,20 +480,20 @@ def save_pairs(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
         pair = {"prompt": [asked], "chosen": [answered], "rejected": [{"role": "assistant", "content": worse}]}
         lines.append(json.dumps(pair) + "\n")
     file = folder / "pairs.jsonl"
-    file.writetext_config("".join(lines), encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
     return file
 
 
 def save_rated(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
     """Write pictures of several sizes and answers about them that are good or bad, one without; return the file."""
-    pairs = [json.loads(line) for line in save_pairs(folder, num, without=without).readtext_config().splitlines()]
+    pairs = [json.loads(line) for line in save_pairs(folder, num, without=without).read_text().splitlines()]
     lines = []
     for number, pair in enumerate(pairs):
         is_good = number % 3 > 0
         completion = pair["chosen" if is_good else "rejected"]
         lines.append(json.dumps({"prompt": pair["prompt"], "completion": completion, "label": is_good}) + "\n")
     file = folder / "rated.jsonl"
-    file.writetext_config("".join(lines), encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
     return file
 
 

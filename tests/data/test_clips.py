@@ -87,15 +87,10 @@ def test_every_way_to_write_a_clip_is_read_alike(way, folder):
 def test_columns_of_audio_of_datasets_are_never_decoded(folder):
     import datasets
 
-    features = datasets.Features(
-        {
-            "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
-            "audio": datasets.Audio(),
-        }
-    )
     turns = [{"role": "user", "content": "<audio>what?"}, ANSWER]
     rows = {"messages": [turns], "audio": [{"bytes": audio(), "path": "lost.wav"}]}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / "rows.parquet")
+    # Encoding it would need a package that decodes.
+    datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio()).to_parquet(folder / "rows.parquet")
     section = DataSection(train=str(folder / "rows.parquet"))
     (row,) = load_data(section, learner_of("sft")).train[0].rows
     assert [one["frames"] for one in row["__media__"]] == [8000]
@@ -248,10 +243,10 @@ def test_lengths_between_two_of_the_same_tokens_are_not_asked(folder):
     asked_for = []
     ask = tokens._ask
     tokens._ask = lambda clip: asked_for.append(clip.num_frames) or ask(clip)
-    silences = [Clip("", frames, 16_000, "") for frames in (8000, 8700, 8200, 8300, 16_000, 12_000)]
+    silences = [Clip("", frames, 16_000, "") for frames in (8200, 8600, 8400, 16_000, 12_000)]
     nums = [tokens.of(silence).num_tokens for silence in silences]
     assert nums == [MediaTokens(processor).of(silence).num_tokens for silence in silences]
-    assert 8300 not in asked_for
+    assert 8400 not in asked_for
 
 
 @pytest.mark.parametrize(

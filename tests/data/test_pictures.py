@@ -385,7 +385,7 @@ def test_a_template_that_reads_parts_alone_writes_texts_too():
     tokenizer = make_tokenizer()
     take_texts(tokenizer)
     assert tokenizer.chat_template == TEMPLATE
-    tokenizer.chat_template = PARTS_TEMPLATE.format(image="<image>")
+    tokenizer.chat_template = PARTS_TEMPLATE.format(mark="<image>")
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
     expected = tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)

@@ -256,13 +256,28 @@ def test_no_recipe_of_text_is_made_of_a_configuration_of_audio(config, more) -> 
     assert str(caught.value).startswith("config.yaml:1: the model ")
 
 
-@pytest.mark.parametrize("column", ["videos", "audios"])
-def test_a_data_set_with_video_or_audio_is_refused(column) -> None:
-    info = {"cats": {"file_name": "cats.json", "columns": {"messages": "messages", "images": "images", column: column}}}
+def save_info(**columns) -> None:
     Path("data").mkdir()
+    info = {"cats": {"file_name": "cats.json", "columns": {"messages": "messages", **columns}}}
     Path("data/dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(RecipeError, match=rf"the dataset cats\.json has {column}, which is not migrated"):
+
+
+def test_a_data_set_with_video_is_refused() -> None:
+    save_info(images="images", videos="videos")
+    with pytest.raises(RecipeError, match=r"the dataset cats\.json has videos, which is not migrated"):
         made(LLAMA_FACTORY, dataset="cats")
+
+
+def test_columns_of_audio_come_over_and_the_processor_has_the_sample_rate() -> None:
+    save_info(audios="sounds")
+    model = "Qwen/Qwen2-Audio-7B-Instruct"
+    report = made(LLAMA_FACTORY, dataset="cats", model_name_or_path=model, audio_sampling_rate=16000)
+    assert report.recipe.data.train.columns == {"audios": "sounds"}
+    assert report.recipe.data.too_long == "truncate"
+    (line,) = [line for line in report.lines if line.key == "audio_sampling_rate"]
+    assert line.kind == "decided"
+    swift = made(SWIFT, model=model, SAMPLING_RATE=16000)
+    assert swift.recipe.model.path == model
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Rows with audio are trained on as plain Transformers and the model's own processor do."""
 
 import pytest
+import torch
 
 import tunekit
 from tests.audio import ALONE, FAMILIES, auto_class, save_audio_rows, save_tiny_audio_model
-from tests.training.test_vision import compare_with_plain_transformers, recipe
-from tunekit.errors import PlanError, RunError
+from tests.tiny import saved_weights
+from tests.training.engines import made, work_in, worked
+from tests.training.test_vision import compare_with_plain_transformers, loss_of, recipe
+from tunekit.errors import DataError, PlanError, RunError
+from tunekit.runs.run import Run
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -122,7 +126,8 @@ def test_the_result_is_a_model_with_its_processor_that_transformers_loads(kind, 
         tunekit.export(run, tmp_path / "merged", kind="merged")
         folder = tmp_path / "merged"
         model = auto_class_of(qwen2).from_pretrained(folder, dtype=torch.float32)
-        assert loss_of(model, AutoProcessor.from_pretrained(folder), qwen2) == pytest.approx(expected.item(), rel=1e-4)
+        loss = loss_of(model, AutoProcessor.from_pretrained(folder), qwen2)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     processor, own = (AutoProcessor.from_pretrained(path) for path in (folder, qwen2 / "model"))
     assert processor.feature_extractor.to_dict() == own.feature_extractor.to_dict()
 

@@ -44,6 +44,7 @@ class Draft:
         self.suspicious: list[Suspicion] = []
         self.unsaid: list[Line] = []
         self.has_images = False
+        self.has_audio = False
         """True if its rows are known to have images."""
 
     @property

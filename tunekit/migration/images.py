@@ -31,6 +31,9 @@ _HEARS = re.compile(
 )
 """Words in the names of models that read or write audio."""
 
+_TRAINED_ON_AUDIO = re.compile(r"qwen2-audio|audio-?flamingo-?3|granite-speech|glm-asr", re.IGNORECASE)
+"""Names of those among them whose rows with audio tunekit trains on."""
+
 _IN_LANGUAGE_MODEL = re.compile(r"language_model|text_model")
 _OF_TOWER = re.compile(r"vision|visual|multi_?modal|mm_projector|merger|connector|aligner|image|audio")
 _TOWER = r"\b(visual|image_tower|vision_(encoder|model|tower))\b"
@@ -100,18 +103,22 @@ def _config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def refuse_audio(draft: Draft) -> None:
-    """Check that a configuration does not train on audio.
+    """Check that a configuration does not train on audio with a model that tunekit does not train on it.
 
     Raises:
         RecipeError: It does.
     """
     model, processor = _model(draft), str(draft.get("processor_type", ""))
-    if _HEARS.search(_last_name(model)) is not None or processor.startswith("Voxtral"):
+    is_of_audio = _HEARS.search(_last_name(model)) is not None and _TRAINED_ON_AUDIO.search(_last_name(model)) is None
+    if is_of_audio or processor.startswith("Voxtral"):
         key = next((key for key in draft.origins.get("model.path", []) if draft.line_of(key)), "")
         line = draft.line_of(key)
         where = f"{draft.original.path}:{line}" if line else draft.original.path
         problem = f"{where}: the model {model} processes audio, which is not migrated"
-        raise RecipeError(problem, hint="tunekit trains on text and images")
+        raise RecipeError(
+            problem,
+            hint="audio migrates for Qwen2-Audio, Audio Flamingo 3, Granite Speech and GLM-ASR",
+        )
 
 
 def named_for_images(draft: Draft) -> bool:
@@ -120,16 +127,17 @@ def named_for_images(draft: Draft) -> bool:
 
 
 def finish(draft: Draft) -> None:
-    """Take out what rows with images do not go with, and note what other tools train of the model."""
+    """Take out what rows with media do not go with, and note what other tools train of the model."""
     if draft.tool == "TRL" and named_for_images(draft):
         if draft.has_adapter:
             words = "TRL also adapts layers of the vision tower with the names of target modules; tunekit does not"
             draft.differ("model_name_or_path", _model(draft), words, remedy="adapter.vision_tower: lora")
         else:
             _train(draft, "full", "TRL trains the whole model")
-    if draft.has_images and draft.values.pop("data.streaming", None):
+    media = "images" if draft.has_images else "audio" if draft.has_audio else None
+    if media is not None and draft.values.pop("data.streaming", None):
         for key in draft.origins.pop("data.streaming", []):
-            draft.fates[key] = Fate("unsupported", "data.streaming: unsupported for rows with images")
+            draft.fates[key] = Fate("unsupported", f"data.streaming: unsupported for rows with {media}")
 
 
 def _reads_text_alone(draft: Draft) -> bool:

@@ -125,7 +125,8 @@ def finish(draft: Draft) -> None:
     if draft.get("stage") == "pt" and draft.get("packing") is None:
         draft.assume({"data.packing": True}, "LLaMA-Factory packs rows in stage pt")
     masks = (draft.get(key) for key in ("train_on_prompt", "mask_history"))
-    if draft.method == "sft" and draft.get("stage", "sft") != "pt" and not draft.has_images and not any(masks):
+    has_media = draft.has_images or draft.has_audio
+    if draft.method == "sft" and draft.get("stage", "sft") != "pt" and not has_media and not any(masks):
         draft.assume(
             {"data.too_long": "truncate_turns"}, "LLaMA-Factory truncates each turn of a row longer than cutoff_len"
         )
@@ -182,19 +183,20 @@ def _dataset_info(draft: Draft, folder: str) -> dict[str, Any]:
 def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     """An entry of dataset_info.json as a source of rows."""
     theirs = _mapping(said, "columns")
-    media = next((name for name in ("videos", "audios") if name in theirs), None)
-    if media is not None:
+    if "videos" in theirs:
         name = said.get("file_name") or said.get("hf_hub_url")
-        problem = f"{draft.original.path}: the dataset {name} has {media}, which is not migrated"
-        raise RecipeError(problem, hint="tunekit trains on text and images")
+        problem = f"{draft.original.path}: the dataset {name} has videos, which is not migrated"
+        raise RecipeError(problem, hint="tunekit trains on text, images and audio")
     hub = said.get("hf_hub_url")
     split = said.get("split")
     path = str(hub) if hub else f"{folder}/{said.get('file_name', said.get('script_url', ''))}"
     format_, columns = _shape(said, draft.values["method.type"], draft.get("stage"))
     image_folder = None
-    if "images" in theirs:
-        draft.has_images = True
-        columns |= _differing({"images": theirs["images"]})
+    media = {name: theirs[name] for name in ("images", "audios") if name in theirs}
+    if media:
+        draft.has_images |= "images" in media
+        draft.has_audio |= "audios" in media
+        columns |= _differing(media)
         image_folder = _image_folder(draft, folder, None if hub else path)
     return hf.source(
         path,

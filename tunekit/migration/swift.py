@@ -20,7 +20,7 @@ from tunekit.recipe.sections.adapters import AdaloraAdapter
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
 _FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow")
-_SAME_COLUMNS = ("messages", "images", "tools", "instruction", "input", "output", "system", "prompt", "label")
+_SAME_COLUMNS = ("messages", "images", "audios", "tools", "instruction", "input", "output", "system", "prompt", "label")
 _BATCH = 16
 """The batch of a step that ms-swift accumulates to where nothing says how far."""
 

@@ -339,7 +339,8 @@ def drops_too_long(draft: Draft, key: str, value: str) -> None:
     if draft.get(key) is None and draft.method == "sft":
         draft.assume({"data.too_long": "drop"})
     elif draft.get(key) is None and draft.method != "grpo":
-        rest = "; rows with images are dropped, not truncated" if draft.has_images else ""
+        media = "images" if draft.has_images else "audio" if draft.has_audio else None
+        rest = f"; rows with {media} are dropped, not truncated" if media is not None else ""
         what = f"{draft.tool} drops rows longer than data.max_length by default"
         draft.differ(key, value, f"{what}; {reason('cut')}{rest}")
 

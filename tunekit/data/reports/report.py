@@ -238,7 +238,7 @@ class SourceReport:
         """Titles of kinds of media, each with a sentence: `7, 28 tokens, 4 each on average`."""
         facts = []
         for kind, num in self.num_media.items():
-            num_tokens = self.num_media_tokens[kind]
+            num_tokens = self.num_media_tokens.get(kind, 0)
             words = f"{num:,}, {counted(num_tokens, 'token')}, {num_tokens / num:,.0f} each on average"
             facts.append((KINDS[kind].title, words))
         return facts

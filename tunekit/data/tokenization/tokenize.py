@@ -177,7 +177,7 @@ class TokenReport:
             raise DataError(problem, hint="raise data.max_length, or set data.too_long to truncate or drop")
 
     def _notes_of_media(self, source: str) -> list[str]:
-        means = {kind: self.num_media_tokens[kind] / num for kind, num in self.num_media.items()}
+        means = {kind: self.num_media_tokens.get(kind, 0) / num for kind, num in self.num_media.items()}
         return [
             f"{source}: {counts_of({kind: self.num_media[kind]})}, {mean:,.0f} tokens each on average"
             for kind, mean in means.items()

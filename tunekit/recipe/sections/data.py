@@ -175,12 +175,12 @@ class DataSection(Section):
 
     columns: dict[str, str] = {}
     """Column mapping: `{prompt: question, completion: answer}` reads column question as prompt and answer as
-    completion; `images` names the column of images. Applies to every source of `train` and `eval` without its own
-    mapping."""
+    completion; `images` and `audios` name the columns of images and audio. Applies to every source of `train` and
+    `eval` without its own mapping."""
 
     image_folder: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
-    """Folder that relative paths of images in rows start from; images outside of it are refused. Default: the folder of
-    each data file."""
+    """Folder that relative paths of images and audio in rows start from; files outside of it are refused. Default: the
+    folder of each data file."""
 
     system: Annotated[str, Field(min_length=1)] | None = None
     """System message of conversations and prompts without one. Default: none is added."""
