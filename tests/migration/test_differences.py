@@ -272,7 +272,7 @@ def test_columns_of_audio_come_over_and_the_processor_has_the_sample_rate() -> N
     save_info(audios="sounds")
     model = "Qwen/Qwen2-Audio-7B-Instruct"
     report = made(LLAMA_FACTORY, dataset="cats", model_name_or_path=model, audio_sampling_rate=16000)
-    assert report.recipe.data.train.columns == {"audios": "sounds"}
+    assert report.recipe.data.columns == {"audios": "sounds"}
     assert report.recipe.data.too_long == "truncate"
     (line,) = [line for line in report.lines if line.key == "audio_sampling_rate"]
     assert line.kind == "decided"
