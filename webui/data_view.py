@@ -131,9 +131,9 @@ def _sequence(words: Words, one: tunekit.ShownSequence, thumbnails: Mapping[str,
 
 
 def pieces(shown: tunekit.Sample, thumbnails: Mapping[str, str]) -> str:
-    """Tokens, each with its number and coloured by what it counts, and pictures in the place of theirs."""
+    """Tokens, each with its number and coloured by what it counts, and media in the place of theirs."""
     return "".join(
-        _token(piece) if piece.medium is None else _picture(piece.text, thumbnails.get(piece.medium.digest))
+        _token(piece) if piece.medium is None else _medium(piece.text, thumbnails.get(piece.medium.digest))
         for piece in shown.pieces
     )
 
@@ -145,9 +145,11 @@ def _token(piece: tunekit.Piece) -> str:
     )
 
 
-def _picture(text: str, thumbnail: str | None) -> str:
-    image = "" if thumbnail is None else f"<img src='{escape(thumbnail)}' alt=''>"
-    return f"<span class='data-picture'>{image}{escape(text)}</span>"
+def _medium(text: str, url: str | None) -> str:
+    shown = "" if url is None else f"<img src='{escape(url)}' alt=''>"
+    if url is not None and url.startswith("data:audio/"):
+        shown = f"<audio controls preload='none' src='{escape(url)}'></audio>"
+    return f"<span class='data-picture'>{shown}{escape(text)}</span>"
 
 
 def _visible(text: str) -> str:

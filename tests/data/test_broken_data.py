@@ -615,7 +615,7 @@ def test_every_file_of_a_folder_is_checked_and_named(here):
             {"x": "y"},
             "data.columns.x: no format has a column 'x'; columns: messages, conversations, instruction, output, "
             "prompt, completion, image, caption, text, input_ids, chosen, rejected, completions, scores, label, "
-            "tools, system, input, history, labels, attention_mask, completion_mask, assistant_masks, images",
+            "tools, system, input, history, labels, attention_mask, completion_mask, assistant_masks, images, audios",
         ),
         ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; tunekit's name comes first: {prompt: q}"),
         (

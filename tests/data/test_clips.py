@@ -275,6 +275,8 @@ def test_a_preview_names_clips_and_says_that_they_are_never_cut(folder):
     (piece,) = [piece for piece in row.sequences[0].head.pieces if piece.medium]
     assert piece.text == "[audio b.wav 1.0 s: 25 tokens]"
     assert not piece.trained
+    played = io.BytesIO(base64.b64decode(row.thumbnails[piece.medium.digest].removeprefix("data:audio/wav;base64,")))
+    assert soundfile.info(played).frames == 16_000
     show, _ = trained_sequences(rows, processor.tokenizer, 20, MediaTokens(processor))
     (row,) = show_rows(rows, range(1), show)
     assert row.left_out == "longer than data.max_length=20, and audio clips are never truncated"

@@ -1,5 +1,8 @@
 """Rows with audio are trained on as plain Transformers and the model's own processor do."""
 
+import base64
+import json
+
 import pytest
 import torch
 
@@ -7,8 +10,17 @@ import tunekit
 from tests.audio import ALONE, FAMILIES, auto_class, save_audio_rows, save_tiny_audio_model
 from tests.tiny import saved_weights
 from tests.training.engines import made, work_in, worked
-from tests.training.test_vision import compare_with_plain_transformers, loss_of, recipe
+from tests.training.test_vision import (
+    TENSORS,
+    compare_answers,
+    compare_with_plain_transformers,
+    loss_of,
+    media_of,
+    recipe,
+)
 from tunekit.errors import DataError, PlanError, RunError
+from tunekit.inference.conversations import inputs_of
+from tunekit.inference.inference_model import find_trained, load
 from tunekit.runs.run import Run
 
 pytest.importorskip("soundfile")
@@ -67,6 +79,24 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_plain_transformers_on_ea
         return
     run = compare_with_plain_transformers(adapter, saved, tmp_path, packed=True, auto_class=auto_class_of(saved))
     assert run.plan.padding_free and 1 < run.plan.data.num_train < 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("gemma4" not in FAMILIES, reason="needs torchvision")
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_rows_of_clips_and_pictures_have_the_loss_and_the_gradients_of_plain_transformers(packed, tmp_path):
+    from PIL import Image
+
+    save_tiny_audio_model(tmp_path / "model", "gemma4")
+    rows = save_audio_rows(tmp_path / "data")
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        content = line["messages"][0]["content"]
+        if number % 3 < 2 and isinstance(content, list):
+            Image.effect_noise((40 + 20 * number, 60), 60).convert("RGB").save(tmp_path / "data" / f"{number}.png")
+            content.insert(number % 2, {"type": "image", "image": f"{number}.png"})
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    compare_with_plain_transformers("lora", tmp_path, tmp_path, packed=packed, auto_class=auto_class_of(tmp_path))
 
 
 @pytest.mark.slow
@@ -130,6 +160,32 @@ def test_the_result_is_a_model_with_its_processor_that_transformers_loads(kind, 
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     processor, own = (AutoProcessor.from_pretrained(path) for path in (folder, qwen2 / "model"))
     assert processor.feature_extractor.to_dict() == own.feature_extractor.to_dict()
+
+
+@pytest.mark.slow
+def test_answers_and_losses_of_rows_with_audio_are_those_of_transformers(qwen2, tmp_path):
+    from transformers import AutoProcessor
+
+    wanted = recipe(qwen2, tmp_path, adapter={"type": "lora", "rank": 4})
+    wanted["data"]["eval"] = wanted["data"]["train"]
+    # Those of the rows: the first ones have clips.
+    wanted["output"] = {"dir": str(tmp_path / "run")}
+    run = tunekit.train(wanted)
+    compare_answers(qwen2, run, tmp_path, auto_class_of(qwen2))
+    assert next(sample["prompt"] for sample in run.samples()) == "[audio 0.wav] what?"
+    (scored,) = (score for score in tunekit.evaluate(run, before=False).scores if score.name == "loss")
+    assert scored.after.value == pytest.approx(run.metrics()["eval_loss"].dropna().iloc[-1], rel=1e-5)
+    loaded = load(find_trained(run.path), device="cpu")
+    data = base64.b64encode((qwen2 / "data" / "2.wav").read_bytes()).decode()
+    parts = [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}, {"type": "text", "text": "what?"}]
+    inputs = inputs_of(loaded, [{"role": "user", "content": parts}])
+    processor = AutoProcessor.from_pretrained(run.model_path)
+    own = [{"type": "audio", "audio": "2.wav"}, parts[1]]
+    template = {"add_generation_prompt": True, "tokenize": False}
+    text = processor.tokenizer.apply_chat_template([{"role": "user", "content": own}], **template)
+    expected = processor(text=[text], **media_of(own, qwen2 / "data"), **TENSORS)
+    assert inputs["input_ids"].equal(expected["input_ids"])
+    torch.testing.assert_close(inputs["input_features"], expected["input_features"])
 
 
 @pytest.mark.slow

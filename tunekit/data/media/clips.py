@@ -4,6 +4,7 @@ A clip's length comes from its header. Only samples that are floats are read who
 no numbers. A processor takes one channel at a sample rate of its own: channels become their mean.
 """
 
+import base64
 import hashlib
 import io
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ MAX_SECONDS = 3600
 
 CLIP_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".au", ".caf", ".w64")
 """Suffixes of files of audio."""
+
+EXCERPT_SECONDS, EXCERPT_RATE = 10, 16_000
+"""Length and sample rate of what a preview plays of a clip."""
 
 _FLOATS = ("FLOAT", "DOUBLE")
 _NOT_RECOGNISED = 1
@@ -145,6 +149,18 @@ def read_clip(clip: Clip, sample_rate: int) -> "np.ndarray":
     num_samples = clip.num_samples(sample_rate)
     # A resampler rounds the number in its own way.
     return np.pad(mono[:num_samples], (0, max(0, num_samples - len(mono)))).astype(np.float32)
+
+
+def excerpt(clip: Clip) -> str:
+    """Return the beginning of a clip as a data URL that browsers play: WAV of one channel.
+
+    Raises:
+        DataError: As for `read_clip`.
+    """
+    file = io.BytesIO()
+    samples = read_clip(clip, EXCERPT_RATE)[: EXCERPT_SECONDS * EXCERPT_RATE]
+    _soundfile().write(file, samples, EXCERPT_RATE, format="WAV", subtype="PCM_16")
+    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _is_finite(file: Any) -> bool:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import Format, Row
 from tunekit.data.media.answers import PictureAnswers
+from tunekit.data.media.clips import Clip, excerpt
 from tunekit.data.media.expand import MediaTokens, MediumTokens
-from tunekit.data.media.kinds import nouns_of, pictures_in
+from tunekit.data.media.kinds import Medium, media_of, nouns_of
 from tunekit.data.media.pictures import thumbnail
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
@@ -86,7 +87,7 @@ class RowPreview:
         label: Whether its answer is a good one, where rows say so.
         left_out: Why it is not trained on, if it is not.
         source: The row as JSON, under our names, shortened.
-        thumbnails: Its pictures as small data URLs, by their digests.
+        thumbnails: Its pictures as small data URLs, and the beginnings of its clips, by their digests.
     """
 
     place: str
@@ -294,8 +295,12 @@ def is_encoded(format: Format) -> bool:
     return format not in ANSWERS
 
 
+def _small(medium: Medium) -> str:
+    return excerpt(medium) if isinstance(medium, Clip) else thumbnail(medium)
+
+
 def _thumbnails(row: Row) -> dict[str, str]:
-    return {picture.digest: thumbnail(picture) for picture in pictures_in(row)[:_THUMBNAILS]}
+    return {medium.digest: _small(medium) for medium in media_of(row)[:_THUMBNAILS]}
 
 
 def _shown(
