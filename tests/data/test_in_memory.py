@@ -144,7 +144,7 @@ def test_pictures_become_data_urls_of_the_same_pixels_that_are_read_as_rows():
     decoded = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
     assert (decoded.mode, decoded.size, decoded.tobytes()) == (picture.mode, picture.size, picture.tobytes())
     data = load_data(DataSection.model_validate({"train": {"path": str(path)}}), learner_of("sft"))
-    assert data.train[0].has_pictures
+    assert data.train[0].media
 
 
 def test_nothing_is_imported_for_rows_that_need_it_not():

@@ -1,5 +1,6 @@
 """Losses on rows with media, in batches that the model's own processor makes, as in training."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from transformers import BatchFeature
 
 from tunekit.data.media.collate import MediaCollator
 from tunekit.data.media.expand import MediaTokens
+from tunekit.data.media.kinds import medium_of
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.prepare import MediaInputs, tokens_of
 from tunekit.data.sources.rows import Rows
@@ -97,6 +99,9 @@ class MediaTexts(Texts):
     def _of(self, loaded: Loaded, numbers: Sequence[int], tell: Told) -> np.ndarray:
         assert self.processor is not None
         collate = MediaCollator(self.processor, scores_positions=False)
+        media = (medium_of(json.loads(medium)) for number in numbers for medium in self.rows[number].media)
+        # Some models do not leave the padding of clips beside longer ones out: a row at a time.
+        pad = None if any(medium.kind == "audio" for medium in media) else 0
 
         def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
             chosen = [numbers[place] for place in batch]
@@ -107,4 +112,4 @@ class MediaTexts(Texts):
             counted: list[Ids] = [self.counted[number] for number in chosen]
             return sums_of(logits, inputs["input_ids"], counted)
 
-        return through(loaded.model, [self.ids[number] for number in numbers], sums, tell)
+        return through(loaded.model, [self.ids[number] for number in numbers], sums, tell, pad)

@@ -542,6 +542,10 @@ def answer(
     while start < len(waiting):
         numbers = waiting[start : start + batch_size]
         numbers = [index for index in numbers if (index in with_media) == (numbers[0] in with_media)]
+        first = with_media.get(numbers[0])
+        if first is not None and any(medium.kind == "audio" for medium in first.media):
+            # Some models do not leave the padding of clips beside longer ones out.
+            numbers = numbers[:1]
         batch = _alike([prompts[index] for index in numbers], sampling, longest)
         if isinstance(loaded.found.adapter, PromptTuningAdapter):
             # Layers with a state would carry virtual tokens through the padding before a prompt.

@@ -192,7 +192,7 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     path = str(hub) if hub else f"{folder}/{said.get('file_name', said.get('script_url', ''))}"
     format_, columns = _shape(said, draft.values["method.type"], draft.get("stage"))
     image_folder = None
-    media = {name: theirs[name] for name in ("images", "audios") if name in theirs}
+    media: dict[str, Any] = {name: theirs[name] for name in ("images", "audios") if name in theirs}
     if media:
         draft.has_images |= "images" in media
         draft.has_audio |= "audios" in media

@@ -48,6 +48,7 @@ from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tunekit.probe.processors import kinds_of
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
     AdaloraAdapter,
@@ -124,8 +125,11 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     return tokenizer, new
 
 
-_TAKING: dict[MediaKind, str] = {"image": "a vision-language model", "audio": "a model that takes audio"}
-"""Models that take a kind of media."""
+_TAKING: dict[MediaKind, tuple[str, str]] = {
+    "image": ("images", "a vision-language model"),
+    "audio": ("audio", "a model that takes audio"),
+}
+"""Words for media of a kind, and for models that take them."""
 
 
 def load_processor(
@@ -143,8 +147,6 @@ def load_processor(
     """
     from transformers import AutoProcessor, ProcessorMixin
 
-    from tunekit.data.media.kinds import kinds_of, nouns_of
-
     where = with_tokenizer(section)
     try:
         processor = AutoProcessor.from_pretrained(
@@ -154,7 +156,7 @@ def load_processor(
         raise ModelError(
             f"model.path: the processor of {section.path!r} needs a package that is not installed: "
             f"{' '.join(str(error).split())[:160]}",
-            hint="pip install 'tunekit[vision]'",
+            hint="pip install 'tunekit[vision]'" if "torchvision" in str(error) else "install it",
         ) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
@@ -162,15 +164,16 @@ def load_processor(
             hint=_about_code(error) or "the folder may be incomplete",
         ) from error
     own = kinds_of(processor) if isinstance(processor, ProcessorMixin) else ()
-    missing = next((kind for kind in kinds or ("image",) if kind not in own), None)
-    if missing is not None and (kinds or not own):
-        nouns, is_of_text = nouns_of([missing]), not isinstance(processor, ProcessorMixin)
-        why = f"is a text-only model: it has no {missing} processor"
-        if not is_of_text:
-            why = f"reads none: {type(processor).__name__} takes no {nouns} beside a text"
+    missing = [kind for kind in kinds if kind not in own]
+    if missing or not own:
+        kind = missing[0] if missing else "image"
+        nouns, models = _TAKING[kind]
+        why = f"is a text-only model: it has no {kind} processor"
+        if isinstance(processor, ProcessorMixin):
+            why = f"reads none: {type(processor).__name__} takes no {nouns} with a text"
         raise ModelError(
             f"model.path: rows have {nouns}, but {section.path!r} {why}",
-            hint=f"choose {_TAKING[missing]}, or remove the {nouns}",
+            hint=f"choose {models}, or remove the {nouns}",
         )
     if section.image_processor is not None and "image" in own:
         _set_image_processor(processor, section.image_processor)

@@ -211,7 +211,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     room, answers = room_of(recipe), None
     if media_in(data):
         # What is left of a picture whose tokens are cut is none.
-        room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer, ("image",)))
+        room, answers = replace(room, cuts=False), PictureAnswers(load_processor(recipe.model, tokenizer, ["image"]))
         if generates(recipe.method):
             from tunekit.methods.generation import check_pictures
 
@@ -277,7 +277,7 @@ def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: MediaTok
 
     section = teacher.model_copy(update={"image_processor": recipe.model.image_processor})
     try:
-        processor = load_processor(section, load_tokenizer(teacher), ("image",))
+        processor = load_processor(section, load_tokenizer(teacher), ["image"])
     except ModelError as error:
         problem = error.problem.removeprefix("model.path: ")
         raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
@@ -311,7 +311,7 @@ def report_on_rows(
     prepared = prepare_rows(recipe, data, on_progress)
     tokenizer, pictures = load_tokenizer(recipe.model), None
     if prepared.facts.media:
-        pictures = PictureAnswers(load_processor(recipe.model, tokenizer, ("image",)))
+        pictures = PictureAnswers(load_processor(recipe.model, tokenizer, ["image"]))
     return report_rows(
         prepared.splits,
         tokenizer,

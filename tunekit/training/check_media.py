@@ -56,7 +56,7 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
     if "audio" in plan.data.media:
         first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
         beside = _spread([as_text(row) for row in first])
-        what, hint = "a row with audio beside longer clips than alone", "set train.micro_batch_size=1"
+        what, hint = "a row with audio in a batch with longer clips than alone", "set train.micro_batch_size=1"
         if len(beside) > 1:
             _check_alike(trainer, plan, beside, num=len(beside), what=what, hint=hint)
 

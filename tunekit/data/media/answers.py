@@ -13,7 +13,7 @@ from tunekit.data.formats.row_formats import Row
 from tunekit.data.media.collate import MEDIA, as_json
 from tunekit.data.media.expand import MediaTokens, MediumTokens, Span
 from tunekit.data.media.in_rows import as_parts
-from tunekit.data.media.kinds import COLUMN, Medium, media_of
+from tunekit.data.media.kinds import COLUMN, Medium, media_of, pictures_in
 from tunekit.data.media.pictures import read_picture
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.data.tokenization.render import ChatRenderer, Rendered, in_loss
@@ -215,7 +215,7 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
 
 def with_images(row: Row) -> Row:
     """Return a prompt with pictures as TRL reads it, with `images` decoded; any other row as it is."""
-    pictures = media_of(row)
+    pictures = pictures_in(row)
     if not pictures:
         return dict(row)
     remainder = {name: value for name, value in row.items() if name != COLUMN}

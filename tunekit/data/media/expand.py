@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.media.clips import Clip
-from tunekit.data.media.kinds import KINDS, Medium, blank_medium, kinds_of, nouns_of, read_medium, sample_rate_of
+from tunekit.data.media.kinds import KINDS, Medium, blank_medium, nouns_of, read_medium
 from tunekit.errors import DataError
+from tunekit.probe.processors import kinds_of, sample_rate_of
 from tunekit.recipe.sections.data import MediaKind
 
 if TYPE_CHECKING:
@@ -298,11 +299,11 @@ class MediaTokens:
         tail = min(num, sample_rate_of(self.processor) // 10)
         noisy[-tail:] = np.random.default_rng(0).standard_normal(tail)
         token, blank = self._tokens["audio"], Clip("", num, 1, "")
-        one, other = (
+        features, changed = (
             features_of(self.processor, [token], [[blank]], read=lambda *_, samples=samples: samples)
             for samples in (silent, noisy)
         )
-        return not all(value.equal(other[name]) for name, value in one.items())
+        return not all(value.equal(changed[name]) for name, value in features.items())
 
     def placed(
         self, text: str, media: Sequence[Medium], place: str, marks: Callable[[str, Span], Sequence[bool]]

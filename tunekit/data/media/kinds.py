@@ -5,7 +5,6 @@ A row's texts have a mark where each medium stands, and its column `__media__` h
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.media.clips import Clip, look_at_clip, read_clip
 from tunekit.data.media.files import Look, find_file
 from tunekit.data.media.pictures import Picture, look_at_picture, read_picture
+from tunekit.probe.processors import sample_rate_of
 from tunekit.recipe.sections.data import MediaKind
 
 Medium = Picture | Clip
@@ -139,31 +139,6 @@ def blank_medium(medium: Medium, processor: Any) -> Any:
     from PIL import Image
 
     return Image.new("RGB", medium.size)
-
-
-_PROCESSORS: dict[MediaKind, tuple[str, ...]] = {
-    "image": ("image_processor",),
-    "audio": ("audio_processor", "feature_extractor"),
-}
-"""Attributes of a processor with what processes media of a kind."""
-
-
-def kinds_of(processor: Any) -> tuple[MediaKind, ...]:
-    """Return the kinds of media that a processor takes beside a text."""
-    parameters = signature(type(processor).__call__).parameters
-    takes_audio = "audio" in parameters
-    return tuple(
-        kind
-        for kind, names in _PROCESSORS.items()
-        if not vars(processor).keys().isdisjoint(names) and (kind != "audio" or takes_audio)
-    )
-
-
-def sample_rate_of(processor: Any) -> int:
-    """Return the sample rate of the audio that a processor takes."""
-    own = vars(processor)
-    rate: int = next(own[name] for name in _PROCESSORS["audio"] if name in own).sampling_rate
-    return rate
 
 
 def find_medium(kind: MediaKind, value: object, where: str, folder: Path | None, store: Path | None = None) -> Medium:

@@ -161,18 +161,22 @@ class Encoder:
         )
 
     def check_media(self, rows: Rows) -> None:
-        """Check that the tokens of the first row with media are those of the whole processor.
+        """Check that the tokens of the first row with media of each kind are those of the whole processor.
 
         Raises:
             DataError: They are not.
         """
-        first = None if self._media is None else next((i for i, row in enumerate(rows.rows) if COLUMN in row), None)
-        if first is None:
+        if self._media is None:
             return
-        assert self._media is not None
-        row, place = rows.rows[first], rows.place(first)
-        ids = self.encode(rows, range(first, first + 1)).ids.tolist()
-        self._media.check(self.text_of(row, place), media_of(row), ids, place)
+        firsts: dict[MediaKind, int] = {}
+        for index, row in enumerate(rows.rows):
+            firsts = {medium["kind"]: index for medium in row.get(COLUMN, ())} | firsts
+            if len(firsts) == len(rows.media):
+                break
+        for first in sorted(set(firsts.values())):
+            row, place = rows.rows[first], rows.place(first)
+            ids = self.encode(rows, range(first, first + 1)).ids.tolist()
+            self._media.check(self.text_of(row, place), media_of(row), ids, place)
 
     def media_of(self, rows: Rows, index: int) -> list[MediumTokens]:
         """Return the media of a row of the source with their tokens in it, before anything is cut."""

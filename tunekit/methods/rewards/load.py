@@ -38,7 +38,7 @@ def reward_arguments(
     """
     from transformers import TrainerState
 
-    rows = [with_images(row) for row in rows]
+    rows = [with_images(dict(row)) for row in rows]
     prompts = [row["prompt"] for row in rows]
     columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     return {
