@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.audio import ALONE, FAMILIES, save_audio_rows, save_clip
-from tests.vision import save_rows
+from tests.vision import byte_tokenizer, save_rows
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.media import clips
 from tunekit.data.media.clips import Clip, read_clip
@@ -16,9 +16,11 @@ from tunekit.data.media.expand import MediaTokens
 from tunekit.data.media.kinds import KINDS
 from tunekit.data.prepare import prepare_data
 from tunekit.data.reports.preview import show_rows, trained_sequences
+from tunekit.data.sources.in_memory import write_rows
 from tunekit.data.sources.load import load_data
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.errors import DataError
+from tunekit.probe.processors import kinds_of
 from tunekit.recipe.sections.data import DataSection
 
 soundfile = pytest.importorskip("soundfile")
@@ -90,10 +92,14 @@ def test_columns_of_audio_of_datasets_are_never_decoded(folder):
     turns = [{"role": "user", "content": "<audio>what?"}, ANSWER]
     rows = {"messages": [turns], "audio": [{"bytes": audio(), "path": "lost.wav"}]}
     # Encoding it would need a package that decodes.
-    datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio()).to_parquet(folder / "rows.parquet")
+    held = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio())
+    held.to_parquet(folder / "rows.parquet")
     section = DataSection(train=str(folder / "rows.parquet"))
     (row,) = load_data(section, learner_of("sft")).train[0].rows
     assert [one["frames"] for one in row["__media__"]] == [8000]
+    # The same rows as a caller holds them.
+    section = DataSection(train=str(write_rows(held, "train_dataset")))
+    assert load_data(section, learner_of("sft")).train[0].rows[0]["__media__"] == row["__media__"]
 
 
 def test_clips_and_pictures_of_a_row_keep_the_order_of_its_text(folder):
@@ -264,6 +270,14 @@ def test_a_row_of_more_clips_than_the_processor_takes_is_refused(folder):
     load(folder, asked(clip("a.wav"), TEXT), asked(clip("a.wav"), clip("a.wav"), TEXT))
     with pytest.raises(DataError, match=r"rows\.jsonl:2: AudioFlamingo3Processor refuses a row with 2 audio clips"):
         prepared(folder, "audioflamingo3")
+
+
+def test_a_processor_that_takes_audio_only_in_chats_of_its_own_is_refused():
+    from transformers import VoxtralProcessor, WhisperFeatureExtractor
+
+    processor = VoxtralProcessor(WhisperFeatureExtractor(), byte_tokenizer("[AUDIO]", "[AUDIO]"))
+    assert kinds_of(processor) == ()
+    assert kinds_of(FAMILIES["qwen2_audio"]()[1]) == ("audio",)
 
 
 def test_a_preview_names_clips_and_says_that_they_are_never_cut(folder):

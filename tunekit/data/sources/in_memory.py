@@ -131,7 +131,11 @@ def _rows_of(data: Any, name: str) -> Iterator[Any]:
         return map(without_nested_nulls, data.iter_rows(named=True))
     if ("datasets", "Dataset") in kinds or ("datasets", "IterableDataset") in kinds:
         # Formats such as torch's would make tensors of its columns.
-        return map(without_nested_nulls, data.with_format(None))
+        rows = data.with_format(None)
+        if "Audio(" in repr(data.features):
+            # It is decoded while training, and by another package. Streams alone leave columns as they are.
+            rows = (rows.to_iterable_dataset() if ("datasets", "Dataset") in kinds else rows).decode(False)
+        return map(without_nested_nulls, rows)
     if ("polars", "LazyFrame") in kinds:
         raise DataError(f"{name}: a LazyFrame has no rows yet", hint=f"pass {name}=frame.collect()")
     if isinstance(data, str | bytes | PurePath):
@@ -192,6 +196,8 @@ def _plain(value: Any, where: str) -> Any:
             raise _UnwritableError(f"{value} is not a JSON value", _MISSING, where)
         return value
     if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), bytes) and value.keys() <= {"bytes", "path"}:
+            return f"data:;base64,{base64.b64encode(value['bytes']).decode()}"
         for key in value:
             if not isinstance(key, str):
                 raise _UnwritableError(f"a key must be a string, got {_named(key)}", "rename it", where)
