@@ -59,12 +59,19 @@ def several(request, tmp_path_factory):
 
 
 def recipe(saved, folder, *, packed=False, **sections):
-    """One step of gradient descent over all rows, in micro-batches of two: of rows, or of a few rows in one each."""
+    """One step of gradient descent over all rows, in micro-batches of two: of rows, or of a few rows in one each.
+
+    `packed` may be the number of tokens of these.
+    """
     train = {"max_steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "optim": "sgd", "learning_rate": RATE}
     train |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e9}
     return {
         "model": str(saved / "model"),
-        "data": {"train": str(saved / "data" / "rows.jsonl"), "max_length": PACK if packed else 512, "packing": packed},
+        "data": {
+            "train": str(saved / "data" / "rows.jsonl"),
+            "max_length": PACK if packed is True else packed or 512,
+            "packing": bool(packed),
+        },
         "train": train | sections.pop("train", {}),
         "output": {"dir": str(folder / "run"), "sample_prompts": []},
         **sections,
@@ -106,9 +113,26 @@ def media_of(parts, folder):
     clips = [part.get("audio") or part["path"] for part in parts if part["type"] == "audio"]
     if images:
         given["images"] = [images]
+    videos = [decoded_video(folder / part["video"]) for part in parts if "video" in part]
+    if videos:
+        given["videos"] = [frames for frames, _ in videos]
+        given["videos_kwargs"] = {"video_metadata": [about for _, about in videos]}
     if clips:
         given["audio"] = [samples_of(folder / name) for name in clips]
     return given
+
+
+def decoded_video(file):
+    """All frames of a video, with what transformers says of one; its processor chooses among them."""
+    import av
+    import numpy as np
+    from transformers.video_utils import VideoMetadata
+
+    with av.open(str(file)) as container:
+        rate = float(container.streams.video[0].average_rate)
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    num, height, width, _ = frames.shape
+    return frames, VideoMetadata(num, fps=rate, width=width, height=height, duration=num / rate)
 
 
 def samples_of(file):

@@ -884,17 +884,20 @@ class DataFacts(Facts):
     num_split: int | None = None
     num_dropped: int | None = None
     has_pictures: bool = False
-    """True if rows have pictures."""
+    """True if rows have pictures, or videos, which the same tower encodes."""
+    has_videos: bool = False
+    """True if rows have videos."""
     num_pictures: int | None = None
+    """Pictures and videos."""
     num_picture_tokens: int | None = None
-    """Tokens of all pictures."""
+    """Tokens of all of these."""
     has_audio: bool = False
     """True if rows have audio clips."""
     num_clips: int | None = None
     num_clip_tokens: int | None = None
     """Tokens of all clips."""
     num_pixel_values: int | None = None
-    """Values of the pixels of all pictures, as the model's processor cuts and scales them."""
+    """Values of the pixels of all pictures and videos, as the model's processor cuts and scales them."""
     most_pixel_values: int | None = None
     """The same of the sequence with the most: a row, or several that are packed."""
     num_good: int | None = None

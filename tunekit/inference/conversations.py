@@ -63,7 +63,8 @@ def media_read(found: Trained) -> tuple[MediaKind, ...]:
         return ()
     takes_audio = any(key in text for text in texts for key in _OF_AUDIO)
     takes_images = not takes_audio or any('"image_processor' in text for text in texts)
-    kinds: dict[MediaKind, bool] = {"image": takes_images, "audio": takes_audio}
+    takes_videos = any('"video_processor' in text for text in texts)
+    kinds: dict[MediaKind, bool] = {"image": takes_images, "audio": takes_audio, "video": takes_videos}
     return tuple(kind for kind, takes in kinds.items() if takes)
 
 

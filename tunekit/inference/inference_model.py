@@ -486,11 +486,11 @@ def processor_of(found: Trained, tokenizer: "PreTrainedTokenizerBase") -> "Proce
     Raises:
         ModelError: It has none, or lacks a package.
     """
-    from tunekit.models.load import PROCESSOR_FILES, load_processor
+    from tunekit.models.load import PROCESSOR_FILES, PROCESSORS, load_processor
 
     section = found.base
     if any((Path(found.folder) / name).is_file() for name in PROCESSOR_FILES):
-        section = section.model_copy(update={"path": found.folder, "image_processor": None})
+        section = section.model_copy(update={"path": found.folder, **dict.fromkeys(PROCESSORS)})
     return load_processor(section, tokenizer)
 
 

@@ -243,10 +243,14 @@ def _with_text_positions(_module: nn.Module, args: Any, kwargs: dict[str, Any]) 
     return args, kwargs
 
 
+_GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+"""Inputs by which a model computes positions of pictures and videos."""
+
+
 def _with_picture_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a packed row the positions that the model computes for its documents as a padded batch, `(4, 1, tokens)`."""
-    positions, grids = kwargs.get("position_ids"), kwargs.get("image_grid_thw")
-    if grids is None or positions is None or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
+    positions, grids = kwargs.get("position_ids"), {name: kwargs[name] for name in _GRIDS if name in kwargs}
+    if not grids or positions is None or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
         return args, kwargs
     starts = (positions[0] == 0).nonzero().flatten()
     lengths = torch.diff(starts, append=starts.new_tensor([positions.shape[1]])).tolist()
@@ -255,7 +259,7 @@ def _with_picture_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]
         for values in (kwargs["input_ids"], kwargs["mm_token_type_ids"], torch.ones_like(positions))
     )
     index: Callable[..., Any] = cast(Any, module).get_rope_index
-    of_pictures, _ = index(input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=mask)
+    of_pictures, _ = index(input_ids=ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)
     kwargs["position_ids"] = torch.cat([positions[None], of_pictures[:, None, mask.bool()]])
     return args, kwargs
 

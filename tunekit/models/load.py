@@ -125,9 +125,14 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     return tokenizer, new
 
 
+PROCESSOR_KINDS: dict[MediaKind, str] = {"image": "image_processor", "video": "video_processor"}
+PROCESSORS = tuple(PROCESSOR_KINDS.values())
+"""Fields of a model section with settings of parts of its processor, by the kind of media."""
+
 _TAKING: dict[MediaKind, tuple[str, str]] = {
     "image": ("images", "a vision-language model"),
     "audio": ("audio", "a model that takes audio"),
+    "video": ("videos", "a model that takes videos"),
 }
 """Words for media of a kind, and for models that take them."""
 
@@ -175,8 +180,10 @@ def load_processor(
             f"model.path: rows have {nouns}, but {section.path!r} {why}",
             hint=f"choose {models}, or remove the {nouns}",
         )
-    if section.image_processor is not None and "image" in own:
-        _set_image_processor(processor, section.image_processor)
+    for kind, name in PROCESSOR_KINDS.items():
+        settings = dict(section)[name]
+        if settings is not None and kind in own:
+            _set_processor(processor, name, settings)
     if tokenizer.chat_template is None:
         # Older checkpoints keep the template of the processor alone.
         tokenizer.chat_template = processor.chat_template
@@ -189,32 +196,47 @@ def load_processor(
     return processor
 
 
-_NOT_SETTINGS = frozenset({"data_format", "device", "disable_grouping", "input_data_format", "return_tensors"})
-"""Arguments of image processors that say how they return pixels, or of what."""
+_NOT_SETTINGS = frozenset(
+    {
+        "video_metadata",
+        "return_metadata",
+        "data_format",
+        "device",
+        "disable_grouping",
+        "input_data_format",
+        "return_tensors",
+    }
+)
+"""Arguments of image and video processors that say how they return pixels, or of what."""
 
 
-def _set_image_processor(processor: "ProcessorMixin", settings: Mapping[str, Any]) -> None:
-    """Change settings of a processor's images.
+def _set_processor(processor: "ProcessorMixin", name: str, settings: Mapping[str, Any]) -> None:
+    """Change settings of a processor's images or videos.
+
+    Args:
+        processor: The processor.
+        name: Its part, which is the field of the recipe.
+        settings: The settings.
 
     Raises:
         ModelError: It has no such setting, or takes no such value.
     """
-    own = processor.image_processor
+    own = getattr(processor, name)
     names = sorted(set(own.valid_kwargs.__annotations__) - _NOT_SETTINGS)
-    unknown = next((name for name in settings if name not in names), None)
+    unknown = next((setting for setting in settings if setting not in names), None)
     if unknown is not None:
-        problem = f"model.image_processor.{unknown}: {type(own).__name__} has no such setting"
+        problem = f"model.{name}.{unknown}: {type(own).__name__} has no such setting"
         raise ModelError(problem, hint=f"settings: {', '.join(names)}")
-    # Arguments that a processor's class passes to its image processor go before the settings of that.
-    fixed: Mapping[str, Any] = getattr(type(processor), "images_kwargs", {})
-    lost = next((name for name, value in settings.items() if fixed.get(name, value) != value), None)
+    # Arguments that a processor's class passes to its parts go before the settings of these.
+    fixed: Mapping[str, Any] = getattr(type(processor), f"{name.removesuffix('_processor')}s_kwargs", {})
+    lost = next((setting for setting, value in settings.items() if fixed.get(setting, value) != value), None)
     if lost is not None:
-        problem = f"model.image_processor.{lost}: {type(processor).__name__} always sets {fixed[lost]}"
+        problem = f"model.{name}.{lost}: {type(processor).__name__} always sets {fixed[lost]}"
         raise ModelError(problem, hint="remove it")
     try:
-        processor.image_processor = type(own).from_dict({**own.to_dict(), **settings})
+        setattr(processor, name, type(own).from_dict({**own.to_dict(), **settings}))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        problem = f"model.image_processor: {type(own).__name__} refuses the settings: {_first_line(error)}"
+        problem = f"model.{name}: {type(own).__name__} refuses the settings: {_first_line(error)}"
         raise ModelError(problem, hint="see its documentation in transformers") from error
 
 
@@ -230,7 +252,7 @@ def save_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase", 
         tokenizer: Its tokenizer.
         folder: Folder of the weights.
     """
-    if section.image_processor is None:
+    if all(dict(section)[name] is None for name in PROCESSORS):
         copy_processor(model_folder(with_tokenizer(section)), section.revision, folder)
     else:
         load_processor(section, tokenizer).save_pretrained(folder)

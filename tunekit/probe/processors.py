@@ -8,6 +8,7 @@ from tunekit.recipe.sections.data import MediaKind
 _PROCESSORS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image_processor",),
     "audio": ("audio_processor", "feature_extractor"),
+    "video": ("video_processor",),
 }
 """Attributes of a processor with what processes media of a kind."""
 

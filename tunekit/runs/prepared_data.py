@@ -24,7 +24,7 @@ from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError, ModelError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
-from tunekit.models.load import load_processor, load_tokenizer
+from tunekit.models.load import PROCESSORS, load_processor, load_tokenizer
 from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, uses_tools
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
@@ -175,9 +175,10 @@ def _media_facts(sources: Iterable[TokenReport | Measured]) -> dict[str, Any]:
         num_media.update(source.num_media)
         num_tokens.update(source.num_media_tokens)
     return {
-        "has_pictures": num_media["image"] > 0,
-        "num_pictures": num_media["image"] or None,
-        "num_picture_tokens": num_tokens["image"] or None,
+        "has_pictures": num_media["image"] + num_media["video"] > 0,
+        "has_videos": num_media["video"] > 0,
+        "num_pictures": num_media["image"] + num_media["video"] or None,
+        "num_picture_tokens": num_tokens["image"] + num_tokens["video"] or None,
         "has_audio": num_media["audio"] > 0,
         "num_clips": num_media["audio"] or None,
         "num_clip_tokens": num_tokens["audio"] or None,
@@ -275,7 +276,7 @@ def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: MediaTok
     """Refuse a teacher whose processor, with the settings of the model's, makes others of pictures."""
     from tunekit.methods.distillation import check_images
 
-    section = teacher.model_copy(update={"image_processor": recipe.model.image_processor})
+    section = teacher.model_copy(update={name: dict(recipe.model)[name] for name in PROCESSORS})
     try:
         processor = load_processor(section, load_tokenizer(teacher), ["image"])
     except ModelError as error:
@@ -362,7 +363,8 @@ def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
         num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
         format=data.train[0].format,
         sources=tuple(sources),
-        has_pictures="image" in media_in(data),
+        has_pictures=not {"image", "video"}.isdisjoint(media_in(data)),
+        has_videos="video" in media_in(data),
         has_audio="audio" in media_in(data),
     )
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from tunekit.data.media.clips import Clip
 from tunekit.data.media.collate import MEDIA, TEXT, MediaCollator, as_text, documents_of, in_one_row
 from tunekit.data.media.expand import marks_of
+from tunekit.data.media.pictures import Picture
 from tunekit.data.media.kinds import medium_of, nouns_of
 from tunekit.errors import RunError
 from tunekit.models.fusion.proof import ROUNDING
@@ -53,10 +53,11 @@ def check_mixed_rows(trainer: Any, plan: Plan) -> None:
         ]
         what = f"a row without {nouns} in a batch with {nouns} than alone"
         _check_alike(trainer, plan, beside, num=1, what=what, hint=hint)
-    if "audio" in plan.data.media:
+    if plan.data.has_audio or plan.data.has_videos:
         first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
         beside = _spread([as_text(row) for row in first])
-        what, hint = "a row with audio in a batch with longer clips than alone", "set train.micro_batch_size=1"
+        media = "audio in a batch with longer clips" if plan.data.has_audio else "a video in a batch with longer ones"
+        what, hint = f"a row with {media} than alone", "set train.micro_batch_size=1"
         if len(beside) > 1:
             _check_alike(trainer, plan, beside, num=len(beside), what=what, hint=hint)
 
@@ -105,7 +106,7 @@ def check_packed_rows(trainer: Any, plan: Plan) -> None:
     whole = (one for row in first for one in documents_of(row) if len(one["input_ids"]) > 1)
     documents = sorted(whole, key=lambda one: len(one["input_ids"]))
     with_media = [document for document in documents if document[MEDIA]]
-    some = _spread(with_media) if "audio" in plan.data.media else with_media[:2]
+    some = _spread(with_media) or with_media[:2]
     some = some or documents[:1]
     chosen = [_without_media(some[0], trainer.data_collator.processor), *some, *some[:1] * (len(some) == 1)]
     with in_evaluation(trainer, trainer.model_wrapped):
@@ -145,17 +146,17 @@ def _shortest(rows: Any, indices: list[int]) -> dict[str, Any]:
 
 
 def _spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a few of those rows that have clips, from the one with the shortest clips to the one with the longest."""
-    with_clips = [(length, number) for number, row in enumerate(rows) if (length := _audio_seconds(row)) > 0]
-    ordered, last = sorted(with_clips), len(with_clips) - 1
+    """Return a few of those rows that have audio or videos, from the one with the shortest to that with the longest."""
+    timed = [(length, number) for number, row in enumerate(rows) if (length := _seconds(row)) > 0]
+    ordered, last = sorted(timed), len(timed) - 1
     places = dict.fromkeys(round(share * last / (NUM_SPREAD - 1)) for share in range(NUM_SPREAD) if last >= 0)
     return [rows[ordered[place][1]] for place in places]
 
 
-def _audio_seconds(row: dict[str, Any]) -> float:
-    """Return the length of the longest clip of a row; 0 without one."""
+def _seconds(row: dict[str, Any]) -> float:
+    """Return the length of the longest clip or video of a row; 0 without one."""
     media = [medium_of(json.loads(medium)) for medium in row[MEDIA] or ()]
-    return max((medium.seconds for medium in media if isinstance(medium, Clip)), default=0.0)
+    return max((medium.seconds for medium in media if not isinstance(medium, Picture)), default=0.0)
 
 
 def _logits(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.data.formats.row_formats import counted
 from tunekit.data.media.clips import Clip
-from tunekit.data.media.kinds import KINDS, Medium, blank_medium, nouns_of, read_medium
+from tunekit.data.media.kinds import KINDS, Medium, blank_medium, nouns_of, num_values_in, read_medium
+from tunekit.data.media.videos import Video, decoding
 from tunekit.errors import DataError
 from tunekit.probe.processors import kinds_of, sample_rate_of
 from tunekit.recipe.sections.data import MediaKind
@@ -38,7 +39,7 @@ class Replacement(NamedTuple):
     """Text that stands for the medium."""
     num_tokens: int
     num_values: int
-    """Values of its pixels, of all parts that the processor cuts it into; 0 of other media."""
+    """Values of its pixels, of all parts that the processor cuts it into; 0 of audio."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,22 @@ def features_of(
     clips = [read(medium, processor) for of_text in media for medium in of_text if medium.kind == "audio"]
     if clips:
         arguments |= {"audio": clips, "audio_kwargs": {"sampling_rate": sample_rate_of(processor)}}
+    videos = [(medium, read(medium, processor)) for of_text in media for medium in of_text if isinstance(medium, Video)]
     padding = {} if padding_side is None else {"padding": True, "padding_side": padding_side}
-    features: BatchFeature = processor(
-        text=list(texts),
-        **arguments,
-        # Of the text alone: some processors would pad media by it too.
-        text_kwargs={"add_special_tokens": False, **padding},
-        # As tensors: Ovis 2's processor reads sizes of pictures from these.
-        return_tensors="pt",
-        **options,
-    )
+    with decoding(processor, videos) as keys:
+        if keys:
+            arguments["videos"] = keys
+        features: BatchFeature = processor(
+            text=list(texts),
+            **arguments,
+            # Of the text alone: some processors would pad media by it too.
+            text_kwargs={"add_special_tokens": False, **padding},
+            # As tensors: Ovis 2's processor reads sizes of pictures from these.
+            return_tensors="pt",
+            **options,
+        )
+    # What a text says of a video's times is in it.
+    features.pop("video_metadata", None)
     return features
 
 
@@ -121,7 +128,7 @@ class MediaTokens:
         self.processor: Any = processor
         self.marks: Mapping[str, MediaKind] = marks_of(processor)
         self._tokens = {kind: token for token, kind in self.marks.items()}
-        self._pictures: dict[tuple[int, int], Replacement] = {}
+        self._by_size: dict[tuple[float, ...], Replacement] = {}
         self._clips: dict[int, Replacement] = {}
         self._lengths: list[int] = []
         """Numbers of samples that the processor was asked, rising."""
@@ -134,9 +141,9 @@ class MediaTokens:
         """Return what the processor makes of a medium of this size."""
         if isinstance(medium, Clip):
             return self._of_clip(medium)
-        if medium.size not in self._pictures:
-            self._pictures[medium.size] = self._ask(medium)
-        return self._pictures[medium.size]
+        if medium.size not in self._by_size:
+            self._by_size[medium.size] = self._ask(medium)
+        return self._by_size[medium.size]
 
     def _of_clip(self, clip: Clip) -> Replacement:
         num = clip.num_samples(sample_rate_of(self.processor))
@@ -158,7 +165,7 @@ class MediaTokens:
         # A processor without replacements leaves the one token as it is.
         replaced = features.get("text_replacement_offsets") or [[]]
         text = replaced[0][0]["replacement"] if replaced[0] else token
-        num_values = features["pixel_values"].numel() if medium.kind == "image" else 0
+        num_values = num_values_in(features)
         return Replacement(text, len(features["input_ids"][0]), num_values)
 
     def features(self, medium: Medium) -> dict[str, "Tensor"]:
@@ -167,14 +174,13 @@ class MediaTokens:
 
     def num_values(self, media: Sequence[Sequence[Medium]]) -> int:
         """Return the number of values of the pixels of the media of texts that are read together."""
-        media = [[medium for medium in of_text if medium.kind == "image"] for of_text in media]
+        media = [[medium for medium in of_text if not isinstance(medium, Clip)] for of_text in media]
         if not any(media):
             return 0
         # A space, as some processors read no empty text.
         texts = ["".join(self._tokens[medium.kind] for medium in of_text) or " " for of_text in media]
         features = features_of(self.processor, texts, media, read=blank_medium, padding_side="right")
-        num: int = features["pixel_values"].numel()
-        return num
+        return num_values_in(features)
 
     def expand(
         self, text: str, spans: Sequence[Span], media: Sequence[Medium], place: str

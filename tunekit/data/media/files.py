@@ -55,9 +55,8 @@ def find_file(
         value = value.get("path") or value.get("url")
     if isinstance(value, bytes):
         return of_bytes(value)
-    article = "an" if noun[0] in "aeiou" else "a"
     if not isinstance(value, str) or not value:
-        raise BadRow(f"{where} must be a path, a data URL or {article} {noun}, got {described(value)}")
+        raise BadRow(f"{where} must be a path, a data URL or {a(noun)}, got {described(value)}")
     if value.startswith("data:"):
         return of_bytes(_decoded(value, where))
     if store is not None:
@@ -90,6 +89,11 @@ def read_file(path: str, digest: str, noun: str) -> bytes:
             hint="restore it, or start a new run with the current rows",
         )
     return raw
+
+
+def a(noun: str) -> str:
+    """Return a noun with its article."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def own_name(path: str, digest: str) -> str:

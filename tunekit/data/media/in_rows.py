@@ -13,6 +13,7 @@ from typing import Any
 
 from tunekit.data.formats.messages import text as checked_text
 from tunekit.data.formats.row_formats import BadRow, Row, counted, described
+from tunekit.data.media.files import a
 from tunekit.data.media.kinds import KINDS, MARKS, find_medium, nouns_of
 from tunekit.recipe.sections.data import MediaKind
 
@@ -206,7 +207,7 @@ def _turn(turn: object, where: str, gathered: _Gathered) -> object:
     speaker = turn.get("role", turn.get("from"))
     if len(gathered.found) > num_before and speaker in ("assistant", "gpt"):
         noun = KINDS[gathered.found[num_before][0]].noun
-        raise BadRow(f"{where} is an assistant message with an {noun}; models answer in text")
+        raise BadRow(f"{where} is an assistant message with {a(noun)}; models answer in text")
     return {**turn, key: text}
 
 

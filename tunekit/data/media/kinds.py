@@ -5,6 +5,7 @@ A row's texts have a mark where each medium stands, and its column `__media__` h
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.media.clips import Clip, look_at_clip, read_clip
 from tunekit.data.media.files import Look, find_file
 from tunekit.data.media.pictures import Picture, look_at_picture, read_picture
+from tunekit.data.media.videos import Video, blank_frames, look_at_video, read_frames
 from tunekit.probe.processors import sample_rate_of
 from tunekit.recipe.sections.data import MediaKind
 
-Medium = Picture | Clip
+Medium = Picture | Clip | Video
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,21 @@ KINDS: dict[MediaKind, Kind] = {
         example="data:audio/wav;base64,...",
         look=look_at_clip,
     ),
+    "video": Kind(
+        # INTERLINEAR ANNOTATION SEPARATOR, before both.
+        mark="\ufffa",
+        written="<video>",
+        columns=("videos", "video"),
+        parts=("video", "video_url"),
+        values=("video", "video_url"),
+        noun="video",
+        title="videos",
+        example="data:video/mp4;base64,...",
+        look=look_at_video,
+    ),
 }
 
-_CLASSES: dict[MediaKind, type[Medium]] = {"image": Picture, "audio": Clip}
+_CLASSES: dict[MediaKind, type[Medium]] = {"image": Picture, "audio": Clip, "video": Video}
 
 COLUMN = "__media__"
 """Column of the media of a row, which no file has."""
@@ -112,13 +126,19 @@ def media_of(row: Row) -> list[Medium]:
     return [medium_of(value) for value in row.get(COLUMN) or ()]
 
 
+def num_values_in(features: Mapping[str, Any]) -> int:
+    """Return the number of values of pixels, of pictures and videos, among what a processor makes of media."""
+    return sum(features[name].numel() for name in ("pixel_values", "pixel_values_videos") if name in features)
+
+
 def pictures_in(row: Row) -> list[Picture]:
     """Return the pictures of a row, in the order of their marks."""
     return [medium for medium in media_of(row) if isinstance(medium, Picture)]
 
 
 def read_medium(medium: Medium, processor: Any) -> Any:
-    """Read a medium as a processor takes it: a PIL image, or samples `(samples,)` at its sample rate.
+    """Read a medium as a processor takes it: a PIL image, samples `(samples,)` at its sample rate, or, of a video, a
+    function that returns frames by their numbers.
 
     Args:
         medium: The medium.
@@ -127,6 +147,8 @@ def read_medium(medium: Medium, processor: Any) -> Any:
     Raises:
         DataError: It is not the one that was looked at, or cannot be decoded.
     """
+    if isinstance(medium, Video):
+        return partial(read_frames, medium)
     return read_clip(medium, sample_rate_of(processor)) if isinstance(medium, Clip) else read_picture(medium)
 
 
@@ -136,6 +158,8 @@ def blank_medium(medium: Medium, processor: Any) -> Any:
         import numpy as np
 
         return np.zeros(medium.num_samples(sample_rate_of(processor)), dtype=np.float32)
+    if isinstance(medium, Video):
+        return partial(blank_frames, medium)
     from PIL import Image
 
     return Image.new("RGB", medium.size)

@@ -227,7 +227,7 @@ def _position_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
         yield problem, f"set it to {limit - virtual} or less{longer}"
 
 
-CHANGES = ("image_processor", "rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
+CHANGES = ("image_processor", "video_processor", "rope_scaling", "add_tokens", "add_special_tokens", "special_tokens")
 """Fields of a model section that change the model that is trained, or what it reads."""
 
 
@@ -292,6 +292,8 @@ def check_media(
             raise PlanError(f"adapter.{parts[0]}: no effect, the rows have no images", hint="unset it")
         if recipe.model.image_processor is not None:
             raise PlanError("model.image_processor: no effect, the rows have no images", hint="unset it")
+    if recipe.model.video_processor is not None and not rows.has_videos:
+        raise PlanError("model.video_processor: no effect, the rows have no videos", hint="unset it")
     if not rows.media:
         return
     data, parallel = recipe.data, recipe.parallel

@@ -300,7 +300,7 @@ def _conflicts_of_trainer_args(method: RewardedMethod, *, full: bool) -> Iterato
         yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "unset it")
 
 
-AS_THE_MODEL = ("dtype", "attn_implementation", "kernels", "image_processor")
+AS_THE_MODEL = ("dtype", "attn_implementation", "kernels", "image_processor", "video_processor")
 """Settings of a teacher that are those of the model that learns from it."""
 
 
@@ -330,4 +330,4 @@ class TeacherMethod(OnPolicyMethod):
 
 
 def _as_the_model(teacher: ModelSection) -> tuple[object, ...]:
-    return teacher.dtype, teacher.attn_implementation, teacher.kernels, teacher.image_processor
+    return teacher.dtype, teacher.attn_implementation, teacher.kernels, teacher.image_processor, teacher.video_processor

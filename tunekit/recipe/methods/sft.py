@@ -19,7 +19,7 @@ class SFTMethod(MethodSection):
         adds_router_loss=True,
         settings_scale_loss=False,
         masks_as_told=True,
-        media=("image", "audio"),
+        media=("image", "audio", "video"),
     )
 
     type: Literal["sft"] = "sft"

@@ -19,7 +19,7 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 LossOn = Literal["assistant", "last", "all"]
 """Tokens in the loss: of assistant turns and completions, of the last turn only, or all."""
 
-MediaKind = Literal["image", "audio"]
+MediaKind = Literal["image", "audio", "video"]
 """Kind of media in rows."""
 
 PromptStyle = Literal["plain", "line", "joined", "alpaca", "alpaca_turn"]

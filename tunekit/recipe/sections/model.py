@@ -120,6 +120,10 @@ class ModelSection(Section):
     """Settings of the model's image processor, by its names, such as {max_pixels: 501760} or {do_image_splitting:
     false}: they determine the size of images and their number of tokens. Saved with the trained model."""
 
+    video_processor: Annotated[dict[str, Any] | None, Field(min_length=1)] = None
+    """Settings of the model's video processor, by its names, such as {do_sample_frames: true, fps: 1, max_frames: 64}:
+    they determine which frames of a video are read, and their size. Saved with the trained model."""
+
     rope_scaling: RopeScaling | None = None
     """RoPE scaling, for `data.max_length` beyond the model's positions."""
 
