@@ -276,9 +276,9 @@ BROKEN = {
         {"messages": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [image("a.png")]}]},
         "messages[1] is an assistant message with an image; models answer in text",
     ),
-    "a video": (
-        asked({"type": "video", "video": "a.mp4"}),
-        "is of type video, but only text, images and audio clips",
+    "a document": (
+        asked({"type": "file", "file": "a.pdf"}),
+        "is of type file, but only text, images, audio clips and videos",
     ),
     "a part that is a number": (asked(5), f"{AT} must be an object {{type}}, got the number 5"),
     "a text that is a number": (
@@ -300,10 +300,6 @@ BROKEN = {
             "objects": {"ref": [], "bbox": [[1, 2]]},
         },
         "column objects contains boxes; write them into the texts in the model's format, and remove it",
-    ),
-    "a column of videos": (
-        {"videos": ["a.mp4"], "messages": [{"role": "user", "content": "<video>"}, ANSWER]},
-        "column videos holds videos, but only text is supported",
     ),
 }
 

@@ -262,10 +262,18 @@ def save_info(**columns) -> None:
     Path("data/dataset_info.json").write_text(json.dumps(info))
 
 
-def test_a_data_set_with_video_is_refused() -> None:
-    save_info(images="images", videos="videos")
-    with pytest.raises(RecipeError, match=r"the dataset cats\.json has videos, which is not migrated"):
-        made(LLAMA_FACTORY, dataset="cats")
+def test_columns_of_videos_come_over_and_their_frames_differ() -> None:
+    save_info(videos="clips")
+    model = "Qwen/Qwen2.5-VL-7B-Instruct"
+    report = made(LLAMA_FACTORY, dataset="cats", model_name_or_path=model, video_maxlen=64)
+    assert report.recipe.data.columns == {"videos": "clips"}
+    lines = {line.key: line for line in (*report.of_kind("different"), *report.unsaid)}
+    assert lines["video_fps"].remedy == lines["video_maxlen"].remedy == "model.video_processor"
+    silent = made(LLAMA_FACTORY, dataset="dogs", model_name_or_path=model, video_maxlen=64).of_kind("silent")
+    assert "video_maxlen" in {line.key for line in silent}
+    for name, kind in (("llava-video", "different"), ("coco", "silent")):
+        lines = made(SWIFT, dataset=name, FPS=2).of_kind(kind)
+        assert "FPS" in {line.key for line in lines}
 
 
 def test_columns_of_audio_come_over_and_the_processor_has_the_sample_rate() -> None:

@@ -84,7 +84,7 @@ def test_what_is_wrong_has_fields_too(values: dict[str, Any]) -> None:
     assert {"model.path", "data.train", "adapter.type", "method.type", "output.name"} <= set(found)
 
 
-TEACHERS_OWN = ("dtype", "attn_implementation", "kernels", "image_processor")
+TEACHERS_OWN = ("dtype", "attn_implementation", "kernels", "image_processor", "video_processor")
 """Fields of a teacher that a recipe does not set: they are those of the model."""
 
 

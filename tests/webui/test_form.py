@@ -142,7 +142,7 @@ def other_value(entry: tunekit.Entry) -> Any:
         return FITTING[name]
     if name.endswith((".short_factor", ".long_factor")):
         return [1.0, 2.5]
-    if name.endswith(".image_processor"):
+    if name.endswith((".image_processor", ".video_processor")):
         return {"max_pixels": 501760, "size": {"longest_edge": 5}}
     if entry.kind == "bool":
         return not entry.default
@@ -207,7 +207,10 @@ def _same(one: tunekit.Entry, other: tunekit.Entry) -> bool:
     return one.key == other.key or not one.key.startswith("method.rewards")
 
 
-REFUSED = {("method", "teacher", name) for name in ("dtype", "attn_implementation", "kernels", "image_processor")}
+REFUSED = {
+    ("method", "teacher", name)
+    for name in ("dtype", "attn_implementation", "kernels", "image_processor", "video_processor")
+}
 """Fields that no recipe may give: the schema has them, as a model has them."""
 
 
@@ -223,7 +226,7 @@ def test_what_a_form_leaves_out_is_refused_and_shown_where_it_is_given(method: s
         "data.curriculum": "length",
         "data.eval.weight": 2, "output.sample_prompts": ["Hi"], "method.teacher.dtype": "float32",
         "method.teacher.attn_implementation": "eager", "method.teacher.kernels": "torch",
-        "method.teacher.image_processor": {"max_pixels": 3136},
+        "method.teacher.image_processor": {"max_pixels": 3136}, "method.teacher.video_processor": {"fps": 1},
     }  # fmt: skip
     there = {entry.key for entry in draft.entries_of(text)}
     for key in given.keys() - there:

@@ -45,6 +45,7 @@ class Draft:
         self.unsaid: list[Line] = []
         self.has_images = False
         self.has_audio = False
+        self.has_videos = False
         """True if its rows are known to have images."""
 
     @property

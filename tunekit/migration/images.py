@@ -140,6 +140,18 @@ def finish(draft: Draft) -> None:
             draft.fates[key] = Fate("unsupported", f"data.streaming: unsupported for rows with {media}")
 
 
+FRAMES = "of videos, the tool samples and scales frames by its own settings; here the model's video processor does"
+"""The difference between frames of videos."""
+
+
+def frames(draft: Draft, entry: Entry) -> Fate:
+    """A setting of the frames of videos, which the model's own processor chooses here."""
+    # ms-swift's datasets do not say what their rows have.
+    if not draft.has_videos and "video" not in str(draft.get("dataset")).lower():
+        return Fate("silent", "only used for videos, whose frames model.video_processor sets here")
+    return Fate("different", FRAMES, remedy="model.video_processor")
+
+
 def _reads_text_alone(draft: Draft) -> bool:
     """Return whether a configuration's model is a well-known one without a vision tower."""
     model = known_models().get(_model(draft))

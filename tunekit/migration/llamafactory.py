@@ -7,7 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tunekit.errors import RecipeError
 from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
@@ -183,18 +182,17 @@ def _dataset_info(draft: Draft, folder: str) -> dict[str, Any]:
 def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     """An entry of dataset_info.json as a source of rows."""
     theirs = _mapping(said, "columns")
-    if "videos" in theirs:
-        name = said.get("file_name") or said.get("hf_hub_url")
-        problem = f"{draft.original.path}: the dataset {name} has videos, which is not migrated"
-        raise RecipeError(problem, hint="tunekit trains on text, images and audio")
     hub = said.get("hf_hub_url")
     split = said.get("split")
     path = str(hub) if hub else f"{folder}/{said.get('file_name', said.get('script_url', ''))}"
     format_, columns = _shape(said, draft.values["method.type"], draft.get("stage"))
     image_folder = None
-    media: dict[str, Any] = {name: theirs[name] for name in ("images", "audios") if name in theirs}
+    media: dict[str, Any] = {name: theirs[name] for name in ("images", "audios", "videos") if name in theirs}
     if media:
-        draft.has_images |= "images" in media
+        if "videos" in media and not draft.has_videos and draft.get("video_fps") is None:
+            draft.differ("video_fps", 2.0, images.FRAMES, remedy="model.video_processor")
+        draft.has_videos |= "videos" in media
+        draft.has_images |= not {"images", "videos"}.isdisjoint(media)
         draft.has_audio |= "audios" in media
         columns |= _differing(media)
         image_folder = _image_folder(draft, folder, None if hub else path)

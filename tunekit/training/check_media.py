@@ -19,8 +19,8 @@ from accelerate.utils import send_to_device
 
 from tunekit.data.media.collate import MEDIA, TEXT, MediaCollator, as_text, documents_of, in_one_row
 from tunekit.data.media.expand import marks_of
-from tunekit.data.media.pictures import Picture
 from tunekit.data.media.kinds import medium_of, nouns_of
+from tunekit.data.media.pictures import Picture
 from tunekit.errors import RunError
 from tunekit.models.fusion.proof import ROUNDING
 from tunekit.planner.plan import Plan

@@ -91,9 +91,13 @@ def small_copy(picture: Picture) -> bytes:
     Raises:
         DataError: It is not the one that was looked at, or cannot be decoded.
     """
-    small, file = read_picture(picture), io.BytesIO()
-    small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-    small.save(file, "JPEG", quality=80)
+    return _small(read_picture(picture))
+
+
+def _small(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    image.save(file, "JPEG", quality=80)
     return file.getvalue()
 
 
@@ -103,7 +107,12 @@ def thumbnail(picture: Picture) -> str:
     Raises:
         DataError: As for `small_copy`.
     """
-    return "data:image/jpeg;base64," + base64.b64encode(small_copy(picture)).decode()
+    return thumbnail_of(read_picture(picture))
+
+
+def thumbnail_of(image: Any) -> str:
+    """Return a small copy of a PIL image, which shrinks, as a data URL."""
+    return "data:image/jpeg;base64," + base64.b64encode(_small(image)).decode()
 
 
 def look_at_picture(raw: bytes, what: str, path: str) -> Picture:

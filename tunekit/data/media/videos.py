@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.media.files import own_name, read_file
-from tunekit.data.media.pictures import MAX_PIXELS
+from tunekit.data.media.pictures import MAX_PIXELS, thumbnail_of
 from tunekit.errors import DataError, DependencyError
 from tunekit.recipe.sections.data import MediaKind
 
@@ -151,6 +151,17 @@ def read_frames(video: Video, indices: Sequence[int]) -> "np.ndarray":
         problem = f"{video.path}: frame {lost:,} of the video's {video.num_frames:,} cannot be decoded"
         raise DataError(problem, hint="replace it, or convert it to MP4")
     return np.stack([frames[index] for index in indices])
+
+
+def first_frame(video: Video) -> str:
+    """Return a small copy of a video's first frame as a data URL.
+
+    Raises:
+        DataError: As for `read_frames`.
+    """
+    from PIL import Image
+
+    return thumbnail_of(Image.fromarray(read_frames(video, [0])[0]))
 
 
 def blank_frames(video: Video, indices: Sequence[int]) -> "np.ndarray":

@@ -15,6 +15,7 @@ from tunekit.data.media.clips import Clip, excerpt
 from tunekit.data.media.expand import MediaTokens, MediumTokens
 from tunekit.data.media.kinds import Medium, media_of, nouns_of
 from tunekit.data.media.pictures import thumbnail
+from tunekit.data.media.videos import Video, first_frame
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
@@ -87,7 +88,8 @@ class RowPreview:
         label: Whether its answer is a good one, where rows say so.
         left_out: Why it is not trained on, if it is not.
         source: The row as JSON, under our names, shortened.
-        thumbnails: Its pictures as small data URLs, and the beginnings of its clips, by their digests.
+        thumbnails: Its pictures and first frames of videos as small data URLs, and the beginnings of its clips, by
+            their digests.
     """
 
     place: str
@@ -296,6 +298,8 @@ def is_encoded(format: Format) -> bool:
 
 
 def _small(medium: Medium) -> str:
+    if isinstance(medium, Video):
+        return first_frame(medium)
     return excerpt(medium) if isinstance(medium, Clip) else thumbnail(medium)
 
 
