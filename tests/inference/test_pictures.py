@@ -123,6 +123,22 @@ def test_what_is_no_picture_is_refused_before_it_is_sent(tmp_path):
             tunekit.picture_part(tmp_path / name)
 
 
+def test_clips_and_videos_are_parts_too_and_are_looked_at_before(tmp_path):
+    from tests.audio import save_clip
+    from tests.video import save_video
+    from tunekit.inference.chat import media_part
+
+    save_clip(tmp_path / "a.wav", 0.2)
+    save_video(tmp_path / "a.mp4", 64, 48, 2, 2)
+    for kind, name in (("audio", "a.wav"), ("video", "a.mp4")):
+        part = media_part(kind, tmp_path / name)
+        assert part["type"] == kind and part[kind].startswith(f"data:{kind}/")
+        other = {"audio": "a.mp4", "video": "a.wav"}[kind]
+        with pytest.raises(RunError, match=rf"'{other}' (is not audio|has no video)") as caught:
+            media_part(kind, tmp_path / other)
+        assert caught.value.hint.startswith("pass ")
+
+
 def test_a_model_of_texts_says_that_it_reads_no_pictures(tmp_path):
     found = find_trained("pico")
     assert not conversations.media_read(found)

@@ -147,9 +147,10 @@ def chat(
 ) -> None:
     """Chat with a trained or any other model.
 
-    /clear starts over, /image FILE adds an image, /exit quits.
+    /clear starts over, /image FILE adds an image (/audio, /video), /exit quits.
     """
     sampling = cli.passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
+    from tunekit.data.media.kinds import KINDS
     from tunekit.inference import chat as talking
 
     at_terminal = sys.stdin.isatty()
@@ -157,7 +158,8 @@ def chat(
         print(f"loading {model}", file=sys.stderr)
     with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
-            commands = f"{'/image FILE adds an image, ' * talk.reads_pictures}/clear starts over"
+            kinds = [f"/{kind}" for kind in talk.media]
+            commands = f"{'|'.join(kinds)} FILE adds one, " * bool(kinds) + "/clear starts over"
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
             print(
                 f"{talk.name} on {where}; {commands}, Ctrl-D quits",
@@ -166,19 +168,19 @@ def chat(
         first = [] if system is None else [{"role": "system", "content": system}]
         sides = (False, True) if compare else (False,)
         histories: dict[bool, list[dict[str, Any]]] = {base: list(first) for base in sides}
-        pictures: list[dict[str, str]] = []
+        media: list[dict[str, str]] = []
         while (line := _line(at_terminal)) is not None:
             if line.strip() in ("", "/clear"):
                 if line.strip():
-                    histories, pictures = {base: list(first) for base in sides}, []
+                    histories, media = {base: list(first) for base in sides}, []
                 continue
-            if line.split()[0] == "/image":
-                pictures += _picture(talk, line.strip().removeprefix("/image").strip(), at_terminal)
+            if line.split()[0].removeprefix("/") in KINDS and line.startswith("/"):
+                media += _medium(talk, line, at_terminal)
                 continue
             if line.strip() == "/exit":
                 return
-            content = [*pictures, {"type": "text", "text": line}] if pictures else line
-            pictures = []
+            content = [*media, {"type": "text", "text": line}] if media else line
+            media = []
             for base in sides:
                 histories[base].append({"role": "user", "content": content})
                 name = "" if not compare else "before: " if base else "after:  "
@@ -186,17 +188,25 @@ def chat(
                 histories[base].append({"role": "assistant", "content": words})
 
 
-def _picture(talk: "Talk", name: str, at_terminal: bool) -> list[dict[str, str]]:
-    """The picture of a file for the next message; at a terminal nothing where it cannot be had, with the reason."""
+def _medium(talk: "Talk", line: str, at_terminal: bool) -> list[dict[str, str]]:
+    """The file of a command such as `/image FILE` for the next message; at a terminal nothing where it cannot be had,
+    with the reason.
+    """
+    from tunekit.data.media.kinds import KINDS
     from tunekit.errors import RunError
-    from tunekit.inference.chat import picture_part
+    from tunekit.inference.chat import media_part
 
+    command, _, name = line.strip().partition(" ")
+    kind = next(kind for kind in KINDS if command == f"/{kind}")
+    name = name.strip()
     try:
-        if not talk.reads_pictures:
+        if not talk.media:
             raise RunError(f"{talk.name} is a text-only model", hint="chat with a vision-language model")
+        if kind not in talk.media:
+            raise RunError(f"{talk.name} reads no {KINDS[kind].noun}", hint=f"it reads: {', '.join(talk.media)}")
         if not name:
-            raise RunError("/image without a file", hint="write /image FILE")
-        part = picture_part(name)
+            raise RunError(f"{command} without a file", hint=f"write {command} FILE")
+        part = media_part(kind, name)
     except RunError as error:
         if not at_terminal:
             raise

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import BadRow
-from tunekit.data.media.kinds import find_medium
+from tunekit.data.media.kinds import KINDS, find_medium
 from tunekit.errors import RunError
 from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
 from tunekit.inference.vllm import Backend, missing
+from tunekit.recipe.sections.data import MediaKind
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
 
@@ -129,9 +130,14 @@ class Talk(contextlib.AbstractContextManager["Talk"]):
         return str(self.facts["device"])
 
     @property
+    def media(self) -> tuple[MediaKind, ...]:
+        """Kinds of media that messages may have."""
+        return tuple(self.facts["media"])
+
+    @property
     def reads_pictures(self) -> bool:
         """True if messages may have pictures."""
-        return bool(self.facts["reads_pictures"])
+        return "image" in self.media
 
     def say(
         self,
@@ -255,14 +261,35 @@ def picture_part(path: str | Path) -> dict[str, str]:
     Raises:
         RunError: There is none, or it is damaged or too large.
     """
+    return media_part("image", path)
+
+
+_FORMATS: dict[MediaKind, str] = {
+    "image": "an image: JPEG, PNG, WebP, GIF, BMP or TIFF",
+    "audio": "audio: WAV, FLAC, MP3, Ogg or AIFF",
+    "video": "a video: MP4, MOV, MKV, WebM or AVI",
+}
+_DEFAULT_TYPES: dict[MediaKind, str] = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}
+
+
+def media_part(kind: MediaKind, path: str | Path) -> dict[str, str]:
+    """Return a picture, an audio clip or a video as a part of a message's content.
+
+    Args:
+        kind: Its kind.
+        path: Its file.
+
+    Raises:
+        RunError: There is none, or it is damaged or too large.
+    """
     file = Path(path).expanduser().resolve()
     try:
-        find_medium("image", file.name, "the image", file.parent)
+        find_medium(kind, file.name, f"the {KINDS[kind].noun}", file.parent)
         raw = file.read_bytes()
     except (BadRow, OSError) as error:
-        raise RunError(str(error), hint="pass an image: JPEG, PNG, WebP, GIF, BMP or TIFF") from error
-    kind = mimetypes.guess_type(file.name)[0] or "image/png"
-    return {"type": "image", "image": f"data:{kind};base64,{base64.b64encode(raw).decode()}"}
+        raise RunError(str(error), hint=f"pass {_FORMATS[kind]}") from error
+    type_ = mimetypes.guess_type(file.name)[0] or _DEFAULT_TYPES[kind]
+    return {"type": kind, kind: f"data:{type_};base64,{base64.b64encode(raw).decode()}"}
 
 
 def chat(

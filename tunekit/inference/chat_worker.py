@@ -136,7 +136,7 @@ class Worker:
         return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": self.dtype,
-            "reads_pictures": self.vllm is None and "image" in media_read(trained),
+            "media": media_read(trained) if self.vllm is None else (),
             "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
         }
 

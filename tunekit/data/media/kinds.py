@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.media.clips import Clip, look_at_clip, read_clip
+from tunekit.data.media.clips import CLIP_SUFFIXES, Clip, look_at_clip, read_clip
 from tunekit.data.media.files import Look, find_file
-from tunekit.data.media.pictures import Picture, look_at_picture, read_picture
-from tunekit.data.media.videos import Video, blank_frames, look_at_video, read_frames
+from tunekit.data.media.pictures import PICTURE_SUFFIXES, Picture, look_at_picture, read_picture
+from tunekit.data.media.videos import VIDEO_SUFFIXES, Video, blank_frames, look_at_video, read_frames
 from tunekit.probe.processors import sample_rate_of
 from tunekit.recipe.sections.data import MediaKind
 
@@ -94,6 +94,9 @@ COLUMN = "__media__"
 MARKS: dict[str, MediaKind] = {kind.mark: name for name, kind in KINDS.items()}
 """Kinds by their marks."""
 
+
+MEDIA_SUFFIXES = (*PICTURE_SUFFIXES, *CLIP_SUFFIXES, *VIDEO_SUFFIXES)
+"""Suffixes of files of media, of all kinds."""
 
 MEDIA_COLUMNS = tuple(column for kind in KINDS.values() for column in kind.columns)
 """Names of columns of media, of all kinds."""

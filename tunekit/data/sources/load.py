@@ -17,6 +17,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from tunekit.data.formats.row_formats import Learner, check_mapping, counted, listed, nearest
+from tunekit.data.media.kinds import MEDIA_SUFFIXES
 from tunekit.data.media.pictures import PICTURE_SUFFIXES
 from tunekit.data.packing.sequences import hold_out
 from tunekit.data.sources import hub
@@ -313,7 +314,7 @@ def _in_folder(folder: Path, name: str, key: str) -> tuple[list[LocalFile], tupl
         if any(path.suffix.lower() in PICTURE_SUFFIXES for path in inside):
             hint = "add a metadata.csv with the columns file_name and text: the name and the caption of each image"
         raise DataError(f"{key}.path: no supported files in folder '{name}'", hint=hint)
-    unreadable = [path.name for path in inside if path not in readable and path.suffix.lower() not in PICTURE_SUFFIXES]
+    unreadable = [path.name for path in inside if path not in readable and path.suffix.lower() not in MEDIA_SUFFIXES]
     notes = (f"{name}: files of unsupported formats ignored: {listed(unreadable)}",) if unreadable else ()
     return [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable], notes
 
