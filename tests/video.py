@@ -53,8 +53,12 @@ def save_video(file: Path, width: int, height: int, num_frames: int, fps: int, *
     return file
 
 
-def save_video_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> Path:
-    """Write videos of several sizes and rows that ask about them, one of them without; return the file."""
+def save_video_rows(folder: Path, num: int = 8, *, without: int | None = 3, mixed: bool = True) -> Path:
+    """Write videos of several sizes and rows that ask about them, one of them without, one with a picture before it
+    if they are mixed; return the file.
+    """
+    from PIL import Image
+
     folder.mkdir(exist_ok=True)
     lines = []
     for number in range(num):
@@ -64,6 +68,9 @@ def save_video_rows(folder: Path, num: int = 8, *, without: int | None = 3) -> P
             asked = [{"type": "video", "video": f"{number}.mp4"}, {"type": "text", "text": "what happens?"}]
             if number % 4 == 1:
                 asked.insert(0, {"type": "text", "text": "look: "})
+            if number == 6 and mixed:
+                Image.effect_noise((30, 41), 60).convert("RGB").save(folder / "6.png")
+                asked.insert(0, {"type": "image", "image": "6.png"})
         answer = {"role": "assistant", "content": "nothing " * (number % 3) + "much"}
         lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, answer]}) + "\n")
     file = folder / "rows.jsonl"

@@ -21,12 +21,16 @@ def saved(request, tmp_path_factory):
     """A folder with the model of a family and rows of videos."""
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny_video_model(folder / "model", request.param)
-    save_video_rows(folder / "data")
+    save_video_rows(folder / "data", mixed=request.param not in APART)
     return folder
 
 
 def sizes_of(saved):
     return {"micro_batch_size": 1} if saved.name[:-1] in BY_ONE else {}
+
+
+APART = ("glm4v",)
+"""Families whose code does not compute images and videos together."""
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])
@@ -49,7 +53,15 @@ def test_videos_that_a_processor_does_not_take_together_are_refused(saved, tmp_p
     if saved.name[:-1] in BY_ONE:
         with pytest.raises(RunError, match="InternVLProcessor refuses a batch of rows with different media") as caught:
             tunekit.train(recipe(saved, tmp_path, adapter="lora"))
-        assert caught.value.hint == "set train.micro_batch_size=1"
+        assert caught.value.hint.startswith("set train.micro_batch_size=1")
+
+
+def test_a_model_that_does_not_compute_images_and_videos_together_is_refused(tmp_path):
+    save_tiny_video_model(tmp_path / "model", "glm4v")
+    save_video_rows(tmp_path / "data")
+    with pytest.raises(RunError, match="/model does not compute images and videos together: ") as caught:
+        tunekit.train(recipe(tmp_path, tmp_path, adapter="lora"))
+    assert caught.value.hint == "train on rows with one kind of media"
 
 
 def test_settings_of_the_video_processor_choose_the_frames(saved, tmp_path):

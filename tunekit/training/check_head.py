@@ -326,7 +326,7 @@ def _rows_of_media(rows: Any) -> list[dict[str, Any]]:
     first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
     texts = (as_text(document) for row in first for document in documents_of(row))
     chosen = sorted(texts, key=lambda row: (not row[MEDIA], len(row["input_ids"])))
-    return chosen[:NUM_ROWS]
+    return chosen
 
 
 def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -335,7 +335,9 @@ def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch
 
     collator = vars(trainer).get("data_collator")
     if isinstance(collator, MediaCollator):
-        batch = collator.texts(_rows_of_media(trainer.train_dataset))
+        # Some processors do not take any two rows together.
+        num = NUM_ROWS if collator.packs else min(NUM_ROWS, trainer.args.per_device_train_batch_size)
+        batch = collator.texts(_rows_of_media(trainer.train_dataset)[:num])
         labels = batch.pop("labels").where(batch["attention_mask"] == 0, batch["input_ids"])
         batch.pop("scored_positions", None)
         batch, labels = send_to_device((batch, labels), trainer.accelerator.device)

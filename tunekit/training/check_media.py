@@ -24,10 +24,47 @@ from tunekit.data.media.pictures import Picture
 from tunekit.errors import RunError
 from tunekit.models.fusion.proof import ROUNDING
 from tunekit.planner.plan import Plan
+from tunekit.recipe.sections.data import MediaKind
 from tunekit.training.check_head import NUM_LOOKED_AT, in_evaluation
 
 NUM_SPREAD = 4
 """Rows of different lengths of clips that are compared."""
+
+
+def check_kinds(trainer: Any, plan: Plan) -> None:
+    """Check that the model computes rows with each of the kinds of media that come together, and, where a micro-batch
+    may have several of them, these together: GLM-4V takes images and videos apart from each other alone.
+
+    Called by all processes together.
+
+    Args:
+        trainer: The trainer, once its model is where it is trained.
+        plan: The micro-batch.
+
+    Raises:
+        RunError: It does not.
+    """
+    rows, collator = trainer.train_dataset, trainer.data_collator
+    if not isinstance(collator, MediaCollator):
+        return
+    first = rows.select(range(min(NUM_LOOKED_AT, len(rows))))
+    by_kinds: dict[frozenset[MediaKind], dict[str, Any]] = {}
+    for text in (as_text(document) for row in first for document in documents_of(row)):
+        by_kinds.setdefault(frozenset(medium_of(json.loads(medium)).kind for medium in text[MEDIA] or ()), text)
+    kinds: frozenset[MediaKind] = frozenset().union(*by_kinds)
+    if len(kinds) < 2:
+        return
+    chosen = [row for of_row, row in by_kinds.items() if of_row]
+    batches = [[row] for row in chosen]
+    if plan.micro_batch_size > 1 or collator.packs:
+        batches.append(chosen)
+    with in_evaluation(trainer, trainer.model_wrapped):
+        for batch in batches:
+            try:
+                _all_logits(trainer, collator.texts(batch))
+            except ValueError as error:
+                problem = f"{plan.recipe.model.path} does not compute {nouns_of(kinds)} together: {str(error).strip()}"
+                raise RunError(problem, hint="train on rows with one kind of media") from error
 
 
 def check_mixed_rows(trainer: Any, plan: Plan) -> None:
@@ -71,9 +108,8 @@ def _check_alike(trainer: Any, plan: Plan, rows: Sequence[dict[str, Any]], *, nu
     collate = trainer.data_collator.texts
     try:
         together, alone = collate(rows), [collate([row]) for row in rows[:num]]
-    except ValueError as error:
-        reader = type(trainer.data_collator.processor).__name__
-        raise RunError(f"{reader} refuses a batch of rows with different media: {error}", hint=hint) from error
+    except RunError as error:
+        raise RunError(error.problem, hint=hint) from error
     with in_evaluation(trainer, trainer.model_wrapped):
         logits = _all_logits(trainer, together)
         pairs = [

@@ -33,7 +33,7 @@ from tunekit.runs.run import Run
 from tunekit.training import build_trainer
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
-from tunekit.training.check_media import check_mixed_rows, check_packed_rows
+from tunekit.training.check_media import check_kinds, check_mixed_rows, check_packed_rows
 from tunekit.training.check_reference import check_isolation, check_new_layers, check_reference, prove_attention
 from tunekit.training.check_saved import check_saved
 from tunekit.training.checkpointing.restore import Carried, Start, start_of
@@ -128,6 +128,8 @@ def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, s
     if plan.attn_implementation == VARLEN:
         error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
         record.write("attention", message=error_bound)
+    if plan.data.media:
+        check_kinds(trainer, plan)
     check_head(trainer, plan, record, vocabulary=vocabulary)
     engine.between_checks(trainer, plan)
     if plan.data.media:

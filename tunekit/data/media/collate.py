@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.media.expand import features_of
 from tunekit.data.media.kinds import COLUMN, medium_of
 from tunekit.data.packing.sequences import IGNORED
-from tunekit.errors import DataError
+from tunekit.errors import DataError, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +64,7 @@ class MediaCollator:
 
         Raises:
             DataError: A medium changed, or the processor makes other tokens than were prepared.
+            RunError: The processor does not take the rows together.
         """
         import torch
 
@@ -71,7 +72,12 @@ class MediaCollator:
         # A row that fills a step has no text.
         texts = [tokenizer.decode(row["input_ids"]) if row[TEXT] is None else row[TEXT] for row in rows]
         media = [[medium_of(json.loads(text)) for text in row[MEDIA] or ()] for row in rows]
-        batch: dict[str, Any] = dict(features_of(self.processor, texts, media, padding_side="right"))
+        try:
+            batch: dict[str, Any] = dict(features_of(self.processor, texts, media, padding_side="right"))
+        except ValueError as error:
+            reader = type(self.processor).__name__
+            problem = f"{reader} refuses a batch of rows with different media: {str(error).strip()}"
+            raise RunError(problem, hint="set train.micro_batch_size=1, without data.packing") from error
         lengths = batch["attention_mask"].sum(1).tolist()
         for row, of_row, ids, length in zip(rows, media, batch["input_ids"].tolist(), lengths, strict=True):
             if ids[:length] != list(row["input_ids"]):

@@ -135,14 +135,14 @@ def read_frames(video: Video, indices: Sequence[int]) -> "np.ndarray":
     """
     import numpy as np
 
-    av, frames, wanted = _pyav(), {}, set(indices)
+    av, frames, numbers = _pyav(), {}, set(indices)
     raw = read_file(video.path, video.digest, "video")
     try:
         with av.open(io.BytesIO(raw)) as file:
             for index, frame in enumerate(file.decode(video=0)):
-                if index in wanted:
+                if index in numbers:
                     frames[index] = frame.to_ndarray(format="rgb24")
-                if len(frames) == len(wanted):
+                if len(frames) == len(numbers):
                     break
     except av.error.FFmpegError as error:
         raise DataError(f"{video.path}: the video is damaged: {error}", hint="replace it") from error
