@@ -41,7 +41,8 @@ def trainer(tmp_path, monkeypatch):
 
 
 def check(trainer, dtype="float32"):
-    plan = SimpleNamespace(dtype=dtype, recipe=SimpleNamespace(model=SimpleNamespace(path="m")))
+    model, data = SimpleNamespace(path="m"), SimpleNamespace(media=("image",))
+    plan = SimpleNamespace(dtype=dtype, recipe=SimpleNamespace(model=model), data=data)
     trainer.model.to(getattr(torch, dtype))
     check_packed_rows(trainer, plan)
 
