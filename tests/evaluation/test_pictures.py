@@ -50,7 +50,7 @@ def test_held_out_rows_keep_their_pictures(folder):
     wish = Wish(limit=3, max_new_tokens=None, temperature=0.0, seed=0, batch_size=1, device="cpu")
     part = parts_of_run(model, load_tokenizer(run.recipe.model), [], wish)
     stored = read_dataset(run.path / "data" / FILES["eval"])["media"][:3]
-    assert any(stored) and [row.pictures for row in part.rows] == stored
+    assert any(stored) and [row.media for row in part.rows] == stored
 
 
 @pytest.mark.slow

@@ -249,7 +249,8 @@ _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 def _with_picture_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a packed row the positions that the model computes for its documents as a padded batch, `(4, 1, tokens)`."""
-    positions, grids = kwargs.get("position_ids"), {name: kwargs[name] for name in _GRIDS if name in kwargs}
+    positions = kwargs.get("position_ids")
+    grids = {name: kwargs[name] for name in _GRIDS if kwargs.get(name) is not None}
     if not grids or positions is None or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
         return args, kwargs
     starts = (positions[0] == 0).nonzero().flatten()
