@@ -225,7 +225,8 @@ PACKS = {"global_batch_size": 2, "micro_batch_size": 1}
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one(strategy, packed, several, tmp_path):
-    train = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-2} | (PACKS if packed else {})
+    # Plain gradient descent: AdamW divides by what is near zero for some values, and makes much of rounding.
+    train = {"max_steps": 4, "learning_rate": 0.3} | (PACKS if packed else {})
     one = made(recipe(several, tmp_path / "one", packed=packed, train=train))
     worked(one)
     parallel = {"strategy": strategy, "num_processes": 2}
@@ -234,7 +235,7 @@ def test_two_processes_train_as_one(strategy, packed, several, tmp_path):
     losses = [[event["loss"] for event in Run(path).events() if event["event"] == "log"] for path in (one, two)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     torch.testing.assert_close(
-        saved_weights(Run(two).model_path), saved_weights(Run(one).model_path), atol=1e-4, rtol=0
+        saved_weights(Run(two).model_path), saved_weights(Run(one).model_path), atol=1e-5, rtol=0
     )
 
 

@@ -74,7 +74,8 @@ class MediaCollator:
         media = [[medium_of(json.loads(text)) for text in row[MEDIA] or ()] for row in rows]
         try:
             batch: dict[str, Any] = dict(features_of(self.processor, texts, media, padding_side="right"))
-        except ValueError as error:
+        # Llama 3.2 Vision's looks up the images of a first row without any.
+        except (ValueError, IndexError) as error:
             reader = type(self.processor).__name__
             problem = f"{reader} refuses a batch of rows with different media: {str(error).strip()}"
             raise RunError(problem, hint="set train.micro_batch_size=1, without data.packing") from error
